@@ -178,7 +178,7 @@ pub fn own_path() -> Result<PathBuf, Error> {
 
 /// Fails if `path` cannot be written to, before the benchmark takes minutes.
 fn check_writable(path: &Path) -> Result<(), Failure> {
-    keyframe_plot::Format::of(path).map_err(|e| Failure::new(e.to_string()))?;
+    keyframe_plot::FigureFormat::of(path).map_err(|e| Failure::new(e.to_string()))?;
     match OpenOptions::new().append(true).create(true).open(path) {
         Ok(_) => Ok(()),
         Err(e) => Err(Failure::new(format!("write {}: {e}", path.display()))

@@ -53,7 +53,7 @@ pub mod work;
 
 use crate::failure::{DONE, FAILED, Failure, WARNED, chain};
 use keyframe_session::Verdict;
-use keyframe_store::{Listing, Store};
+use keyframe_store::{Listing, Store, UnreadableCheckpoint};
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 
@@ -91,7 +91,7 @@ impl StoreArg {
 
 /// Names the checkpoints that a listing had to leave out, and says so in the exit code.
 fn warn_of_unreadable(listing: &Listing) -> u8 {
-    for (id, error) in &listing.unreadable {
+    for UnreadableCheckpoint { id, error } in &listing.unreadable {
         eprintln!(
             "keyframe: checkpoint {id} is left out: {}; see what else is hurt: keyframe check",
             chain(error)

@@ -10,7 +10,7 @@
 
 use crate::Command;
 use crate::words::StderrWords;
-use keyframe_confine::{Error, Keep, capabilities_but, no_programs};
+use keyframe_confine::{Error, KeptRights, capabilities_but, no_programs};
 use keyframe_session::{Event, EventSink};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,13 +24,13 @@ pub fn give_up(command: &Command) {
 /// Keeps the rights to trace QEMU and to use files, and gives up all others. To be called before
 /// threads are started: a thread keeps the rights that it was started with.
 pub fn trace_only() {
-    tell(capabilities_but(Keep::Tracing));
+    tell(capabilities_but(KeptRights::Tracing));
 }
 
 /// Keeps the rights to use files only, in the calling thread: it reads untrusted data, and QEMU is
 /// not started yet.
 pub fn files_only() {
-    tell(capabilities_but(Keep::Files).and_then(|()| no_programs()));
+    tell(capabilities_but(KeptRights::Files).and_then(|()| no_programs()));
 }
 
 /// Gives up the right to change files outside of `folders`.
@@ -64,9 +64,9 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::Verify(_)
         | Command::Work(_) => Ok(()),
         Command::Serve(serve) if serve.starts() => Ok(()),
-        Command::Attach(_) | Command::Watchdog(_) => capabilities_but(Keep::Tracing),
+        Command::Attach(_) | Command::Watchdog(_) => capabilities_but(KeptRights::Tracing),
         Command::GuardProcess(_) => {
-            capabilities_but(Keep::FilesAndSignals)?;
+            capabilities_but(KeptRights::FilesAndSignals)?;
             no_programs()
         }
         Command::Init(_)
@@ -100,7 +100,7 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::SwitchProcess(_)
         | Command::GateProcess(_)
         | Command::Disks(_) => {
-            capabilities_but(Keep::Files)?;
+            capabilities_but(KeptRights::Files)?;
             no_programs()
         }
     }

@@ -33,7 +33,7 @@ impl EventSink<Event> for StderrWords {
 }
 
 impl keyframe_failover::FailoverEventSink for StderrWords {
-    fn failover_event(&self, event: &keyframe_failover::Event) {
+    fn failover_event(&self, event: &keyframe_failover::FailoverEvent) {
         if let Some((importance, text)) = failover::line(event) {
             self.print(importance, &text);
         }

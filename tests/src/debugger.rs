@@ -1,6 +1,6 @@
 //! A debugger that speaks GDB's remote protocol, as far as the tests need it.
 
-use keyframe_gdb::{GdbConnection, Received};
+use keyframe_gdb::{GdbConnection, GdbMessage};
 use std::net::{Ipv4Addr, TcpStream};
 use std::time::Duration;
 
@@ -28,7 +28,7 @@ impl Debugger {
     pub fn ask(&mut self, payload: &str) -> String {
         self.0.send(payload.as_bytes()).expect("send a packet");
         match self.0.receive(WAIT).expect("receive its answer") {
-            Some(Received::Packet(answer)) => String::from_utf8_lossy(&answer).into_owned(),
+            Some(GdbMessage::Packet(answer)) => String::from_utf8_lossy(&answer).into_owned(),
             other => panic!("no answer to {payload}: {other:?}"),
         }
     }
@@ -55,7 +55,7 @@ impl Debugger {
                 .filter_map(|n| u8::from_str_radix(&hex[2 * n..2 * n + 2], 16).ok());
             output.push_str(&String::from_utf8_lossy(&bytes.collect::<Vec<_>>()));
             answer = match self.0.receive(WAIT).expect("the rest of an answer") {
-                Some(Received::Packet(rest)) => String::from_utf8_lossy(&rest).into_owned(),
+                Some(GdbMessage::Packet(rest)) => String::from_utf8_lossy(&rest).into_owned(),
                 other => panic!("no end of an answer: {other:?}"),
             };
         }

@@ -37,16 +37,19 @@ const KIND_ENUM64: u32 = 19;
 /// Where a kernel keeps the running task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TaskLayout {
-    /// Address of the per-CPU variable that points to the running task.
+    /// The address of the per-CPU variable that points to the running task.
     pub current: u64,
-    /// Offsets in `struct task_struct`: thread id, process id, name.
+    /// Offset of the thread id in `struct task_struct`, in bytes.
     pub pid: u64,
+    /// Offset of the process id in `struct task_struct`, in bytes.
     pub tgid: u64,
+    /// Offset of the thread's name in `struct task_struct`, in bytes.
     pub comm: u64,
 }
 
 impl TaskLayout {
-    /// Finds the layout in a `vmlinux` or in BTF alone. Error: the missing part.
+    /// Finds the layout in `bytes`, the contents of a `vmlinux` or of BTF alone. Error: what is
+    /// missing.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         if bytes.starts_with(&MAGIC) {
             return Self::from_types(&Types::parse(bytes)?, 0);

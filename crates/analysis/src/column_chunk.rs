@@ -63,7 +63,8 @@ pub(crate) struct Dictionary<'a> {
 }
 
 impl ChunkEncoder {
-    /// Encodes the first `N` bytes of each value by BYTE_STREAM_SPLIT.
+    /// Encodes the first `N` bytes of each value by BYTE_STREAM_SPLIT. Error: the Parquet library
+    /// refuses.
     pub fn split<const N: usize>(
         &mut self,
         column: ColumnDescPtr,
@@ -76,6 +77,7 @@ impl ChunkEncoder {
     }
 
     /// Encodes `values` by their differences, with statistics of the least and largest value.
+    /// Error: the Parquet library refuses.
     pub fn delta(
         &mut self,
         column: ColumnDescPtr,
@@ -94,7 +96,7 @@ impl ChunkEncoder {
         pages.finish(values.len(), vec![Encoding::DELTA_BINARY_PACKED], Some(statistics))
     }
 
-    /// Encodes indices into `dictionary`, each in `N` bytes.
+    /// Encodes indices into `dictionary`, each in `N` bytes. Error: the Parquet library refuses.
     pub fn indices<const N: usize, T: Copy>(
         &mut self,
         column: ColumnDescPtr,
@@ -106,7 +108,8 @@ impl ChunkEncoder {
         Self::with_dictionary(column, &mut self.packed, dictionary, data, numbers.len())
     }
 
-    /// Encodes small indices; `value` returns the value of an index.
+    /// Encodes small indices; `value` returns the value of an index. Error: the Parquet library
+    /// refuses.
     pub fn small(
         &mut self,
         column: ColumnDescPtr,

@@ -35,8 +35,8 @@ pub struct IcountInterval {
 pub struct RamRange {
     /// The guest-physical address of its first byte.
     pub guest: GuestPhys,
-    /// The RAM address of that byte: under plugin interface 1 QEMU's `ram_addr_t`, under interface
-    /// 4 any numbering that [`RamFile::number`] shares.
+    /// The RAM address of that byte. Under plugin interface 1 it is QEMU's `ram_addr_t`; under
+    /// interface 4 it is any numbering that [`RamFile::number`] shares.
     pub number: u64,
     /// Its length, in bytes.
     pub len_bytes: u64,
@@ -45,9 +45,9 @@ pub struct RamRange {
 /// A file with RAM that QEMU maps shared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RamFile {
-    /// The RAM address of its first byte, numbered as [`RamRange::number`].
+    /// The RAM address of the file's first byte, in the numbering of [`RamRange::number`].
     pub number: u64,
-    /// Its path, valid for QEMU.
+    /// The file's path, as QEMU opens it.
     pub path: PathBuf,
 }
 
@@ -91,10 +91,10 @@ pub struct RunContext {
     pub plugin: PathBuf,
     /// The guest's RAM.
     pub ram: ReplayRam,
-    /// The existing directory for the run's parts.
+    /// The directory for the run's parts, which exists.
     pub dir: PathBuf,
-    /// The instructions that the run replays before the first interval, if that begins after its
-    /// checkpoint. Their part is dropped.
+    /// The instructions that the run replays before the first interval, if that does not begin at
+    /// its checkpoint. The part of these instructions is dropped.
     pub warm_up: Option<IcountInterval>,
     /// The intervals in order, each beginning at the end of the previous one.
     pub intervals: Vec<IcountInterval>,
@@ -122,7 +122,8 @@ pub struct Part {
 }
 
 impl Part {
-    /// The path of the part's file for the table `kind`.
+    /// Returns the path of the part's file with the table `kind`, such as `DIR/KIND.EXTENSION`;
+    /// `extension` has no dot.
     pub fn file(&self, kind: &str, extension: &str) -> PathBuf {
         part_file(&self.dir, self.interval.index, kind, extension)
     }
@@ -137,7 +138,7 @@ pub(crate) fn part_file(dir: &Path, index: u32, kind: &str, extension: &str) -> 
 pub struct MergeContext {
     /// The parts in the order of the recording.
     pub parts: Vec<Part>,
-    /// The existing directory for result files.
+    /// The directory for result files, which exists.
     pub out: PathBuf,
 }
 

@@ -67,12 +67,12 @@ pub enum Error {
         #[source]
         source: parquet::errors::ParquetError,
     },
-    /// A run was not cut once at the end of each of its intervals.
+    /// A tool run did not get exactly one cut at the end of each of its intervals.
     #[error("a run of {intervals} intervals was cut {cuts} times; each interval needs one cut")]
     Cuts {
-        /// Intervals of the run, with its warm-up.
+        /// The number of intervals of the run, with its warm-up.
         intervals: usize,
-        /// Cuts that were made.
+        /// The number of cuts that were made.
         cuts: usize,
     },
     /// The merge program of a manifest failed.

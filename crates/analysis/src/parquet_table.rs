@@ -25,8 +25,8 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Rows of a full row group: twice DuckDB's. In smaller ones the dictionary of instructions would
-/// take a tenth.
+/// The number of rows of a full row group, twice that of DuckDB's. In smaller row groups the
+/// dictionary of instructions would take a tenth of the file.
 pub const GROUP_ROWS: usize = 245_760;
 /// The most row groups of a merged file.
 const GROUPS_MAX: usize = 1 << 24;
@@ -201,7 +201,7 @@ pub struct ParquetTable {
 }
 
 impl ParquetTable {
-    /// Creates the file at `path` with these columns. It gets its name when it is complete.
+    /// Begins a file with these columns. The file appears at `path` when it is complete.
     ///
     /// Errors: [`Error::File`], [`Error::Parquet`].
     pub fn create(path: &Path, columns: &[ColumnSpec]) -> Result<Self> {
@@ -216,13 +216,13 @@ impl ParquetTable {
         Ok(Self { path: path.to_owned(), unfinished, writer, encodings, encoder, values })
     }
 
-    /// Rows of the row group that is being filled.
+    /// Returns the number of rows in the row group that is being filled.
     pub fn rows(&self) -> usize {
         self.values.first().map_or(0, ColumnBuffer::len)
     }
 
-    /// Writes the row group if it is full. To be called after each row. Errors: [`Error::File`],
-    /// [`Error::Parquet`].
+    /// Ends a row, after the caller has pushed its values to all columns, and writes the row group
+    /// if it is full. Errors: [`Error::File`], [`Error::Parquet`].
     pub fn complete_row(&mut self) -> Result<()> {
         if self.rows() >= GROUP_ROWS { self.flush() } else { Ok(()) }
     }
@@ -236,13 +236,15 @@ impl ParquetTable {
         Ok(())
     }
 
-    /// Writes a row group of all columns, in order; nothing if they have no rows.
+    /// Writes one row group: `data` has all columns in their order, each with the same number of
+    /// rows. Writes nothing if there are no rows. Errors: [`Error::File`], [`Error::Parquet`].
     pub fn write(&mut self, data: &[ColumnData<'_>]) -> Result<()> {
         let written = write_group(&mut self.writer, &mut self.encoder, &self.encodings, data);
         written.map_err(failed("writing a row group of", &self.path))
     }
 
-    /// Completes the file and returns its number of rows.
+    /// Completes the file and returns its number of rows. Errors: [`Error::File`],
+    /// [`Error::Parquet`].
     pub fn finish(mut self) -> Result<u64> {
         self.flush()?;
         let metadata = self.writer.close().map_err(failed("completing", &self.path))?;

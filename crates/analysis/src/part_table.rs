@@ -48,7 +48,7 @@ impl PartTable {
         Ok(Self { words, columns })
     }
 
-    /// The rows in order, each with the table's number of columns.
+    /// Returns the rows in order, each with the table's number of columns.
     pub fn rows(&self) -> impl Iterator<Item = &[u64]> {
         self.words.chunks_exact(self.columns)
     }

@@ -14,7 +14,7 @@ pub enum PluginInterface {
 }
 
 impl PluginInterface {
-    /// The interface of a QEMU version; `None` for versions before 6.0 and from 8.2 to 9.0.
+    /// Returns the interface of a QEMU version; `None` for versions before 6.0 and from 8.2 to 9.0.
     pub fn of_qemu(major: u32, minor: u32) -> Option<Self> {
         match (major, minor) {
             (6..=7, _) | (8, 0..=1) => Some(Self::V1),

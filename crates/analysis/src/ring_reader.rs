@@ -49,12 +49,12 @@ impl SharedBoard {
         Ok(Self { board: Arc::new(board), file })
     }
 
-    /// The path by which QEMU opens the board, as long as this process lives.
+    /// Returns the path by which QEMU opens the board, as long as this process lives.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 
-    /// Returns an error if the plugin has given up.
+    /// Returns [`Error::Plugin`] if the plugin has given up.
     pub fn check(&self) -> Result<()> {
         if self.board.refused() {
             return Err(Error::Plugin {
@@ -68,9 +68,9 @@ impl SharedBoard {
 
 /// Receives the records of a ring.
 pub trait RecordSink: Send + 'static {
-    /// Takes a record.
+    /// Takes one record. An error ends the reading.
     fn record(&mut self, record: Record) -> Result<()>;
-    /// Ends the interval, after all its records.
+    /// Ends the interval. Called after all its records. An error ends the reading.
     fn cut(&mut self) -> Result<()>;
 }
 
@@ -88,7 +88,8 @@ pub struct RingReader {
 }
 
 impl RingReader {
-    /// Starts the thread.
+    /// Starts the thread, which gives each record to `sink`. Error: [`Error::Plugin`] if the thread
+    /// cannot be started.
     pub fn start<S: RecordSink>(shared: SharedBoard, sink: S) -> Result<Self> {
         let (commands, inbox) = channel();
         let (outbox, answers) = channel();
@@ -104,14 +105,16 @@ impl RingReader {
         Ok(Self { shared, commands, answers, thread: Some(thread) })
     }
 
-    /// Ends an interval. The VM must be stopped.
+    /// Ends an interval: waits until `sink` has taken all its records. The VM must be stopped.
+    /// Errors: [`Error::Plugin`]; those of the sink.
     pub fn cut(&mut self) -> Result<()> {
         self.shared.check()?;
         self.shared.board.cut();
         self.ask(ReaderCommand::Cut { head: self.shared.board.head() })
     }
 
-    /// Ends the thread. Records since the last cut are dropped.
+    /// Ends the thread. Records since the last cut are dropped. Errors: [`Error::Plugin`]; those of
+    /// the sink.
     pub fn finish(mut self) -> Result<()> {
         let answer = self.ask(ReaderCommand::Finish);
         self.join();

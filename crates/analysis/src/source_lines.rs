@@ -39,7 +39,7 @@ struct LineRange {
 /// A line of a source file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct SourceLine {
-    /// Index into [`SourceLines::files`].
+    /// The index into [`SourceLines::files`].
     pub file: u32,
     /// The line, from 1 on.
     pub line: u32,
@@ -53,8 +53,9 @@ pub struct SourceLines {
 }
 
 impl SourceLines {
-    /// Reads the lines of the ELF file `bytes`, read from `path`. The result is empty if it has no
-    /// debug information. `slide` is added to each address.
+    /// Reads the lines of the ELF file `bytes`, which was read from `path`. The result is empty if
+    /// the file has no debug information. `slide` is added to each address. Error:
+    /// [`Error::Damaged`].
     pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
         let damaged = |problem: String| Error::Damaged {
             path: path.to_owned(),
@@ -95,22 +96,22 @@ impl SourceLines {
         Ok(all.finish())
     }
 
-    /// Whether there are no lines.
+    /// Returns whether there are no lines.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// The paths of the source files, in alphabetical order.
+    /// Returns the paths of the source files, in alphabetical order.
     pub fn files(&self) -> &[String] {
         &self.files
     }
 
-    /// All lines that have code, once for each of their ranges.
+    /// Returns all lines that have code, once for each of their ranges.
     pub fn all(&self) -> impl Iterator<Item = SourceLine> {
         self.ranges.iter().map(|range| SourceLine { file: range.file, line: range.line })
     }
 
-    /// The line of the code at `address`.
+    /// Returns the source line of the code at `address`; `None` if no line covers the address.
     pub fn find(&self, address: u64) -> Option<SourceLine> {
         let next = self.ranges.partition_point(|range| range.start <= address);
         let range = self.ranges.get(next.checked_sub(1)?)?;

@@ -40,9 +40,10 @@ pub struct Symbol<'a> {
     pub name: &'a str,
     /// Its first address.
     pub address: u64,
-    /// Its length in bytes, up to the next symbol if the file does not tell it; 0 for the last one.
+    /// Its length in bytes. If the file does not tell it, the function reaches to the next symbol;
+    /// then the length of the last one is 0.
     pub len_bytes: u64,
-    /// Its line in a text file, or its number in the ELF symbol table.
+    /// Its line in a text file from 1 on, or its number in the ELF symbol table.
     pub number: u64,
 }
 
@@ -74,17 +75,17 @@ impl SymbolTable {
         Self(all)
     }
 
-    /// All functions, by address.
+    /// Returns all functions, by address.
     pub fn iter(&self) -> impl Iterator<Item = Symbol<'_>> {
         self.0.iter().filter_map(|symbol| self.find(symbol.address))
     }
 
-    /// Whether there are no functions.
+    /// Returns whether there are no functions.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// The function that contains `address`.
+    /// Returns the function that contains `address`; `None` if there is none.
     pub fn find(&self, address: u64) -> Option<Symbol<'_>> {
         let next = self.0.partition_point(|symbol| symbol.address <= address);
         let symbol = self.0.get(next.checked_sub(1)?)?;

@@ -31,57 +31,64 @@ use std::path::Path;
 pub use baseline::Baseline;
 pub use memtrace::COLUMNS as MEMTRACE_COLUMNS;
 
-/// The help of a tool.
+/// What `keyframe analyze --help` says about a tool.
 #[derive(Clone, Copy, Debug)]
 pub struct ToolDescription {
     /// The tool's name on the command line.
     pub name: &'static str,
     /// One line about the tool.
     pub about: &'static str,
-    /// Its `--tool-arg`s: the name, and one line about it.
+    /// Each of its `--tool-arg`s: the name, and one line about it.
     pub arguments: &'static [(&'static str, &'static str)],
-    /// Its result files: the name, and one line about its columns.
+    /// Each of its result files: the name, and one line about its columns.
     pub results: &'static [(&'static str, &'static str)],
 }
 
 /// An analysis tool.
 pub trait Tool: Send + Sync {
-    /// The tool's name, which labels parts and logs.
+    /// Returns the tool's name, which labels parts and logs.
     fn name(&self) -> &str;
 
-    /// The number of earlier intervals that a run replays first, so that the tool knows the state
-    /// at the beginning of its interval. The parts of these warm-up intervals are dropped.
+    /// Returns the number of earlier intervals that a run replays first, so that the tool knows the
+    /// state at the beginning of its interval. The parts of these warm-up intervals are dropped.
     fn warm_up_intervals(&self) -> usize {
         0
     }
 
-    /// Whether the tool reads the guest's RAM, which must then be complete before the VM runs.
+    /// Returns whether the tool reads the guest's RAM, which must then be complete before the VM
+    /// runs.
     fn reads_ram(&self) -> bool {
         false
     }
 
-    /// Whether a run may have more than one interval.
+    /// Returns whether a run may have more than one interval.
     fn can_cut(&self) -> bool {
         true
     }
 
-    /// Prepares a run, before its QEMU starts.
+    /// Prepares a run: makes what the tool's plugin needs, before the run's QEMU starts. Errors:
+    /// [`Error::File`] and [`Error::Plugin`] if what the plugin needs cannot be made.
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>>;
 
-    /// Merges all parts into result files.
+    /// Merges the parts of all intervals into result files and returns a summary of them. Errors:
+    /// [`Error::File`]; [`Error::Damaged`] for an invalid part; [`Error::Parquet`];
+    /// [`Error::MergeCommand`].
     fn merge(&self, merge: &MergeContext) -> Result<ToolSummary>;
 }
 
-/// A run, from before its QEMU starts until after QEMU has exited.
+/// One run of a tool: from before its QEMU starts until after that QEMU has exited.
 pub trait ToolRun: Send {
-    /// The value of QEMU's option `-plugin`.
+    /// Returns the value of QEMU's option `-plugin`.
     fn option(&self) -> String;
 
-    /// Ends an interval (first the warm-up, if there is one). The VM is stopped. Also called for
-    /// the last interval, before QEMU quits.
+    /// Ends the present interval (at first the warm-up, if there is one) and begins the next one.
+    /// Called while the VM is stopped, also at the end of the last interval. Error:
+    /// [`Error::Plugin`] if the plugin has given up.
     fn cut(&mut self) -> Result<()>;
 
-    /// Returns a part for each interval. QEMU has exited regularly, after the last cut.
+    /// Returns a part for each interval, in their order. Called after the last cut, when QEMU has
+    /// exited regularly. Errors: [`Error::Plugin`]; [`Error::Cuts`] if an interval was not cut;
+    /// [`Error::File`].
     fn finish(self: Box<Self>) -> Result<Vec<Part>>;
 }
 
@@ -190,7 +197,7 @@ const SYMBOLS: [(&str, &str); 2] = [
     ),
 ];
 
-/// The help of each tool, in the order of the help.
+/// Returns the help of each tool, in the order of the help.
 pub fn descriptions() -> impl Iterator<Item = &'static ToolDescription> {
     TOOLS.iter().map(|(description, _)| description)
 }

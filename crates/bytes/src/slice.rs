@@ -2,7 +2,8 @@
 
 use thiserror::Error;
 
-/// Why a [`ByteReader`] could not read a field. Offsets count from the start of the slice.
+/// The reason why a [`ByteReader`] could not read a field. Offsets count bytes from the start of
+/// the slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub enum ReadError {
     /// The slice ends inside the field.
@@ -10,7 +11,7 @@ pub enum ReadError {
     Truncated {
         /// Offset of the field's first byte.
         at: usize,
-        /// Length of the field in bytes.
+        /// The length of the whole field in bytes.
         wanted: usize,
     },
     /// Bytes follow the last field.
@@ -71,7 +72,7 @@ impl<'a> ByteReader<'a> {
         }
     }
 
-    /// Reads the next `len` bytes.
+    /// Reads the next `len` bytes. Error: [`ReadError::Truncated`].
     pub fn take(&mut self, len: usize) -> Result<&'a [u8], ReadError> {
         let (head, tail) = self
             .remaining
@@ -81,54 +82,55 @@ impl<'a> ByteReader<'a> {
         Ok(head)
     }
 
-    /// Reads the next `N` bytes.
+    /// Reads the next `N` bytes. Error: [`ReadError::Truncated`].
     pub fn array<const N: usize>(&mut self) -> Result<[u8; N], ReadError> {
         let mut out = [0; N];
         out.copy_from_slice(self.take(N)?);
         Ok(out)
     }
 
-    /// Reads one byte.
+    /// Reads one byte. Error: [`ReadError::Truncated`].
     pub fn u8(&mut self) -> Result<u8, ReadError> {
         self.array().map(u8::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 2 bytes.
+    /// Reads a little-endian number of 2 bytes. Error: [`ReadError::Truncated`].
     pub fn u16_le(&mut self) -> Result<u16, ReadError> {
         self.array().map(u16::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 4 bytes.
+    /// Reads a little-endian number of 4 bytes. Error: [`ReadError::Truncated`].
     pub fn u32_le(&mut self) -> Result<u32, ReadError> {
         self.array().map(u32::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 8 bytes.
+    /// Reads a little-endian number of 8 bytes. Error: [`ReadError::Truncated`].
     pub fn u64_le(&mut self) -> Result<u64, ReadError> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 16 bytes.
+    /// Reads a little-endian number of 16 bytes. Error: [`ReadError::Truncated`].
     pub fn u128_le(&mut self) -> Result<u128, ReadError> {
         self.array().map(u128::from_le_bytes)
     }
 
-    /// Reads a big-endian number of 2 bytes.
+    /// Reads a big-endian number of 2 bytes. Error: [`ReadError::Truncated`].
     pub fn u16_be(&mut self) -> Result<u16, ReadError> {
         self.array().map(u16::from_be_bytes)
     }
 
-    /// Reads a big-endian number of 4 bytes.
+    /// Reads a big-endian number of 4 bytes. Error: [`ReadError::Truncated`].
     pub fn u32_be(&mut self) -> Result<u32, ReadError> {
         self.array().map(u32::from_be_bytes)
     }
 
-    /// Reads a big-endian number of 8 bytes.
+    /// Reads a big-endian number of 8 bytes. Error: [`ReadError::Truncated`].
     pub fn u64_be(&mut self) -> Result<u64, ReadError> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// Reads a varint (see [`crate::varint`]) in its shortest form.
+    /// Reads a varint (see [`crate::varint`]) in its shortest form. Errors:
+    /// [`ReadError::Truncated`], [`ReadError::Varint`].
     #[inline]
     pub fn varint(&mut self) -> Result<u64, ReadError> {
         // Page maps hold almost only varints of one or two bytes.

@@ -36,14 +36,16 @@ impl<R: Read> StreamReader<R> {
         &mut self.inner
     }
 
-    /// Reads exactly as many bytes as `into` has.
+    /// Reads exactly as many bytes as `into` has. Errors: those of the stream;
+    /// [`ErrorKind::UnexpectedEof`] if it ends inside the field.
     pub fn fill(&mut self, into: &mut [u8]) -> io::Result<()> {
         self.inner.read_exact(into)?;
         self.position += into.len() as u64;
         Ok(())
     }
 
-    /// Reads the next `N` bytes.
+    /// Reads the next `N` bytes. Errors: those of the stream; [`ErrorKind::UnexpectedEof`] if it
+    /// ends inside the field.
     pub fn array<const N: usize>(&mut self) -> io::Result<[u8; N]> {
         let mut out = [0; N];
         self.fill(&mut out)?;
@@ -67,7 +69,8 @@ impl<R: Read> StreamReader<R> {
         Ok(out)
     }
 
-    /// Reads `len` bytes and drops them.
+    /// Reads `len` bytes and drops them. Errors: those of the stream; [`ErrorKind::UnexpectedEof`]
+    /// if it ends inside the field.
     pub fn skip(&mut self, len: u64) -> io::Result<()> {
         let skipped = io::copy(&mut self.inner.by_ref().take(len), &mut io::sink())?;
         if skipped < len {
@@ -77,32 +80,38 @@ impl<R: Read> StreamReader<R> {
         Ok(())
     }
 
-    /// Reads one byte.
+    /// Reads one byte. Errors: those of the stream; [`ErrorKind::UnexpectedEof`] if it ends inside
+    /// the field.
     pub fn u8(&mut self) -> io::Result<u8> {
         self.array().map(u8::from_be_bytes)
     }
 
-    /// Reads a big-endian number of 2 bytes.
+    /// Reads a big-endian number of 2 bytes. Errors: those of the stream;
+    /// [`ErrorKind::UnexpectedEof`] if it ends inside the field.
     pub fn u16_be(&mut self) -> io::Result<u16> {
         self.array().map(u16::from_be_bytes)
     }
 
-    /// Reads a big-endian number of 4 bytes.
+    /// Reads a big-endian number of 4 bytes. Errors: those of the stream;
+    /// [`ErrorKind::UnexpectedEof`] if it ends inside the field.
     pub fn u32_be(&mut self) -> io::Result<u32> {
         self.array().map(u32::from_be_bytes)
     }
 
-    /// Reads a big-endian number of 8 bytes.
+    /// Reads a big-endian number of 8 bytes. Errors: those of the stream;
+    /// [`ErrorKind::UnexpectedEof`] if it ends inside the field.
     pub fn u64_be(&mut self) -> io::Result<u64> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// Reads a little-endian number of 4 bytes.
+    /// Reads a little-endian number of 4 bytes. Errors: those of the stream;
+    /// [`ErrorKind::UnexpectedEof`] if it ends inside the field.
     pub fn u32_le(&mut self) -> io::Result<u32> {
         self.array().map(u32::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 8 bytes.
+    /// Reads a little-endian number of 8 bytes. Errors: those of the stream;
+    /// [`ErrorKind::UnexpectedEof`] if it ends inside the field.
     pub fn u64_le(&mut self) -> io::Result<u64> {
         self.array().map(u64::from_le_bytes)
     }

@@ -41,7 +41,7 @@ impl CapturePhase {
         Self::Sealed,
     ];
 
-    /// The phase's name in status output and in `--fault` options, such as `device-state`.
+    /// Returns the phase's name in status output and in `--fault` options, such as `device-state`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Precopy => "precopy",
@@ -57,36 +57,36 @@ impl CapturePhase {
     }
 }
 
-/// How long each part of one checkpoint took, in nanoseconds.
+/// The durations of the steps of one checkpoint, in nanoseconds.
 ///
 /// The pause begins just before the VMM is asked to stop the VM, and ends when the VMM has
-/// confirmed that the VM runs. Its five parts (`stop_ns`, `device_state_ns`, `scan_ns`, `copy_ns`,
+/// confirmed that the VM runs. Its five steps (`stop_ns`, `device_state_ns`, `scan_ns`, `copy_ns`,
 /// `resume_ns`) follow one another; their sum is `pause_ns` less the time between clock readings.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CaptureTimeline {
     /// The pre-copy rounds, oldest first.
     pub rounds: Vec<Round>,
-    /// The whole pause; 0 if the VM was paused before the checkpoint.
+    /// The duration of the whole pause; 0 if the VM was paused before the checkpoint.
     pub pause_ns: u64,
-    /// From the request to stop until the VMM confirmed it.
+    /// The time from the request to stop until the VMM confirmed it.
     pub stop_ns: u64,
-    /// Scanning for the last dirty pages, in the pause.
+    /// The time of the scan for the last dirty pages, in the pause.
     pub scan_ns: u64,
-    /// Copying or freezing the last dirty pages, in the pause.
+    /// The time of copying or freezing the last dirty pages, in the pause.
     pub copy_ns: u64,
-    /// Saving the device state.
+    /// The time of saving the device state, in the pause.
     pub device_state_ns: u64,
-    /// From the request to resume until the VMM confirmed it.
+    /// The time from the request to resume until the VMM confirmed it.
     pub resume_ns: u64,
-    /// Handing the pages to the sink.
+    /// The time of handing the pages to the sink, after the pause.
     pub encode_ns: u64,
     /// The number of pages copied in the pause.
     pub pause_pages: u64,
-    /// Copying the pages that the pause only froze, after the guest was resumed.
+    /// The time of copying the pages that the pause only froze, after the guest was resumed.
     pub collect_ns: u64,
     /// The name of the strategy that copied the pages.
     pub strategy: &'static str,
-    /// From the previous checkpoint's pause to this one's; 0 for the first checkpoint.
+    /// The time from the previous checkpoint's pause to this one's; 0 for the first checkpoint.
     pub interval_ns: u64,
 }
 

@@ -20,7 +20,8 @@ const HASH_BYTES: usize = 16;
 
 type PageHash = [u8; HASH_BYTES];
 
-/// Compares the pages of RAM with hashes of their contents at the previous scan.
+/// Finds written pages by comparison: hashes all of RAM at each scan, and reports the pages whose
+/// hash differs from that of the previous scan.
 pub struct CompareTracker {
     reader: Arc<dyn PageReader>,
     key: [u8; 32],
@@ -31,8 +32,8 @@ pub struct CompareTracker {
 }
 
 impl CompareTracker {
-    /// Creates a tracker of `space_pages` pages, read through `reader`. `key` must be random and
-    /// secret.
+    /// Creates a tracker of a page space of `space_pages` pages, read through `reader`. `key` keys
+    /// the hashes; it must be random and secret.
     pub fn new(reader: Arc<dyn PageReader>, space_pages: u64, key: [u8; 32]) -> Self {
         // Before the first scan a page counts as zeros, which need not be captured.
         let zero = hash(&key, &[0; PAGE_BYTES]);

@@ -18,9 +18,9 @@ const MEMORY_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 
 /// The most pages that are copied before they are handed to the encoder, if memory is short.
 const PORTION_PAGES_MAX: u64 = 16_384;
 
-/// The checkpoint in progress, as a strategy sees it.
+/// What a strategy needs to capture the checkpoint in progress.
 pub struct CaptureContext<'a> {
-    /// The owed pages.
+    /// The dirty log: the tracker, and the pages that are owed.
     pub log: &'a mut DirtyLog,
     /// Reads the VM's current RAM.
     pub reader: &'a Arc<dyn PageReader>,
@@ -30,7 +30,7 @@ pub struct CaptureContext<'a> {
     pub staged: StagedPages,
     /// The distinct pages that the checkpoint holds so far.
     pub held: PageSet,
-    /// How long each part took.
+    /// The durations of the steps so far.
     pub timeline: CaptureTimeline,
     /// True if the checkpoint is complete: it is the first one and holds all of RAM. Its pages are
     /// handed to the encoder while they are copied.
@@ -45,6 +45,8 @@ pub struct CaptureContext<'a> {
 impl CaptureContext<'_> {
     /// Runs one pre-copy round while the guest runs: finds dirty pages and copies them. The first
     /// round includes the pages that aborted checkpoints left owed.
+    ///
+    /// Errors: the scan failed, the pages could not be copied, or the encoder has ended.
     pub fn round(&mut self) -> Result<(), CaptureError> {
         let started = Instant::now();
         let is_first = self.timeline.rounds.is_empty();
@@ -73,8 +75,9 @@ impl CaptureContext<'_> {
         if pages > self.pool.capacity_pages() / 2 { self.round() } else { Ok(()) }
     }
 
-    /// Copies `set` while the guest runs. If memory is short, or with `is_eager`, it copies in
-    /// portions, hands each to the encoder, and waits for free memory.
+    /// Copies `set` while the guest runs. If memory is short, or if `is_eager` is true, it copies
+    /// in portions, hands each to the encoder, and waits for free memory. Errors: the pages could
+    /// not be read, or the encoder has ended.
     pub fn copy_running(
         &mut self,
         set: &PageSet,
@@ -117,7 +120,8 @@ impl CaptureContext<'_> {
         Ok(())
     }
 
-    /// Scans for the remaining dirty pages and copies them, in the pause.
+    /// Scans for the remaining dirty pages and copies them, in the pause. Errors: the scan failed;
+    /// the pages could not be read; the staging memory is full.
     pub fn copy_remaining(&mut self) -> Result<(), CaptureError> {
         let set = self.last_scan()?;
         let started = Instant::now();
@@ -129,7 +133,7 @@ impl CaptureContext<'_> {
     }
 
     /// Scans for the remaining dirty pages, in the pause. Without a round before, the result
-    /// includes the pages that aborted checkpoints left owed.
+    /// includes the pages that aborted checkpoints left owed. Error: [`CaptureError::Scan`].
     pub fn last_scan(&mut self) -> Result<PageSet, CaptureError> {
         let all_owed = self.timeline.rounds.is_empty();
         let started = Instant::now();
@@ -156,7 +160,8 @@ impl CaptureContext<'_> {
         Ok(self.pool.reserve(pages.min(wanted)).map_err(StagingError::Memory)?)
     }
 
-    /// Hands the staged pages to the encoder and begins an empty set.
+    /// Hands the staged pages to the encoder and begins an empty set. Error: [`CaptureError::Sink`]
+    /// if the encoder has ended.
     pub fn hand_over(&mut self) -> Result<(), CaptureError> {
         if self.staged.is_empty() {
             return Ok(());

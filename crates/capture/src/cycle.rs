@@ -91,8 +91,9 @@ pub enum SettledReport<T> {
 }
 
 impl CaptureCycle {
-    /// Creates a cycle over a machine with the RAM `space`. `tracker` must not have been drained
-    /// before.
+    /// Creates a cycle over a machine with the RAM `space`, which `reader` reads and whose written
+    /// pages `tracker` finds. Copies go into the memory of `pool`. `tracker` must not have been
+    /// drained before.
     pub fn new(
         space: RamLayout,
         tracker: Box<dyn DirtyTracker>,
@@ -113,12 +114,13 @@ impl CaptureCycle {
         }
     }
 
-    /// The number of drained pages that neither a sealed checkpoint nor one in flight holds.
+    /// Returns the number of drained pages that neither a sealed checkpoint nor one in flight
+    /// holds.
     pub fn owed_pages(&self) -> u64 {
         self.log.owed_pages()
     }
 
-    /// The number of captured checkpoints that are not sealed yet.
+    /// Returns the number of captured checkpoints that are not sealed yet.
     pub fn in_flight(&self) -> u64 {
         self.log.in_flight()
     }
@@ -129,8 +131,8 @@ impl CaptureCycle {
         self.log.estimate_pages()
     }
 
-    /// Gives up the checkpoints in flight: their pages are owed again, and later reports about them
-    /// are stale.
+    /// Gives up the checkpoints in flight: their pages are owed again, and the encoder's later
+    /// reports about them are stale.
     pub fn give_back(&mut self) {
         self.log.give_back();
         self.generation += 1;
@@ -151,7 +153,7 @@ impl CaptureCycle {
         self.log.untrack();
     }
 
-    /// The memory for copied pages.
+    /// Returns the memory for copied pages, which the cycle and the encoder share.
     pub fn pool(&self) -> &StagingPool {
         &self.pool
     }
@@ -220,7 +222,8 @@ impl CaptureCycle {
         Ok(seq)
     }
 
-    /// Takes in a report of the encoder.
+    /// Takes in a report of the encoder: after a failure the pages of the lost checkpoints are owed
+    /// again. Returns what the report means for the caller.
     pub fn settle<T>(&mut self, report: EncodeReport<T>) -> SettledReport<T> {
         if report.generation < self.generation {
             return SettledReport::Stale;

@@ -14,7 +14,8 @@ use crate::ports::{BoxError, DirtyTracker};
 use keyframe_units::{PageIndex, PageRange, PageSet};
 use std::collections::VecDeque;
 
-/// A tracker and the pages it reported that no sealed checkpoint holds.
+/// A tracker, and the pages that it has reported and that no sealed checkpoint holds (the *owed*
+/// pages).
 pub struct DirtyLog {
     tracker: Box<dyn DirtyTracker>,
     owed: PageSet,
@@ -33,8 +34,8 @@ impl DirtyLog {
         self.drain_by(|tracker, written| tracker.drain(written))
     }
 
-    /// Drains the tracker while the VM is paused. Returns the pages written since the last drain;
-    /// with `all_owed`, all pages that are owed.
+    /// Drains the tracker while the VM is paused. Returns the pages written since the last drain,
+    /// or with `all_owed` all pages that are owed. After an error every page is owed.
     pub fn drain_paused(&mut self, all_owed: bool) -> Result<PageSet, BoxError> {
         let written = self.drain_by(|tracker, written| tracker.drain_paused(written))?;
         Ok(if all_owed { self.owed.clone() } else { written })
@@ -58,6 +59,7 @@ impl DirtyLog {
     }
 
     /// Drains the tracker and returns all pages that are owed, for the first round of a checkpoint.
+    /// After an error every page is owed.
     pub fn drain_owed(&mut self) -> Result<PageSet, BoxError> {
         self.drain()?;
         Ok(self.owed.clone())
@@ -100,12 +102,13 @@ impl DirtyLog {
         self.tracker = Box::new(EndedTracker);
     }
 
-    /// The number of captured checkpoints that are not sealed yet.
+    /// Returns the number of captured checkpoints that are not sealed yet.
     pub fn in_flight(&self) -> u64 {
         self.in_flight.len() as u64
     }
 
-    /// The number of drained pages that neither a sealed checkpoint nor one in flight holds.
+    /// Returns the number of drained pages that neither a sealed checkpoint nor one in flight
+    /// holds.
     pub fn owed_pages(&self) -> u64 {
         self.owed.len()
     }

@@ -49,13 +49,13 @@ pub enum EncoderMessage<L> {
     },
 }
 
-/// Why a captured checkpoint was not sealed.
+/// The reason why a captured checkpoint was not sealed.
 #[derive(Debug, thiserror::Error)]
 pub enum EncodeError {
     /// The sink failed.
     #[error("{operation}: {source}")]
     Sink {
-        /// The operation.
+        /// The operation, such as "seal the checkpoint".
         operation: &'static str,
         /// The sink's error.
         source: BoxError,
@@ -88,7 +88,8 @@ impl<L: Send + 'static> EncoderQueue<L> for std::sync::mpsc::Sender<EncoderMessa
     }
 }
 
-/// Carries out the messages of a capture on a sink.
+/// Hands the pages of captured checkpoints to a sink and has it seal the checkpoints, as the
+/// messages of a capture ask.
 pub struct CheckpointEncoder<S> {
     sink: S,
     watch: Box<dyn FnMut(CapturePhase) + Send>,
@@ -98,8 +99,8 @@ pub struct CheckpointEncoder<S> {
 }
 
 impl<S: CheckpointSink> CheckpointEncoder<S> {
-    /// Creates an encoder for a VM of `space_pages` pages. It calls `watch` with each phase that it
-    /// reaches.
+    /// Creates an encoder into `sink` for a VM with a page space of `space_pages` pages. It calls
+    /// `watch` with each phase that it reaches.
     pub fn new(sink: S, space_pages: u64, watch: Box<dyn FnMut(CapturePhase) + Send>) -> Self {
         Self { sink, watch, seen: PageSet::new(space_pages), failed_generation: None, encode_ns: 0 }
     }

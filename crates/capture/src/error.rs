@@ -3,13 +3,13 @@
 use crate::ports::BoxError;
 use crate::staged_pages::StagingError;
 
-/// Why no checkpoint was captured. No page is lost: the next checkpoint copies them all.
+/// The reason why no checkpoint was captured. No page is lost: the next checkpoint copies them all.
 #[derive(Debug, thiserror::Error)]
 pub enum CaptureError {
     /// The VMM failed to carry out an operation.
     #[error("{operation}: {source}")]
     Machine {
-        /// The operation.
+        /// The operation, such as "pause the VM".
         operation: &'static str,
         /// The VMM's error.
         source: BoxError,
@@ -23,7 +23,7 @@ pub enum CaptureError {
     /// The encoder did not take the pages or the checkpoint.
     #[error("{operation}: {source}")]
     Sink {
-        /// The operation.
+        /// The operation, such as "hand pages over".
         operation: &'static str,
         /// The encoder's error.
         source: BoxError,

@@ -19,17 +19,25 @@ use std::sync::Arc;
 
 const STATES_MAGIC: &[u8; 8] = b"KFGROUP1";
 
+/// A member's port, such as its reader or its tracker, before the members are laid end to end.
+pub struct MemberPort<T> {
+    /// The number of the member's pages.
+    pub len_pages: u64,
+    /// The port.
+    pub port: T,
+}
+
 /// A port of each member, with the member's pages in the group's space.
 struct Members<T>(Vec<(PageRange, T)>);
 
 impl<T> Members<T> {
-    /// Lays the members end to end. Each comes with the number of its pages.
-    fn new(members: impl IntoIterator<Item = (u64, T)>) -> Self {
+    /// Lays the members end to end.
+    fn new(members: impl IntoIterator<Item = MemberPort<T>>) -> Self {
         let mut first = 0;
-        let place = |(len_pages, member)| {
+        let place = |MemberPort { len_pages, port }| {
             let place = PageRange::new(PageIndex(first), len_pages);
             first += len_pages;
-            (place, member)
+            (place, port)
         };
         Self(members.into_iter().map(place).collect())
     }
@@ -67,8 +75,8 @@ fn to_member(place: PageRange, range: PageRange) -> Option<PageRange> {
 pub struct GroupReader(Members<Arc<dyn PageReader>>);
 
 impl GroupReader {
-    /// Creates a reader from each member's number of pages and reader.
-    pub fn new(members: Vec<(u64, Arc<dyn PageReader>)>) -> Self {
+    /// Creates a reader from the readers of the members' RAM, in the order of their pages.
+    pub fn new(members: Vec<MemberPort<Arc<dyn PageReader>>>) -> Self {
         Self(Members::new(members))
     }
 }
@@ -115,8 +123,8 @@ impl PageReader for GroupReader {
 pub struct GroupTracker(Members<Box<dyn DirtyTracker>>);
 
 impl GroupTracker {
-    /// Creates a tracker from each member's number of pages and tracker.
-    pub fn new(members: Vec<(u64, Box<dyn DirtyTracker>)>) -> Self {
+    /// Creates a tracker from the members' trackers, in the order of their pages.
+    pub fn new(members: Vec<MemberPort<Box<dyn DirtyTracker>>>) -> Self {
         Self(Members::new(members))
     }
 }
@@ -153,8 +161,8 @@ impl DirtyTracker for GroupTracker {
 pub struct GroupFirstWriteMonitor(Members<Arc<dyn FirstWriteMonitor>>);
 
 impl GroupFirstWriteMonitor {
-    /// Creates a monitor from each member's number of pages and monitor.
-    pub fn new(members: Vec<(u64, Arc<dyn FirstWriteMonitor>)>) -> Self {
+    /// Creates a monitor from the members' monitors, in the order of their pages.
+    pub fn new(members: Vec<MemberPort<Arc<dyn FirstWriteMonitor>>>) -> Self {
         Self(Members::new(members))
     }
 }
@@ -181,20 +189,23 @@ impl FirstWriteMonitor for GroupFirstWriteMonitor {
 }
 
 /// Freezes the RAM of all members, one after the other, while all of them are paused.
-pub struct GroupFreezer(Vec<(u64, Box<dyn RamFreezer>)>);
+pub struct GroupFreezer(Vec<MemberPort<Box<dyn RamFreezer>>>);
 
 impl GroupFreezer {
-    /// Creates a freezer from each member's number of pages and freezer.
-    pub fn new(members: Vec<(u64, Box<dyn RamFreezer>)>) -> Self {
+    /// Creates a freezer from the members' freezers, in the order of their pages.
+    pub fn new(members: Vec<MemberPort<Box<dyn RamFreezer>>>) -> Self {
         Self(members)
     }
 }
 
 impl RamFreezer for GroupFreezer {
     fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError> {
-        let frozen =
-            self.0.iter_mut().map(|(len, freezer)| Ok((*len, Arc::from(freezer.freeze()?))));
-        Ok(Box::new(GroupReader::new(frozen.collect::<Result<_, BoxError>>()?)))
+        let freeze = |member: &mut MemberPort<Box<dyn RamFreezer>>| {
+            let port = Arc::from(member.port.freeze()?);
+            Ok(MemberPort { len_pages: member.len_pages, port })
+        };
+        let frozen = self.0.iter_mut().map(freeze).collect::<Result<_, BoxError>>()?;
+        Ok(Box::new(GroupReader::new(frozen)))
     }
 }
 
@@ -278,9 +289,11 @@ mod tests {
     }
 
     fn reader() -> GroupReader {
-        GroupReader::new(
-            (0..3).map(|m| (LENS[m], Arc::new(Marked(m as u8)) as Arc<dyn PageReader>)).collect(),
-        )
+        let member = |m: usize| MemberPort {
+            len_pages: LENS[m],
+            port: Arc::new(Marked(m as u8)) as Arc<dyn PageReader>,
+        };
+        GroupReader::new((0..3).map(member).collect())
     }
 
     proptest! {
@@ -301,7 +314,8 @@ mod tests {
         fn members_are_told_of_their_own_pages_and_tell_theirs(pages in prop::collection::btree_set(0u64..31, 0..31)) {
             let told: Vec<Arc<Mutex<Vec<u64>>>> = (0..3).map(|_| Arc::default()).collect();
             let own = |m: usize| pages.iter().map(|p| locate(*p)).filter(|(n, _)| *n as usize == m).map(|(_, p)| p).collect::<Vec<_>>();
-            let member = |m: usize| (LENS[m], Box::new(Told(Arc::clone(&told[m]), own(m))) as Box<dyn DirtyTracker>);
+            let tracker = |m: usize| Box::new(Told(Arc::clone(&told[m]), own(m))) as Box<dyn DirtyTracker>;
+            let member = |m: usize| MemberPort { len_pages: LENS[m], port: tracker(m) };
             let mut tracker = GroupTracker::new((0..3).map(member).collect());
             let mut written = PageSet::new(31);
             tracker.drain(&mut written).unwrap();
@@ -351,7 +365,13 @@ mod tests {
         }
         let members: Vec<_> = (0..2).map(|_| Arc::new(Writes(Mutex::default()))).collect();
         let group = GroupFirstWriteMonitor::new(
-            members.iter().map(|m| (1, Arc::clone(m) as Arc<dyn FirstWriteMonitor>)).collect(),
+            members
+                .iter()
+                .map(|m| MemberPort {
+                    len_pages: 1,
+                    port: Arc::clone(m) as Arc<dyn FirstWriteMonitor>,
+                })
+                .collect(),
         );
         let seen = Arc::new(Mutex::new(Vec::new()));
         let hook: FirstWriteHook = {

@@ -19,16 +19,17 @@ use keyframe_units::{RamLayout, elapsed_ns};
 use keyframe_vmm::{PauseVerdict, StopOutcome};
 use std::time::{Instant, SystemTime};
 
-/// The capture's part in a pause. The machine calls it while it pauses the VM.
+/// The capture's work in a pause. The machine calls it while it pauses the VM.
 pub trait PauseWork {
-    /// The pause has reached `phase`: `Stopping`, `Paused`, `DeviceState` or `Resumed`.
+    /// Called when the pause has reached `phase`: `Stopping`, `Paused`, `DeviceState` or `Resumed`.
     fn reached(&mut self, phase: CapturePhase);
 
-    /// Copies or freezes the last pages. The VM is paused and its device state is saved.
+    /// Copies or freezes the last pages. The VM is paused and its device state is saved. Error: any
+    /// of its steps failed; the pause then fails with the same error.
     fn look(&mut self) -> Result<(), CaptureError>;
 }
 
-/// A pause that has ended: its device state and how long each part took, in nanoseconds.
+/// The result of a pause: the device state, and the duration of each step in nanoseconds.
 #[derive(Clone, Debug)]
 pub struct PauseRecord {
     /// The wall clock just before the VM was paused.
@@ -39,27 +40,28 @@ pub struct PauseRecord {
     pub stop: StopOutcome,
     /// The VMM's device state.
     pub device_state: Vec<u8>,
-    /// From the request to stop until the VMM confirmed it.
+    /// The time from the request to stop until the VMM confirmed it.
     pub stop_ns: u64,
-    /// Saving the device state.
+    /// The time of saving the device state.
     pub device_state_ns: u64,
-    /// From the request to resume until the VMM confirmed it.
+    /// The time from the request to resume until the VMM confirmed it.
     pub resume_ns: u64,
-    /// The whole pause.
+    /// The duration of the whole pause.
     pub pause_ns: u64,
 }
 
 /// One VM, or a group of VMs that is paused together.
 pub trait Machine: Send {
-    /// Returns the RAM blocks as they are now, with the bytes that each uses.
+    /// Returns the RAM blocks as they are now, with the bytes that each uses. Error: the VMM does
+    /// not answer.
     fn ram_layout(&mut self) -> Result<RamLayout, BoxError>;
 
     /// Holds the VM, saves its device state, calls `work.look()`, and releases the VM.
     ///
     /// # Errors
     ///
-    /// If a step or the look fails, or if the VM ran during the pause ([`CaptureError::Torn`]).
-    /// The VM is released in every case.
+    /// Fails if a step or the look fails, or if the VM ran during the pause
+    /// ([`CaptureError::Torn`]). The VM is released in every case.
     fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError>;
 }
 
@@ -76,17 +78,20 @@ pub trait PauseSteps: Send {
     /// pauses the VM. After an error the VM is as it was before.
     fn hold(&mut self) -> Result<StopOutcome, BoxError>;
 
-    /// Returns the state of all devices. Saving it may write guest memory.
+    /// Returns the state of all devices. Saving it may write guest memory. Error: the VMM refuses
+    /// or does not answer.
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError>;
 
     /// Lets the VM run again if `stop`, the result of [`PauseSteps::hold`], says that it ran.
+    /// Error: the VMM does not answer; the watchdog then resumes the VM.
     fn release(&mut self, stop: StopOutcome) -> Result<(), BoxError>;
 
-    /// Disarms the watchdog after the pause, and tells whether the VM ran during it.
+    /// Disarms the watchdog after the pause, and tells whether the VM ran during it. Error: the
+    /// watchdog does not answer.
     fn finish_pause(&mut self, stop: StopOutcome) -> Result<PauseVerdict, BoxError>;
 }
 
-/// Carries out [`Machine::pause`] by the steps of `machine`.
+/// Carries out [`Machine::pause`] by the steps of `machine`. Errors: those of [`Machine::pause`].
 pub fn pause_in_steps<M: PauseSteps + ?Sized>(
     machine: &mut M,
     work: &mut dyn PauseWork,

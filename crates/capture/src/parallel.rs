@@ -14,7 +14,7 @@ const PART_PAGES_MIN: u64 = 256;
 /// A copy of fewer pages does not tell which number of threads is fastest.
 const LEARN_PAGES_MIN: u64 = 1024;
 
-/// Splits each read among threads of its own.
+/// A reader that splits each read among threads of its own.
 pub struct ParallelPageReader {
     inner: Arc<dyn PageReader>,
     threads: rayon::ThreadPool,
@@ -34,6 +34,7 @@ impl ParallelPageReader {
     }
 
     /// Creates a reader that measures which number of threads up to `max` is fastest, and uses it.
+    /// Fails if a thread cannot be started.
     pub fn adaptive(inner: Arc<dyn PageReader>, max: usize) -> Result<Self, BoxError> {
         let choice = Some(Mutex::new(ThreadChoice::new(max)));
         Ok(Self { choice, ..Self::new(inner, max)? })

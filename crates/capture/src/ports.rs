@@ -21,8 +21,9 @@ pub trait DirtyTracker: Send {
     /// must take every page as written.
     fn drain(&mut self, written: &mut PageSet) -> Result<(), BoxError>;
 
-    /// Does the same as [`DirtyTracker::drain`] while the VM is paused, when few pages are
-    /// expected and the VM's processors are free to help.
+    /// Drains as [`DirtyTracker::drain`], while the VM is paused. An implementation may assume that
+    /// few pages were written and that the VM's processors are free to help. Errors: those of
+    /// [`DirtyTracker::drain`].
     fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         self.drain(written)
     }
@@ -50,22 +51,23 @@ pub trait FirstWriteMonitor: Send + Sync {
     fn set_hook(&self, hook: Option<FirstWriteHook>);
 
     /// Returns the pages that may have changed since they were protected without a call of the
-    /// hook, because they were discarded or because the kernel merged them. A later copy of such
-    /// a page is invalid.
+    /// hook: they were discarded, or the kernel merged them. A later copy of such a page is
+    /// invalid. Error: the kernel does not tell.
     fn unannounced(&self) -> Result<PageSet, BoxError>;
 }
 
 /// Freezes all of the VM's RAM at once, while the VM is paused.
 pub trait RamFreezer: Send {
     /// Returns a reader of the RAM as it is now. It stays valid until it is dropped, while the VM
-    /// runs on and writes.
+    /// runs on and writes. Error: the kernel refuses, or the VM's memory cannot be frozen.
     fn freeze(&mut self) -> Result<Box<dyn PageReader>, BoxError>;
 }
 
 /// Copies pages of the VM's RAM.
 pub trait PageReader: Send + Sync {
     /// Copies the pages of `ranges` into `dst`, in their order and without gaps. The length of
-    /// `dst` must be the total length of `ranges` in bytes.
+    /// `dst` must be the total length of `ranges` in bytes. Error: the VM has ended, or its memory
+    /// cannot be read; `dst` then has undefined content.
     fn read(&self, ranges: &[PageRange], dst: &mut [u8]) -> Result<(), BoxError>;
 }
 
@@ -76,11 +78,12 @@ pub trait CheckpointSink: Send {
     /// The result of sealing a checkpoint.
     type Sealed;
 
-    /// Adds pages to the checkpoint in progress. No page occurs twice in `pages`; a page of a
-    /// later call replaces the same page of an earlier one.
+    /// Adds pages to the checkpoint in progress. No page occurs twice in `pages`; a page of a later
+    /// call replaces the same page of an earlier one. After an error the checkpoint cannot be
+    /// sealed.
     fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError>;
 
-    /// Makes the checkpoint durable and visible.
+    /// Makes the checkpoint durable and visible. After an error no reader sees the checkpoint.
     fn seal(
         &mut self,
         captured: &CapturedCheckpoint,
@@ -93,13 +96,14 @@ pub trait CheckpointSink: Send {
 
 /// Watches a capture, for status output, audits and fault injection.
 pub trait CaptureObserver: Send {
-    /// The capture has reached `phase`.
+    /// Called when the capture has reached `phase`. Does nothing by default.
     fn reached(&mut self, phase: CapturePhase) {
         let _ = phase;
     }
 
-    /// The VM is paused and its last pages are copied: `reader` reads the contents that the
-    /// checkpoint must hold. An error fails the checkpoint.
+    /// Called while the VM is paused and its last pages are copied. `reader` reads the contents
+    /// that the checkpoint must hold; `ram` is the layout of the page space. An error fails the
+    /// checkpoint. Does nothing by default.
     fn paused(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
         let _ = (reader, ram);
         Ok(())

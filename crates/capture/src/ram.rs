@@ -20,7 +20,7 @@ use keyframe_units::{
 };
 use std::sync::{Arc, OnceLock};
 
-/// The addresses of the RAM blocks in the VMM process.
+/// The RAM blocks of a VM and their addresses in the VMM process.
 #[derive(Clone, Debug)]
 pub struct GuestRam {
     layout: RamLayout,
@@ -39,23 +39,24 @@ impl GuestRam {
         Self { layout, hosts }
     }
 
-    /// The RAM blocks.
+    /// Returns the layout of the page space: the RAM blocks in page order.
     pub fn layout(&self) -> &RamLayout {
         &self.layout
     }
 
-    /// The addresses of block `block` in the VMM process.
+    /// Returns the addresses of block number `block` in the VMM process.
     pub fn block_range(&self, block: usize) -> HostRange {
         HostRange { start: self.hosts[block], len_bytes: self.layout.pages_of(block).len_bytes() }
     }
 
-    /// The addresses of every block, in page order.
+    /// Returns the addresses of every block, in page order.
     pub fn ranges(&self) -> Vec<HostRange> {
         (0..self.hosts.len()).map(|block| self.block_range(block)).collect()
     }
 
     /// Writes `content` to `page` through the page tables of `process`, which is the VMM. So every
-    /// tracker of its writes reports the page.
+    /// tracker of its writes reports the page. Error: the process has ended, or its memory cannot
+    /// be written.
     pub fn write_page(
         &self,
         process: &Process,
@@ -103,7 +104,8 @@ impl GuestRam {
     }
 }
 
-/// Reads pages of the VMM process, each block in the fastest way that its memory allows.
+/// Reads pages from the memory of the VMM process, each RAM block in the fastest way that its
+/// memory allows.
 pub struct ProcessPageReader {
     ram: Arc<GuestRam>,
     reader: Arc<GuestReader>,
@@ -126,17 +128,19 @@ impl PageReader for ProcessPageReader {
     }
 }
 
-/// A write tracker of the kernel crate.
+/// Finds written pages of the VMM process: what the write trackers of the kernel crate have in
+/// common.
 pub trait WriteScanner: Send {
     /// Adds the parts of `range` that were written since its last scan to `out`, and protects them
-    /// again.
+    /// again. After an error all of `range` counts as written.
     fn scan(
         &self,
         range: HostRange,
         out: &mut Vec<WrittenPages>,
     ) -> Result<(), keyframe_kernel::Error>;
 
-    /// Does the same as [`WriteScanner::scan`], while the VM is paused.
+    /// Does the same as [`WriteScanner::scan`], while the VM is paused. Errors: those of
+    /// [`WriteScanner::scan`].
     fn scan_paused(
         &self,
         range: HostRange,
@@ -263,7 +267,7 @@ impl ProcessFirstWriteMonitor {
 impl FirstWriteMonitor for ProcessFirstWriteMonitor {
     fn set_hook(&self, hook: Option<FirstWriteHook>) {
         let ram = Arc::clone(&self.ram);
-        self.tracker.set_hook(hook.map(|hook| -> fault_tracker::FirstWriteHook {
+        self.tracker.set_hook(hook.map(|hook| -> fault_tracker::MemoryEventHook {
             Arc::new(move |touch| {
                 // A page that is being discarded may be lost already; `pages_with_lost_protection` reports it.
                 let (MemoryEvent::Write(range) | MemoryEvent::Discard(range)) = touch;

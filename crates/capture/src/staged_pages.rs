@@ -13,7 +13,7 @@ use crate::ports::{BoxError, PageReader};
 use crate::staging_pool::{StagingChunk, StagingPool, StagingPoolError};
 use keyframe_units::{Page, PageIndex, PageRange, PageSet};
 
-/// Why pages could not be copied into staging memory.
+/// The reason why pages could not be copied into staging memory.
 #[derive(Debug, thiserror::Error)]
 pub enum StagingError {
     /// The pages exceed the memory limit.
@@ -57,17 +57,17 @@ impl StagedPages {
         Self { pool: pool.clone(), chunks: Vec::new(), runs: Vec::new(), used_slots: 0 }
     }
 
-    /// True if it holds no page.
+    /// Returns true if the set holds no page.
     pub fn is_empty(&self) -> bool {
         self.used_slots == 0
     }
 
-    /// The number of copies, including those that a later copy of the same page replaces.
+    /// Returns the number of copies, including those that a later copy of the same page replaces.
     pub fn len_pages(&self) -> u64 {
         self.used_slots
     }
 
-    /// The number of pages that still fit.
+    /// Returns the number of pages that still fit.
     pub fn room_pages(&self) -> u64 {
         self.chunks.len() as u64 * self.pool.chunk_pages() - self.used_slots
             + self.pool.free_pages()
@@ -86,7 +86,7 @@ impl StagedPages {
     }
 
     /// Allots a slot to every page of `set`, in rising order, for [`Self::fill`]. Allots none if
-    /// they do not all fit.
+    /// they do not all fit. Errors: [`StagingError::Full`], [`StagingError::Memory`].
     pub fn allot(&mut self, set: &PageSet) -> Result<Vec<SlotRange>, StagingError> {
         let chunk_pages = self.pool.chunk_pages();
         let wanted = (self.used_slots + set.len()).div_ceil(chunk_pages);
@@ -116,7 +116,8 @@ impl StagedPages {
         Ok(slots)
     }
 
-    /// Copies the pages of `slots`, which must be consecutive slots of one chunk.
+    /// Copies the pages of `slots`, which must be consecutive slots of one chunk. Error:
+    /// [`StagingError::Read`].
     pub fn fill(
         &mut self,
         slots: &[SlotRange],
@@ -161,7 +162,7 @@ impl StagedPages {
     }
 }
 
-/// The slots of consecutive pages, all in one chunk.
+/// Consecutive pages and the slots, all in one chunk, that hold their copies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotRange {
     /// The pages.
@@ -171,7 +172,7 @@ pub struct SlotRange {
 }
 
 impl SlotRange {
-    /// The slot of `page`, which must be in the range.
+    /// Returns the slot of `page`, which must be in the range.
     #[must_use]
     pub fn of(&self, page: PageIndex) -> Self {
         let offset = page.0.saturating_sub(self.pages.first.0);

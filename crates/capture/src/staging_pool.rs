@@ -38,7 +38,7 @@ pub struct StagingPoolError {
     pub source: keyframe_kernel::Error,
 }
 
-/// The pool of chunks. Clones share it.
+/// A bounded pool of memory for copied pages, in chunks. Clones share the pool.
 #[derive(Clone)]
 pub struct StagingPool(Arc<Shared>);
 
@@ -86,28 +86,28 @@ impl StagingPool {
         }))
     }
 
-    /// The number of pages per chunk.
+    /// Returns the number of pages per chunk.
     pub fn chunk_pages(&self) -> u64 {
         self.0.chunk_pages
     }
 
-    /// The number of pages that the pool holds at most, under its present limit.
+    /// Returns the number of pages that the pool holds at most, under its present limit.
     pub fn capacity_pages(&self) -> u64 {
         self.0.state().limit_chunks * self.0.chunk_pages
     }
 
-    /// The number of pages that the pool was made for.
+    /// Returns the number of pages that the pool was made for.
     pub fn capacity_max_pages(&self) -> u64 {
         self.0.capacity_chunks * self.0.chunk_pages
     }
 
-    /// The number of pages for which the pool has memory.
+    /// Returns the number of pages for which the pool has memory.
     pub fn held_pages(&self) -> u64 {
         self.0.state().made * self.0.chunk_pages
     }
 
-    /// Limits the pool to `pages` pages, but not to less than 16 chunks or more than it was made
-    /// for. Gives free chunks above the limit back to the system.
+    /// Limits the pool to `pages` pages, at least 16 chunks and at most what it was made for. Gives
+    /// free chunks above the limit back to the system.
     pub fn set_limit(&self, pages: u64) {
         let least = CHUNKS_MIN.min(self.0.capacity_chunks);
         let surplus = {
@@ -124,13 +124,13 @@ impl StagingPool {
         self.0.freed.notify_all();
     }
 
-    /// The number of pages that can be taken now.
+    /// Returns the number of pages that can be taken now.
     pub fn free_pages(&self) -> u64 {
         self.0.state().free_chunks() * self.0.chunk_pages
     }
 
     /// Allocates chunks until `pages` pages are free and faulted in, or until the limit is reached.
-    /// Slow: not for the pause.
+    /// Slow: not for the pause. Error: the kernel refuses memory.
     pub fn reserve(&self, pages: u64) -> Result<(), StagingPoolError> {
         let wanted = pages.div_ceil(self.0.chunk_pages);
         loop {
@@ -146,7 +146,7 @@ impl StagingPool {
         }
     }
 
-    /// Takes a chunk. Returns `None` if the limit is reached.
+    /// Takes a chunk. Returns `None` if the limit is reached. Error: the kernel refuses memory.
     pub fn take(&self) -> Result<Option<StagingChunk>, StagingPoolError> {
         let arena = {
             let mut state = self.0.state();
@@ -200,12 +200,12 @@ pub struct StagingChunk {
 }
 
 impl StagingChunk {
-    /// The pages of the chunk.
+    /// Returns the pages of the chunk.
     pub fn pages(&self) -> &[Page] {
         self.arena.as_ref().map_or(&[], |arena| arena.as_chunks::<PAGE_BYTES>().0)
     }
 
-    /// The bytes of `len_pages` pages from page `from` on.
+    /// Returns the bytes of `len_pages` pages of the chunk, from its page number `from` on.
     pub fn bytes_mut(&mut self, from: u64, len_pages: u64) -> &mut [u8] {
         let (from, len) = (from as usize * PAGE_BYTES, len_pages as usize * PAGE_BYTES);
         self.arena.as_mut().and_then(|arena| arena.get_mut(from..from + len)).unwrap_or_default()

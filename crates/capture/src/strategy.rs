@@ -29,30 +29,34 @@ use crate::checkpoint::CaptureTimeline;
 use crate::context::CaptureContext;
 use crate::error::CaptureError;
 
-/// A way to copy the pages of a checkpoint.
+/// A method to copy the pages of a checkpoint.
 pub trait CopyStrategy: Send {
-    /// The strategy's name on the command line. A strategy that chooses among others names the one
-    /// of the last checkpoint.
+    /// Returns the strategy's name on the command line. A strategy that chooses among others names
+    /// the one of the last checkpoint.
     fn name(&self) -> &'static str;
 
-    /// Works before the pause, while the guest runs.
+    /// Works before the pause, while the guest runs. An error fails the checkpoint; its pages stay
+    /// owed.
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError>;
 
     /// Works in the pause, after the device state was saved. When it returns, the pages that remain
-    /// to be copied can no longer change before their copy.
+    /// to be copied can no longer change before their copy. An error fails the checkpoint; its
+    /// pages stay owed.
     fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError>;
 
-    /// Copies the frozen pages after the pause, while the guest runs again.
+    /// Copies the frozen pages after the pause, while the guest runs again. An error fails the
+    /// checkpoint; its pages stay owed.
     fn collect(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
         let _ = context;
         Ok(())
     }
 
-    /// Releases what the strategy holds in the VM. Called after each checkpoint, captured or
-    /// failed.
+    /// Releases what the strategy holds in the VM. Called after each checkpoint, whether it was
+    /// captured or failed. Does nothing by default.
     fn release(&mut self) {}
 
-    /// Learns from a captured checkpoint of `dirty_pages` pages.
+    /// Tells the strategy how a captured checkpoint of `dirty_pages` pages went, so that it can
+    /// choose better next time. Does nothing by default.
     fn learn(&mut self, timeline: &CaptureTimeline, dirty_pages: u64) {
         let _ = (timeline, dirty_pages);
     }

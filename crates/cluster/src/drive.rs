@@ -9,7 +9,7 @@ use std::time::Duration;
 /// Time between two looks at the settled items.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// The items that an [`ItemSource`] has found since the last call.
+/// The answer of an [`ItemSource`]: the items that have appeared since the last call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NewItems {
     /// These items; more may follow.
@@ -20,7 +20,8 @@ pub enum NewItems {
 
 /// A source of items, which may appear over time.
 pub trait ItemSource {
-    /// Returns the items that have appeared since the last call.
+    /// Returns the items that have appeared since the last call. Error:
+    /// [`Error::Source`](crate::Error::Source).
     fn new_items(&mut self) -> Result<NewItems>;
 }
 
@@ -51,8 +52,8 @@ fn known(queue: &Queue) -> Result<BTreeSet<u32>> {
     Ok(all)
 }
 
-/// Lets the workers of `runner` process all items of `source`. Returns when all are settled, or
-/// when `interrupted` is set. `settled` is called with each item when it is settled. Items that are
+/// Lets the workers of `runner` process all items of `source`, and calls `settled` with each item
+/// when it is settled. Returns when all are settled, or when `interrupted` is set. Items that are
 /// in the queue already are not added again.
 ///
 /// Errors: those of `source`, of `runner` and of the queue.

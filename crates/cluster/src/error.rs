@@ -12,7 +12,7 @@ pub enum Error {
     /// A file could not be read or written.
     #[error("cannot {operation} {}", path.display())]
     Io {
-        /// The operation that failed, a verb.
+        /// The operation that failed, as a verb such as "read".
         operation: &'static str,
         /// The file.
         path: PathBuf,

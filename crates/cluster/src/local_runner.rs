@@ -11,7 +11,7 @@ use std::time::Duration;
 /// taken stay unavailable.
 const LEASE: Duration = Duration::from_secs(30);
 
-/// A runner whose worker is in this process.
+/// A runner whose only worker is in this process.
 pub struct LocalRunner<'scope, 'env> {
     scope: &'scope Scope<'scope, 'env>,
     job: &'env (dyn Fn(QueueItem) + Sync),

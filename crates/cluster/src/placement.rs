@@ -14,7 +14,7 @@
 
 use crate::QueueItem;
 
-/// The rule by which items are chosen.
+/// The rule by which a worker chooses its next item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placement {
     /// The longest item first (Graham, Bounds on multiprocessing timing anomalies, 1969): for

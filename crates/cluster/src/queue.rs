@@ -69,12 +69,12 @@ impl WorkerId {
         Self::new(&format!("local.{}", std::process::id()))
     }
 
-    /// Whether a process outside of a cluster has this name.
+    /// Returns whether this is the name of a worker in a process outside of a cluster.
     pub fn is_local(&self) -> bool {
         self.0.starts_with("local.")
     }
 
-    /// The name as text.
+    /// Returns the name as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -100,7 +100,7 @@ impl TakenItem {
     }
 }
 
-/// A queue in a directory.
+/// A queue of items in a directory, which workers on several hosts can share.
 #[derive(Clone, Debug)]
 pub struct Queue {
     dir: PathBuf,
@@ -117,7 +117,7 @@ fn unless_gone(result: io::Result<()>) -> io::Result<bool> {
 
 impl Queue {
     /// Creates the queue in `dir`, or opens an existing one. Items may be added, even if it was
-    /// closed.
+    /// closed. Error: [`Error::Io`].
     pub fn create(dir: &Path) -> Result<Self> {
         for part in [ITEMS, TAKEN, SETTLED, WORKERS] {
             let path = dir.join(part);
@@ -128,7 +128,7 @@ impl Queue {
         Ok(Self { dir: dir.to_owned() })
     }
 
-    /// Opens the queue in `dir`.
+    /// Opens the queue in `dir`. Error: [`Error::Io`].
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join(ITEMS);
         fs::metadata(&path).map_err(Error::io("look at", &path))?;
@@ -151,7 +151,8 @@ impl Queue {
         Ok(all)
     }
 
-    /// The open items, ascending.
+    /// Returns the open items (neither taken nor settled), in the order of their numbers. Error:
+    /// [`Error::Io`].
     pub fn items(&self) -> Result<Vec<QueueItem>> {
         let mut all = self.names(ITEMS, QueueItem::parse)?;
         all.sort_unstable();
@@ -159,43 +160,44 @@ impl Queue {
         Ok(all)
     }
 
-    /// The items that workers have taken.
+    /// Returns the items that workers have taken. Error: [`Error::Io`].
     pub fn taken(&self) -> Result<Vec<TakenItem>> {
         self.names(TAKEN, TakenItem::parse)
     }
 
-    /// The settled items, ascending.
+    /// Returns the settled items, in the order of their numbers. Error: [`Error::Io`].
     pub fn settled(&self) -> Result<Vec<QueueItem>> {
         let mut all = self.names(SETTLED, QueueItem::parse)?;
         all.sort_unstable();
         Ok(all)
     }
 
-    /// Adds an open item.
+    /// Adds an open item. Error: [`Error::Io`].
     pub fn add(&self, item: QueueItem) -> Result<()> {
         let path = self.dir.join(ITEMS).join(item.name());
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// Adds an item that is settled already.
+    /// Adds an item that is settled already. Error: [`Error::Io`].
     pub fn add_settled(&self, item: QueueItem) -> Result<()> {
         let path = self.dir.join(SETTLED).join(item.name());
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// Closes the queue: no more items will come, and workers that find none end.
+    /// Closes the queue: no more items will come, and workers that find none end. Error:
+    /// [`Error::Io`].
     pub fn close(&self) -> Result<()> {
         let path = self.dir.join(CLOSED);
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// Whether the queue is closed.
+    /// Returns whether the queue is closed.
     pub fn is_closed(&self) -> bool {
         self.dir.join(CLOSED).exists()
     }
 
     /// Takes an item for `worker`, whose last item was `last`, as `placement` chooses; `None` if
-    /// all are taken or settled.
+    /// all are taken or settled. Error: [`Error::Io`].
     pub fn take(
         &self,
         worker: &WorkerId,
@@ -216,13 +218,15 @@ impl Queue {
     }
 
     /// Settles an item of `worker`. Returns false if the worker was taken for lost meanwhile.
+    /// Error: [`Error::Io`].
     pub fn settle(&self, worker: &WorkerId, item: QueueItem) -> Result<bool> {
         let from = self.dir.join(TAKEN).join(TakenItem { item, worker: worker.clone() }.name());
         let to = self.dir.join(SETTLED).join(item.name());
         unless_gone(fs::rename(&from, &to)).map_err(Error::io("rename", &from))
     }
 
-    /// Returns the items of lost workers to the queue. Returns their number.
+    /// Makes items that lost workers have taken open again. `is_lost` tells which workers are lost.
+    /// Returns the number of these items. Error: [`Error::Io`].
     pub fn return_items(&self, is_lost: impl Fn(&WorkerId) -> bool) -> Result<usize> {
         let mut count = 0;
         for taken in self.taken()?.into_iter().filter(|taken| is_lost(&taken.worker)) {
@@ -235,8 +239,8 @@ impl Queue {
         Ok(count)
     }
 
-    /// Opens settled items again if `again` returns true for their index: for items that were
-    /// given up and are to be tried once more.
+    /// Makes settled items open again if `again` returns true for their number: for items that were
+    /// given up and are to be tried once more. Error: [`Error::Io`].
     pub fn reopen(&self, again: impl Fn(u32) -> bool) -> Result<()> {
         for item in self.settled()?.into_iter().filter(|item| again(item.index)) {
             let from = self.dir.join(SETTLED).join(item.name());
@@ -246,11 +250,14 @@ impl Queue {
         Ok(())
     }
 
+    /// Records that `worker` lives, with the present time: the file system's if it has a clock,
+    /// otherwise this host's. Error: [`Error::Io`].
     fn heartbeat_path(&self, worker: &WorkerId) -> PathBuf {
         self.dir.join(WORKERS).join(&worker.0)
     }
 
-    /// Records a heartbeat of `worker`, by the file system's clock if it has one.
+    /// Records a heartbeat of `worker`, by the file system's clock if it has one. Error:
+    /// [`Error::Io`].
     pub fn heartbeat(&self, worker: &WorkerId) -> Result<()> {
         let path = self.heartbeat_path(worker);
         let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
@@ -269,19 +276,19 @@ impl Queue {
         }
     }
 
-    /// Removes the heartbeat of `worker`, which ends.
+    /// Removes the heartbeat of `worker`, which ends. Error: [`Error::Io`].
     pub fn remove_worker(&self, worker: &WorkerId) -> Result<()> {
         let path = self.heartbeat_path(worker);
         unless_gone(fs::remove_file(&path)).map_err(Error::io("remove", &path)).map(drop)
     }
 
-    /// The workers with a heartbeat.
+    /// Returns the workers with a heartbeat. Error: [`Error::Io`].
     pub fn workers(&self) -> Result<Vec<WorkerId>> {
         self.names(WORKERS, |name| Some(WorkerId::new(name)))
     }
 
-    /// Returns the items of stale workers to the queue: those whose last heartbeat is more than
-    /// `lease` older than that of `by`. Returns the number of these items.
+    /// Makes the items of stale workers open again: those whose last heartbeat is more than `lease`
+    /// older than that of worker `by`. Returns the number of these items. Error: [`Error::Io`].
     pub fn return_stale(&self, by: &WorkerId, lease: Duration) -> Result<usize> {
         let time = |worker: &WorkerId| {
             fs::metadata(self.heartbeat_path(worker)).and_then(|m| m.modified()).ok()

@@ -48,9 +48,10 @@ pub struct SlurmOptions {
     pub partition: Option<String>,
     /// The number of pilots; `None` for one per node of the partition.
     pub pilots: Option<u32>,
-    /// The most pilots that run at a time.
+    /// The largest number of pilots that run at a time; `None` for no limit.
     pub limit: Option<u32>,
-    /// Items that a pilot processes at a time, and its processors.
+    /// The number of items that a pilot processes at a time, which is also its number of
+    /// processors.
     pub slots: u32,
     /// Memory of a pilot, in MiB.
     pub memory_mib: u64,
@@ -78,9 +79,9 @@ struct SubmittedJobs {
 pub struct PilotStates {
     /// Pilots that run.
     pub running: usize,
-    /// Lines of squeue for waiting tasks; a line may stand for several.
+    /// The number of squeue's lines for waiting tasks; a line may stand for several tasks.
     pub waiting: usize,
-    /// Why the first waiting task waits.
+    /// Slurm's reason why the first waiting task waits; `None` if no task waits.
     pub reason: Option<String>,
 }
 
@@ -122,18 +123,18 @@ impl SlurmRunner {
         })
     }
 
-    /// The ids of the job arrays.
+    /// Returns the ids of the job arrays.
     pub fn jobs(&self) -> &[u64] {
         &self.state.jobs
     }
 
-    /// The states of the pilots when squeue was last called.
+    /// Returns the states of the pilots when squeue was last called.
     pub fn pilot_states(&self) -> &PilotStates {
         &self.states
     }
 
-    /// The name of a pilot's worker: job, task, number of restarts, node and process. `variable`
-    /// reads the environment that Slurm gives the pilot.
+    /// Returns the name of a pilot's worker: job, task, number of restarts, node and process.
+    /// `variable` reads the environment that Slurm gives the pilot.
     pub fn worker_id(variable: impl Fn(&str) -> Option<String>) -> WorkerId {
         let of = |name: &str, otherwise: &str| variable(name).unwrap_or_else(|| otherwise.into());
         let job = variable("SLURM_ARRAY_JOB_ID").unwrap_or_else(|| of("SLURM_JOB_ID", "0"));
@@ -142,7 +143,7 @@ impl SlurmRunner {
         WorkerId::new(&format!("slurm.{job}.{task}.{restarts}.{node}.{pid}"))
     }
 
-    /// Whether `other` is an earlier start of `own`'s task.
+    /// Returns whether `other` is an earlier start of `own`'s task.
     pub fn is_earlier_start(own: &WorkerId, other: &WorkerId) -> bool {
         own != other && task_of(own).is_some_and(|task| Some(task) == task_of(other))
     }

@@ -16,7 +16,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 pub struct Worker {
     /// Its unique name.
     pub id: WorkerId,
-    /// How many items it processes at a time.
+    /// The number of items it processes at a time.
     pub slots: usize,
     /// How it chooses items.
     pub placement: Placement,

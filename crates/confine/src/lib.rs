@@ -23,7 +23,7 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch, apply_fi
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// Which right could not be given up, and why.
+/// The reason why rights could not be given up.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// A system call on this process's own rights failed.
@@ -50,7 +50,7 @@ pub enum Error {
 
 /// The rights that a process keeps of those with which it was started.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Keep {
+pub enum KeptRights {
     /// Only reading and writing files of other users (stores, images), if the process was started
     /// with that right.
     Files,
@@ -61,7 +61,7 @@ pub enum Keep {
     Tracing,
 }
 
-impl Keep {
+impl KeptRights {
     fn capabilities(self) -> CapabilitySet {
         let files = CapabilitySet::DAC_OVERRIDE
             | CapabilitySet::DAC_READ_SEARCH
@@ -92,12 +92,12 @@ impl Keep {
 /// kernel lets it trace a process only while it has all capabilities of that process.
 ///
 /// Error: [`Error::Rights`].
-pub fn capabilities_but(keep: Keep) -> Result<(), Error> {
+pub fn capabilities_but(keep: KeptRights) -> Result<(), Error> {
     let failed = |operation| move |source| Error::Rights { operation, source };
     set_no_new_privs(true).map_err(failed("rule out new privileges"))?;
     let kept = keep.capabilities();
     let had = capabilities(None).map_err(failed("read capabilities"))?;
-    if keep == Keep::Tracing && !had.permitted.contains(CapabilitySet::SYS_PTRACE) {
+    if keep == KeptRights::Tracing && !had.permitted.contains(CapabilitySet::SYS_PTRACE) {
         return Ok(());
     }
     clear_ambient_capability_set().map_err(failed("clear ambient capabilities"))?;
@@ -200,9 +200,9 @@ mod tests {
     fn capabilities_that_are_not_kept_are_gone() {
         confined(|| {
             let had = capabilities(None).unwrap();
-            capabilities_but(Keep::Files).unwrap();
+            capabilities_but(KeptRights::Files).unwrap();
             let has = capabilities(None).unwrap();
-            assert_eq!(has.permitted, had.permitted & Keep::Files.capabilities());
+            assert_eq!(has.permitted, had.permitted & KeptRights::Files.capabilities());
             assert!(!has.effective.contains(CapabilitySet::SYS_PTRACE));
             // They do not come back by raising them, ...
             assert!(set_capabilities(None, had).is_err() || had == has);
@@ -225,12 +225,12 @@ mod tests {
             let permitted = had.permitted - CapabilitySet::SYS_PTRACE;
             let lacks = CapabilitySets { permitted, effective: had.effective & permitted, ..had };
             set_capabilities(None, lacks).unwrap();
-            capabilities_but(Keep::Tracing).unwrap();
+            capabilities_but(KeptRights::Tracing).unwrap();
             assert_eq!(capabilities(None).unwrap().permitted, permitted);
-            capabilities_but(Keep::Files).unwrap();
+            capabilities_but(KeptRights::Files).unwrap();
             assert_eq!(
                 capabilities(None).unwrap().permitted,
-                permitted & Keep::Files.capabilities()
+                permitted & KeptRights::Files.capabilities()
             );
         });
     }

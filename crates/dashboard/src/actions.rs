@@ -1,6 +1,6 @@
 //! The actions that the page asks of a running VM's engine: a rollback to a checkpoint.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use super::said;
 use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::run_dir;
@@ -13,7 +13,8 @@ use std::time::Duration;
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Rolls the running VM of checkpoint `id` back to that checkpoint. Returns the text for the user.
-pub fn roll_back(listed: &Listed, id: u64) -> Result<String, ApiError> {
+/// Errors: there is no such checkpoint; its VM does not run, or refuses the rollback.
+pub fn roll_back(listed: &ListedStore, id: u64) -> Result<String, ApiError> {
     let listing = listed.listing()?;
     let one =
         listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;

@@ -1,6 +1,6 @@
 //! One checkpoint in full, with its neighbours and the commands that use it.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::show;
 use keyframe_store::CheckpointId;
@@ -8,10 +8,11 @@ use keyframe_web::ApiError;
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// The details of checkpoint `id`. `running` are the VMs that run; `starts` is true if the server
-/// starts VMs.
+/// Returns all data of checkpoint `id` as a JSON object, with the commands that a user can give for
+/// it. `running` holds the names of the VMs that run; `starts` is true if the server may start VMs.
+/// Errors: there is no such checkpoint; the store cannot be read.
 pub fn of(
-    listed: &Listed,
+    listed: &ListedStore,
     id: u64,
     running: &BTreeSet<String>,
     starts: bool,
@@ -67,7 +68,7 @@ pub fn of(
     Ok(all)
 }
 
-/// Quotes a word for a shell.
+/// Returns `word` as a shell reads it: in quotes if it needs them.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:=@,+".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

@@ -1,7 +1,7 @@
 //! Where and how much a checkpoint differs from its parent. This reads page maps and pages, so the
 //! last few answers are kept.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use super::locked;
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
 use keyframe_units::PageIndex;
@@ -13,7 +13,7 @@ use std::sync::Mutex;
 /// Answers that are kept.
 const KEPT_MAX: usize = 32;
 
-/// The last few answers.
+/// Computes differences between checkpoints, and keeps the last few answers.
 #[derive(Default)]
 pub struct Differences {
     heats: Mutex<VecDeque<(Key, HeatMap)>>,
@@ -24,9 +24,10 @@ pub struct Differences {
 type Key = (String, u64, Option<u64>, u64);
 
 impl Differences {
-    /// Counts the pages in which a checkpoint differs from its parent, in `pieces` equal parts of
-    /// RAM. A checkpoint without a parent counts all its pages.
-    pub fn heat(&self, listed: &Listed, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
+    /// Counts in each of `pieces` equal parts of RAM the pages in which checkpoint `id` differs
+    /// from its parent. For a checkpoint without a parent, counts all its pages. Errors: there is
+    /// no such checkpoint; the store cannot be read.
+    pub fn heat(&self, listed: &ListedStore, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         let parent = parent_of(listed, id)?;
         let key = (listed.id().to_owned(), id, parent, pieces);
         if let Some(kept) = find(&self.heats, &key) {
@@ -44,7 +45,7 @@ impl Differences {
 
     /// Returns the differences between a checkpoint and its parent as JSON. Fails if the parent is
     /// not in the store.
-    pub fn diff(&self, listed: &Listed, id: u64) -> Result<Value, ApiError> {
+    pub fn diff(&self, listed: &ListedStore, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
             ApiError::Unknown(format!(
                 "checkpoint {id} has no parent in the store: it is the first, or that one was forgotten"
@@ -65,7 +66,7 @@ impl Differences {
     }
 }
 
-fn parent_of(listed: &Listed, id: u64) -> Result<Option<u64>, ApiError> {
+fn parent_of(listed: &ListedStore, id: u64) -> Result<Option<u64>, ApiError> {
     let listing = listed.listing()?;
     let one =
         listing.get(id).ok_or_else(|| ApiError::Unknown(format!("there is no checkpoint {id}")))?;

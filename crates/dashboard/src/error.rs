@@ -5,7 +5,7 @@ use std::io;
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of a report. The sources tell the cause.
+/// An error of a report. [`std::error::Error::source`] gives the cause.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

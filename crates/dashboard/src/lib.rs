@@ -37,28 +37,29 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The options of the dashboard: its sources, and what its users may start.
+/// The options of the dashboard: what it shows, and what its users may start.
 #[derive(Debug)]
-pub struct Shown {
-    /// A store besides those that running VMs write to.
+pub struct DashboardSources {
+    /// A store to show besides those that running VMs write to; `None` for no other.
     pub store: Option<PathBuf>,
     /// The key of encrypted stores.
     pub key: KeyArg,
-    /// Recordings, or directories of them.
+    /// Directories of recordings, or directories that hold some.
     pub recordings: Vec<PathBuf>,
-    /// Analyses' directories, or directories of them.
+    /// Directories of analyses, or directories that hold some.
     pub analyses: Vec<PathBuf>,
     /// Whether clones may be started.
     pub starts: bool,
-    /// Returns the fix of a store's error.
+    /// Finds the fix that a user is told for an error of a store.
     pub store_fix: StoreFix,
 }
 
-/// Returns what the user can do about an error of the store at a path; `None` if that is not known.
+/// Finds what a user can do about an error of the store at a path; `None` if that is not known.
 pub type StoreFix = fn(&keyframe_store::Error, &Path) -> Option<String>;
 
-/// The source of the dashboard.
-pub struct Served {
+/// The data of the dashboard: a [`DashboardSource`] over running VMs, stores, recordings and
+/// analyses.
+pub struct DashboardData {
     vms: vms::Vms,
     stores: stores::Stores,
     recordings: recordings::Recordings,
@@ -67,10 +68,10 @@ pub struct Served {
     starts: bool,
 }
 
-impl Served {
-    /// Shows what `shown` names.
-    pub fn new(shown: Shown) -> Self {
-        let Shown { store, key, recordings, analyses, starts, store_fix } = shown;
+impl DashboardData {
+    /// Creates the data source of a dashboard that shows what `shown` names. Reads nothing yet.
+    pub fn new(shown: DashboardSources) -> Self {
+        let DashboardSources { store, key, recordings, analyses, starts, store_fix } = shown;
         Self {
             vms: vms::Vms::default(),
             stores: stores::Stores::new(store, key, store_fix),
@@ -82,7 +83,7 @@ impl Served {
     }
 
     /// The shown store with this id.
-    fn store(&self, id: &str) -> Result<Arc<listed::Listed>, ApiError> {
+    fn store(&self, id: &str) -> Result<Arc<listed::ListedStore>, ApiError> {
         // A VM may have begun to write to it since the last look.
         self.stores
             .get(id)
@@ -94,7 +95,7 @@ impl Served {
     }
 }
 
-impl DashboardSource for Served {
+impl DashboardSource for DashboardData {
     fn vms(&self) -> Vec<VmState> {
         self.vms.all(&self.stores)
     }

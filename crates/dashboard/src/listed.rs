@@ -31,7 +31,7 @@ const SIZES_KEPT: Duration = Duration::from_secs(5);
 const SIZES_KEPT_REMOTE: Duration = Duration::from_secs(120);
 
 /// A store and the listing of its checkpoints.
-pub struct Listed {
+pub struct ListedStore {
     store: Store,
     place: PathBuf,
     fix: StoreFix,
@@ -41,12 +41,12 @@ pub struct Listed {
 
 /// The place of a checkpoint in a recording.
 #[derive(Clone, Debug)]
-pub struct Recorded {
-    /// The checkpoint.
+pub struct RecordedEntry {
+    /// The number of the checkpoint in its store.
     pub checkpoint: u64,
     /// The recording's id.
     pub recording: String,
-    /// Instructions before the checkpoint.
+    /// The number of instructions that the VM had executed at the checkpoint.
     pub icount: u64,
 }
 
@@ -57,7 +57,7 @@ struct State {
     /// them.
     stamp: Option<[SystemTime; 2]>,
     all: BTreeMap<u64, Arc<CheckpointRow>>,
-    recorded: BTreeMap<u64, Recorded>,
+    recorded: BTreeMap<u64, RecordedEntry>,
     /// Checkpoints that could not be read, so that they are not read again.
     unreadable: BTreeSet<u64>,
     newest_of_run: HashMap<String, u64>,
@@ -65,7 +65,7 @@ struct State {
     problem: Option<String>,
 }
 
-impl Listed {
+impl ListedStore {
     /// Makes the entry of a store, without reading its checkpoints.
     pub fn new(store: Store, fix: StoreFix) -> Self {
         let place = store.absolute_path().unwrap_or_else(|_| store.path().into());
@@ -98,7 +98,8 @@ impl Listed {
         &self.place
     }
 
-    /// Has the next call list the store again. Called after the dashboard has changed the store.
+    /// Makes the next call of [`ListedStore::listing`] read the store again. Called after the dashboard
+    /// has changed the store.
     pub fn look_again(&self) {
         let mut state = locked(&self.state);
         (state.looked_at, state.stamp) = (None, None);
@@ -114,7 +115,7 @@ impl Listed {
 
     /// Returns the checkpoints of the recording with the id `recording`, in the order of their
     /// numbers. Error: the store cannot be listed.
-    pub fn recorded(&self, recording: &str) -> Result<Vec<Recorded>, ApiError> {
+    pub fn recorded(&self, recording: &str) -> Result<Vec<RecordedEntry>, ApiError> {
         let mut state = locked(&self.state);
         self.renew(&mut state)?;
         Ok(state.recorded.values().filter(|one| one.recording == recording).cloned().collect())
@@ -189,7 +190,7 @@ impl Listed {
         changed |= !new.is_empty();
         if new.len() > ALONE_MAX {
             let listing = self.store.checkpoints().map_err(failed)?;
-            state.unreadable.extend(listing.unreadable.iter().map(|(id, _)| id.0));
+            state.unreadable.extend(listing.unreadable.iter().map(|one| one.id.0));
             let wanted: BTreeSet<u64> = new.into_iter().collect();
             listing
                 .sealed
@@ -275,7 +276,8 @@ impl State {
         let before = self.newest_of_run.insert(entry.run.clone(), entry.id);
         if let Some(recorded) = &sealed.meta.machine.recorded {
             let (recording, icount) = (recorded.recording.clone(), recorded.icount);
-            self.recorded.insert(entry.id, Recorded { checkpoint: entry.id, recording, icount });
+            self.recorded
+                .insert(entry.id, RecordedEntry { checkpoint: entry.id, recording, icount });
         }
         let parent = entry.restored_from.or(before);
         let taken_ms = sealed.meta.taken_at.as_millisecond();
@@ -298,7 +300,7 @@ impl State {
     }
 }
 
-/// Makes the dashboard's row of a checkpoint, without the parent.
+/// Makes the dashboard's row of a checkpoint. The caller adds the parent.
 pub fn as_shown(sealed: &Sealed) -> CheckpointRow {
     checkpoint(
         Entry::of(sealed),

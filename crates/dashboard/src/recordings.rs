@@ -21,7 +21,7 @@ const PIECES_MAX: usize = 300;
 /// Recordings and analyses that are shown at most.
 const SHOWN_MAX: usize = 200;
 
-/// The directories that were named.
+/// The recordings and analyses that the dashboard shows.
 pub struct Recordings {
     named: Vec<PathBuf>,
     analyses: Vec<PathBuf>,
@@ -29,12 +29,13 @@ pub struct Recordings {
 }
 
 impl Recordings {
-    /// Looks in these directories.
+    /// Notes the directories in which [`Recordings::all`] looks. Reads nothing yet.
     pub fn new(recordings: Vec<PathBuf>, analyses: Vec<PathBuf>) -> Self {
         Self { named: recordings, analyses, kept: Mutex::default() }
     }
 
-    /// All recordings, each with its analyses, and the analyses of other recordings.
+    /// Returns all recordings as JSON, each with its intervals and analyses, and the analyses of
+    /// other recordings. `stores` holds the recordings' checkpoints.
     pub fn all(&self, stores: &Stores) -> Value {
         let mut kept = locked(&self.kept);
         if let Some((at, all)) = &*kept
@@ -90,7 +91,7 @@ fn recording(place: &Path, stores: &Stores) -> Value {
     let listed = id.as_deref().and_then(|id| stores.get(id));
     let recorded =
         listed.map(|listed| listed.recorded(&meta.id)).and_then(Result::ok).unwrap_or_default();
-    let place = |one: &super::listed::Recorded| RecordedCheckpoint {
+    let place = |one: &super::listed::RecordedEntry| RecordedCheckpoint {
         icount: one.icount,
         checkpoint: CheckpointId(one.checkpoint),
     };

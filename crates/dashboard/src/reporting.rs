@@ -31,7 +31,7 @@ figure { margin: 1rem 0; background: #fff; border-radius: 6px; padding: .3rem; }
 @media print { body { max-width: none; } h2 { break-after: avoid; } figure, tr { break-inside: avoid; } }
 ";
 
-/// A report that is built from top to bottom.
+/// A report as an HTML document, which is built from top to bottom.
 pub struct ReportPage {
     title: String,
     /// HTML of the body so far.
@@ -39,7 +39,7 @@ pub struct ReportPage {
 }
 
 impl ReportPage {
-    /// An empty report.
+    /// Creates a report that has a title and nothing else.
     pub fn new(title: &str) -> Self {
         let body = html! { h1 { (title) } }.into_string();
         Self { title: title.into(), body }
@@ -92,7 +92,7 @@ impl ReportPage {
         Ok(())
     }
 
-    /// The whole document.
+    /// Returns the whole document as HTML.
     pub fn html(&self) -> String {
         html! {
             (DOCTYPE)

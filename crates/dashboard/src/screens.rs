@@ -1,7 +1,7 @@
 //! Pictures of displays. This reads a page map, a device state and a display's memory, so the last
 //! few pictures are kept.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use super::{locked, said};
 use keyframe_inspect::display_picture::{self as screens, NoPicture};
 use keyframe_inspect::guest_memory::Guest;
@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex};
 /// Pictures that are kept.
 const KEPT_MAX: usize = 16;
 
-/// The last few pictures.
+/// Draws the displays of checkpoints, and keeps the last few pictures.
 #[derive(Default)]
 pub struct Screens {
     kept: Mutex<VecDeque<(Key, Arc<[u8]>)>>,
@@ -28,7 +28,7 @@ impl Screens {
     /// display; Keyframe cannot draw the display; the store cannot be read.
     pub fn of(
         &self,
-        listed: &Listed,
+        listed: &ListedStore,
         id: u64,
         member: Option<&str>,
     ) -> Result<Arc<[u8]>, ApiError> {

@@ -1,7 +1,7 @@
 //! VMs that the page starts: a clone with `keyframe branch`, or a checkpoint as it was with `keyframe
 //! restore`. Each is a process of its own that outlives this one.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use super::said;
 use keyframe_session::run_dir::{self, RunKind};
 use keyframe_store_keys as keys;
@@ -22,8 +22,9 @@ const SAID_BYTES_MAX: u64 = 16 << 10;
 /// The console's file of a restored VM, in its run directory.
 const CONSOLE: &str = "console.log";
 
-/// Starts a clone of checkpoint `id`. Returns the text for the user.
-pub fn branch(listed: &Listed, id: u64) -> Result<String, ApiError> {
+/// Starts a clone of checkpoint `id` with `keyframe branch`. Returns a text for the user. Errors:
+/// the command cannot be started; it has ended, and the error holds its output.
+pub fn branch(listed: &ListedStore, id: u64) -> Result<String, ApiError> {
     let (out, err) = (tempfile::tempfile().map_err(io)?, tempfile::tempfile().map_err(io)?);
     let words = ["branch", "-n", "1", "--json", "--quiet"];
     start((listed, id), &words, &out, &err, |pid| {
@@ -44,7 +45,7 @@ fn told(clones: &[Value], pid: u32) -> String {
 /// Starts the VM of checkpoint `id` with `keyframe restore`, and waits until it runs. Returns a
 /// text for the user. If the VM does not run after 20 s, the text says that it is still being
 /// started. Errors: the command cannot be started; it has ended, and the error holds its output.
-pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
+pub fn restore(listed: &ListedStore, id: u64) -> Result<String, ApiError> {
     let folder = run_dir::of_restored().map_err(|e| ApiError::Failed(said(&e, e.fix())))?;
     // The VM's directory does not exist yet.
     let console = tempfile::Builder::new().prefix(".console-").tempfile_in(folder).map_err(io)?;
@@ -69,10 +70,10 @@ pub fn restore(listed: &Listed, id: u64) -> Result<String, ApiError> {
     })
 }
 
-/// Runs `keyframe WORDS --store STORE ID` until `runs` returns a text: the VM runs. Its output goes to
-/// `out` and `err`.
+/// Runs `keyframe WORDS --store STORE ID` until `runs` returns a text: the VM runs. Its output goes
+/// to `out` and `err`.
 fn start(
-    (listed, id): (&Listed, u64),
+    (listed, id): (&ListedStore, u64),
     words: &[&str],
     out: &File,
     err: &File,

@@ -4,7 +4,7 @@
 //! A store that was shown once stays: its checkpoints outlive the VM. A store that cannot be opened
 //! is tried again after a while.
 
-use super::listed::Listed;
+use super::listed::ListedStore;
 use super::{StoreFix, locked, said};
 use keyframe_store::{Error, Store};
 use keyframe_store_keys::KeyArg;
@@ -27,12 +27,13 @@ pub struct Stores {
 }
 
 enum Known {
-    Open(Arc<Listed>),
+    Open(Arc<ListedStore>),
     Closed { tried_at: Instant, why: String },
 }
 
 impl Stores {
-    /// Shows the store that was named, if any.
+    /// Creates the list with the store `named`, if there is one. `key` opens encrypted stores;
+    /// `fix` finds the fix for an error.
     pub fn new(named: Option<PathBuf>, key: KeyArg, fix: StoreFix) -> Self {
         let stores = Self { key, known: Mutex::default(), fix };
         if let Some(place) = named {
@@ -41,7 +42,8 @@ impl Stores {
         stores
     }
 
-    /// Adds the stores at `places`. Returns the ids of those that could be opened.
+    /// Adds the stores at the paths or addresses `places`. Returns the id of each that could be
+    /// opened.
     pub fn name(&self, places: BTreeSet<PathBuf>) -> BTreeMap<PathBuf, String> {
         let mut known = locked(&self.known);
         let mut ids = BTreeMap::new();
@@ -53,7 +55,7 @@ impl Stores {
             };
             if again {
                 let opened = match self.open(&place) {
-                    Ok(store) => Known::Open(Arc::new(Listed::new(store, self.fix))),
+                    Ok(store) => Known::Open(Arc::new(ListedStore::new(store, self.fix))),
                     Err(e) => Known::Closed {
                         tried_at: Instant::now(),
                         why: said(&e, (self.fix)(&e, &place)),
@@ -76,8 +78,8 @@ impl Stores {
         }
     }
 
-    /// The store with this id.
-    pub fn get(&self, id: &str) -> Option<Arc<Listed>> {
+    /// Returns the store with this id; `None` if the dashboard does not show such a store.
+    pub fn get(&self, id: &str) -> Option<Arc<ListedStore>> {
         let known = locked(&self.known);
         known.values().find_map(|one| match one {
             Known::Open(listed) if listed.id() == id => Some(Arc::clone(listed)),
@@ -85,9 +87,9 @@ impl Stores {
         })
     }
 
-    /// The heads of all stores: each store once, even if several paths lead to it.
+    /// Returns the heads of all stores: each store once, even if several paths lead to it.
     pub fn heads(&self) -> Vec<StoreHead> {
-        let mut open = BTreeMap::<String, Arc<Listed>>::new();
+        let mut open = BTreeMap::<String, Arc<ListedStore>>::new();
         let mut heads = Vec::new();
         for (place, one) in &*locked(&self.known) {
             match one {

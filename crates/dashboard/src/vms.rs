@@ -14,7 +14,7 @@ const KEPT: Duration = Duration::from_millis(700);
 /// An engine answers in that time.
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 
-/// The running VMs, as they last answered.
+/// The running VMs with the states in which they last answered.
 #[derive(Default)]
 pub struct Vms(Mutex<Option<(Instant, Vec<VmState>)>>);
 

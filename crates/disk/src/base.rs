@@ -70,7 +70,8 @@ impl ImageFormat {
         }
     }
 
-    /// The format of this name, as QEMU spells it. `None` if the name is neither `raw` nor `qcow2`.
+    /// Returns the format of this name, as QEMU spells it. `None` if the name is neither `raw` nor
+    /// `qcow2`.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "raw" => Some(Self::Raw),
@@ -103,8 +104,8 @@ enum Image {
 }
 
 impl Base {
-    /// A base of `bytes` zero bytes, without a file. Error: [`Error::Refused`] if the size is out
-    /// of bounds.
+    /// Creates a base of `bytes` zero bytes, without a file. Error: [`Error::Refused`] if the size
+    /// is out of bounds.
     pub fn blank(bytes: u64) -> Result<Self> {
         let name = String::from("a blank disk");
         let disk_bytes = whole_sectors(bytes, &name)?;
@@ -154,13 +155,13 @@ impl Base {
         Ok(Self { image, _lock: None, name, disk_bytes })
     }
 
-    /// The size of the disk in bytes, a multiple of 512.
+    /// Returns the size of the disk in bytes, a multiple of 512.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
     }
 
-    /// Fills `buf` from byte `offset` on. Bytes past the end are zero. Error: the image cannot be
-    /// read.
+    /// Fills `buf` from byte `offset` of the disk on. Bytes past the end are zero. Error: the image
+    /// cannot be read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let read = match &self.image {
             Image::Raw(file) => read_or_zero(file, offset, buf),
@@ -174,7 +175,7 @@ impl Base {
     }
 
     /// Reads as [`Self::read`], but returns without the content if the read might wait for a
-    /// device.
+    /// device. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         match &self.image {
             Image::Raw(file) => read_now(file, offset, buf)
@@ -188,8 +189,8 @@ impl Base {
         }
     }
 
-    /// The number of bytes from `offset` on (1 to `len`) that have one status, and whether they are
-    /// known to be zero.
+    /// Returns the number of bytes from `offset` on (1 to `len`) that have one status, and true if
+    /// they are known to be zero. Error: the image cannot be queried.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let status = match &self.image {
             Image::Raw(file) => raw_status(file, offset, len),

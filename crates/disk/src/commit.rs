@@ -27,9 +27,9 @@ use crate::{BLOCK, Block, Content, DiskBlock, Layer, Overlay, Result};
 /// The amount of data that a commit writes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Amount {
-    /// Bytes of blocks with content.
+    /// The number of bytes of blocks with content.
     pub data_bytes: u64,
-    /// Bytes of blocks that are zero.
+    /// The number of bytes of blocks that are zero.
     pub zero_bytes: u64,
 }
 
@@ -55,7 +55,7 @@ impl Layer for Overlay {
     }
 }
 
-/// The amount that writing `layer` would write. Error: the layer cannot be read.
+/// Returns the amount that writing `layer` would write. Error: the layer cannot be read.
 pub fn measure(layer: &dyn Layer) -> Result<Amount> {
     let mut amount = Amount::default();
     let mut block = [0; crate::BLOCK_BYTES];

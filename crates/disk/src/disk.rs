@@ -35,7 +35,7 @@ pub enum ReadNow {
 }
 
 impl Stack {
-    /// A stack on `base` with its overlay in `dir`, which is created if it does not exist.
+    /// Creates a stack on `base` with its overlay in `dir`, which is created if it does not exist.
     pub fn create(
         dir: &Path,
         base: Base,
@@ -47,7 +47,7 @@ impl Stack {
     }
 }
 
-/// A disk: its content can be read, written and exchanged by several threads at once.
+/// A disk whose content several threads can read, write and exchange at once.
 pub struct Disk {
     stack: RwLock<Arc<Stack>>,
     pause: Mutex<Pause>,
@@ -78,8 +78,8 @@ pub enum FlushOutcome {
 }
 
 impl Disk {
-    /// A disk on `base` with its overlay in `dir`, which is created if it does not exist. Errors:
-    /// the overlay is damaged, locked, or of a disk of another size.
+    /// Creates a disk on `base` with its overlay in `dir`, which is created if it does not exist.
+    /// Errors: the overlay is damaged, locked, or of a disk of another size.
     pub fn create(
         dir: &Path,
         base: Base,
@@ -89,7 +89,8 @@ impl Disk {
         Stack::create(dir, base, layer, lasting).map(Self::of)
     }
 
-    /// A disk of an open overlay.
+    /// Creates a disk whose writes go to `overlay`, above the blocks of `layer`, which lie above
+    /// `base`.
     pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
         Self::of(Stack { overlay, below: Below::new(base, layer), lasting: Lasting::Durable })
     }
@@ -109,7 +110,7 @@ impl Disk {
         std::mem::swap(&mut *self.stack.write().ignore_poison(), other);
     }
 
-    /// The size of the disk in bytes.
+    /// Returns the size of the disk in bytes.
     pub fn disk_bytes(&self) -> u64 {
         self.stack().overlay.disk_bytes()
     }
@@ -124,7 +125,7 @@ impl Disk {
     }
 
     /// Reads as [`Self::read`], but returns without the content if the read might wait for a
-    /// device.
+    /// device. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         let stack = self.stack();
         let Some(missing) = stack.overlay.read_now(offset, buf)? else {
@@ -160,8 +161,8 @@ impl Disk {
         self.stack().overlay.discard(offset, len)
     }
 
-    /// The consecutive ranges from `offset` on. Returns at most `max` ranges, so they may cover
-    /// less than `len` bytes. Error: an image cannot be queried.
+    /// Returns the consecutive ranges from `offset` on. Returns at most `max` ranges, so they may
+    /// cover less than `len` bytes. Error: an image cannot be queried.
     pub fn status(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>> {
         let stack = self.stack();
         let end = offset.saturating_add(len).min(stack.overlay.disk_bytes());
@@ -211,8 +212,8 @@ impl Disk {
         }
     }
 
-    /// Handles a client's flush if that needs no wait, because the overlay is temporary. `false` if
-    /// it is not.
+    /// Handles a client's flush if the overlay is temporary, so that the flush needs no wait.
+    /// Returns `false`, and does nothing, if it is not. Error: the sync failed.
     pub fn flush_now(&self) -> Result<bool> {
         let is_temporary = self.stack().lasting == Lasting::Temporary;
         if is_temporary {
@@ -242,7 +243,7 @@ impl Disk {
         Ok(())
     }
 
-    /// The size of the overlay.
+    /// Returns the size of the overlay.
     pub fn size(&self) -> Size {
         self.stack().overlay.size()
     }

@@ -14,10 +14,10 @@ use std::collections::BTreeMap;
 
 /// The value of a range. A range can be cut, so a value can too.
 pub trait ExtentValue: Copy {
-    /// The value of the rest of the range after its first `blocks` blocks.
+    /// Returns the value of the rest of the range after its first `blocks` blocks.
     #[must_use]
     fn skip(self, blocks: u64) -> Self;
-    /// True if `next`, directly after `blocks` blocks of this value, continues it.
+    /// Returns true if `next`, directly after `blocks` blocks of this value, continues it.
     fn continues(self, blocks: u64, next: Self) -> bool;
 }
 
@@ -40,12 +40,12 @@ impl<V> Default for ExtentMap<V> {
 }
 
 impl<V: ExtentValue> ExtentMap<V> {
-    /// The number of entries. It determines the memory use.
+    /// Returns the number of entries. It determines the memory use.
     pub fn entries(&self) -> usize {
         self.0.len()
     }
 
-    /// The number of blocks in all ranges.
+    /// Returns the number of blocks in all ranges.
     pub fn blocks(&self) -> u64 {
         self.0.values().map(|(len, _)| len).sum()
     }
@@ -121,7 +121,7 @@ impl<V: ExtentValue> ExtentMap<V> {
         }
     }
 
-    /// The first range that ends after `from`, cut at `from`.
+    /// Returns the first range that ends after `from`, cut at `from`.
     pub fn next(&self, from: u64) -> Option<(u64, u64, V)> {
         if let Some((&first, &(len, value))) = self.0.range(..from).next_back()
             && first + len > from
@@ -136,7 +136,7 @@ impl<V: ExtentValue> ExtentMap<V> {
         self.0.pop_first().map(|(start, (len, value))| (start, len, value))
     }
 
-    /// All ranges, in order.
+    /// Returns all ranges, in order.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64, V)> + '_ {
         self.0.iter().map(|(&start, &(len, value))| (start, len, value))
     }

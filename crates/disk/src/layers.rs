@@ -3,7 +3,7 @@
 
 use crate::{BLOCK, BLOCK_BYTES, Base, Block, DiskBlock, Result};
 
-/// A layer's answer about a block.
+/// The result of reading a block from a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// The layer wrote the block's content to the buffer.
@@ -19,7 +19,8 @@ pub trait Layer: Send + Sync {
     /// Reads a block into `into`. Error: the block cannot be read.
     fn read_block(&self, block: DiskBlock, into: &mut Block) -> Result<Content>;
 
-    /// The first block at or after `from` that is not absent.
+    /// Returns the first block at or after `from` that is not absent. Error: the layer cannot be
+    /// read.
     fn next_block(&self, from: DiskBlock) -> Result<Option<DiskBlock>>;
 }
 
@@ -48,14 +49,14 @@ pub(crate) fn append_range(ranges: &mut Vec<DiskRange>, range: DiskRange, max: u
 
 /// A disk that can be copied to a new image.
 pub trait Readable {
-    /// The size of the disk in bytes.
+    /// Returns the size of the disk in bytes.
     fn disk_bytes(&self) -> u64;
 
     /// Fills `buf` from byte `offset` on. Error: the disk cannot be read.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 
-    /// The consecutive ranges from `offset` on. Returns at most `max` ranges, so they may cover
-    /// less than `len` bytes.
+    /// Returns the consecutive ranges from `offset` on. Returns at most `max` ranges, so they may
+    /// cover less than `len` bytes. Error: a layer or an image cannot be queried.
     fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>>;
 }
 
@@ -90,7 +91,7 @@ impl Readable for Below {
 }
 
 impl Below {
-    /// A disk of `layer` over `base`.
+    /// Creates a disk of `layer` over `base`.
     pub fn new(base: Base, layer: Option<Box<dyn Layer>>) -> Self {
         Self { layer, base }
     }
@@ -124,8 +125,8 @@ impl Below {
         Ok(())
     }
 
-    /// The number of bytes from `offset` on (1 to `len`) that have one status, and whether they are
-    /// known to be zero.
+    /// Returns the number of bytes from `offset` on (1 to `len`) that have one status, and true if
+    /// they are known to be zero. Error: the image cannot be queried.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let Some(layer) = &self.layer else { return self.base.status(offset, len) };
         match layer.next_block(DiskBlock(offset / BLOCK))?.map(|b| b.0.saturating_mul(BLOCK)) {

@@ -55,19 +55,19 @@ pub struct NbdExport {
 /// Counters of all connections.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// Clients that are connected now.
+    /// The number of clients that are connected now.
     pub clients: AtomicUsize,
-    /// Clients that have chosen an export since the start.
+    /// The number of clients that have chosen an export since the start.
     pub served: AtomicU64,
-    /// Requests that were answered.
+    /// The number of requests that were answered.
     pub requests: AtomicU64,
-    /// Bytes that clients have read.
+    /// The number of bytes that clients have read.
     pub read_bytes: AtomicU64,
-    /// Bytes that clients have written.
+    /// The number of bytes that clients have written.
     pub written_bytes: AtomicU64,
-    /// Bytes that clients have made zero.
+    /// The number of bytes that clients have made zero.
     pub zeroed_bytes: AtomicU64,
-    /// Bytes that clients have discarded.
+    /// The number of bytes that clients have discarded.
     pub discarded_bytes: AtomicU64,
     /// Flushes, including FUA writes.
     pub flushes: AtomicU64,
@@ -97,8 +97,8 @@ impl NbdServer {
         Self::serve(path, listener, exports)
     }
 
-    /// As [`Self::start`], on a socket at `path` that is bound already. Its file is removed at the
-    /// end.
+    /// Starts a server as [`Self::start`], on a socket at `path` that is bound already. The
+    /// socket's file is removed at the end. Errors: those of [`Self::start`].
     pub fn serve(path: &Path, listener: UnixListener, exports: Vec<NbdExport>) -> Result<Self> {
         let name = path.display().to_string();
         listener.set_nonblocking(true).map_err(Error::io(&name, "listen on"))?;
@@ -111,12 +111,12 @@ impl NbdServer {
         Ok(Self { path: path.into(), shared, listener: Some(thread) })
     }
 
-    /// The counters of all connections.
+    /// Returns the counters of all connections.
     pub fn traffic(&self) -> &Traffic {
         &self.shared.traffic
     }
 
-    /// The core on which requests are answered.
+    /// Returns the core on which requests are answered.
     pub fn affinity(&self) -> &Affinity {
         &self.shared.affinity
     }

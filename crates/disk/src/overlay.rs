@@ -95,17 +95,17 @@ struct Syncing {
 /// The size of an overlay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Size {
-    /// Bytes of the data file.
+    /// The number of bytes of the data file.
     pub data_bytes: u64,
-    /// Bytes in it that are free.
+    /// The number of bytes in it that are free.
     pub free_bytes: u64,
-    /// Entries of all maps.
+    /// The number of entries of all maps.
     pub entries: usize,
-    /// Blocks written since the last cut.
+    /// The number of blocks written since the last cut.
     pub dirty_blocks: u64,
     /// The number of epochs in flight.
     pub in_flight: usize,
-    /// Syncs since the overlay was opened.
+    /// The number of syncs since the overlay was opened.
     pub syncs: u64,
 }
 
@@ -125,7 +125,8 @@ impl Overlay {
         Self::on(Arc::new(RealFolder::create(dir, lasting)?), Some(disk_bytes))
     }
 
-    /// Opens an existing overlay. Errors: as [`Self::create`]; [`Error::Refused`] if there is none.
+    /// Opens an existing overlay in the directory `dir`. Errors: those of [`Self::create`];
+    /// [`Error::Refused`] if there is none.
     pub fn open(dir: &Path) -> Result<Self> {
         if !dir.join("journal").exists() {
             return Err(Error::refused(
@@ -167,7 +168,7 @@ impl Overlay {
         })
     }
 
-    /// The size of the disk in bytes.
+    /// Returns the size of the disk in bytes.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
     }
@@ -215,7 +216,7 @@ impl Overlay {
     }
 
     /// Reads as [`Self::read`], but returns `None` if that would wait for a device. Then the
-    /// content of `buf` is undefined.
+    /// content of `buf` is undefined. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Option<Missing>> {
         let (mut missing, mut result) = (Missing::new(), Ok(true));
         let state = self.map();
@@ -231,8 +232,9 @@ impl Overlay {
         Ok(result?.then_some(missing))
     }
 
-    /// Calls `show` with each part of a range of blocks: `Some(true)` zero, `Some(false)` data,
-    /// `None` not in the overlay.
+    /// Calls `show` with each part of the range of `blocks` blocks from `block` on: its first
+    /// block, its number of blocks, and `Some(true)` if it is zero, `Some(false)` if it has data,
+    /// `None` if the overlay does not hold it.
     pub fn status(
         &self,
         block: DiskBlock,
@@ -361,7 +363,7 @@ impl Overlay {
         Ok(())
     }
 
-    /// Makes `len` bytes from `offset` on zero. Errors: as [`Self::write`].
+    /// Makes `len` bytes from `offset` on zero. Errors: those of [`Self::write`].
     pub fn zero(&self, offset: u64, len: u64, read_below: ReadBelow<'_>) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -388,8 +390,8 @@ impl Overlay {
         self.relieve()
     }
 
-    /// Discards a range: the whole blocks in it become zero. Partial blocks at its ends are
-    /// unchanged. Errors: as [`Self::write`].
+    /// Discards `len` bytes from `offset` on: the whole blocks in this range become zero. Partial
+    /// blocks at its ends are unchanged. Errors: those of [`Self::write`].
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -483,8 +485,9 @@ impl Overlay {
         })
     }
 
-    /// The extents of an epoch in flight from `from` on: rising, about `max` of them, and the block
-    /// at which to continue. Error: [`Error::NoEpoch`].
+    /// Returns extents of the epoch in flight `epoch` from block `from` on: about `max` of them, in
+    /// rising order, and the block at which to continue; `None` after the last one. Error:
+    /// [`Error::NoEpoch`].
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -546,8 +549,8 @@ impl Overlay {
         self.data.read(u64::from(slot.0) * BLOCK, buf)
     }
 
-    /// The first block at or after `from` that the overlay holds, and the number of consecutive
-    /// blocks.
+    /// Returns the first block at or after `from` that the overlay holds, and the number of
+    /// consecutive blocks.
     pub fn next(&self, from: DiskBlock) -> Option<(DiskBlock, u64)> {
         self.map().chain.next(from.0).map(|(block, blocks)| (DiskBlock(block), blocks))
     }
@@ -561,7 +564,7 @@ impl Overlay {
         self.data.set_len(0)
     }
 
-    /// The size of the overlay.
+    /// Returns the size of the overlay.
     pub fn size(&self) -> Size {
         let syncs = locked(&self.syncing).count;
         let state = self.map();
@@ -576,7 +579,7 @@ impl Overlay {
     }
 }
 
-/// Reads the content below the overlay, from this byte on.
+/// Reads the content below the overlay: fills the buffer from this byte offset of the disk on.
 pub type ReadBelow<'a> = &'a dyn Fn(u64, &mut [u8]) -> Result<()>;
 
 fn extents_continue(place: BlockPlace, blocks: u64, next: BlockPlace) -> bool {

@@ -52,15 +52,15 @@ pub struct DiskSpec {
     pub base: PathBuf,
     /// The image's format.
     pub format: ImageFormat,
-    /// If set, the disk has so many zero bytes instead of an image, and `base` and `format` are
-    /// ignored.
+    /// The number of zero bytes of a disk without an image; then `base` and `format` are ignored.
+    /// `None` for a disk with an image.
     #[serde(default)]
     pub blank_bytes: Option<u64>,
     /// The directory of the overlay. It is created if it does not exist.
     pub overlay: PathBuf,
     /// The layer between image and overlay, in the form that `open_layer` of [`serve`] takes.
     pub layer: Option<String>,
-    /// If true, written data is discarded at the end, and no flush waits for the medium.
+    /// True if written data is discarded at the end. Then no flush waits for the medium.
     #[serde(default)]
     pub temporary: bool,
 }
@@ -78,17 +78,17 @@ pub struct DiskStats {
     pub export: String,
     /// The size of the disk in bytes.
     pub disk_bytes: u64,
-    /// Bytes of the overlay's data file.
+    /// The number of bytes of the overlay's data file.
     pub data_bytes: u64,
-    /// Bytes in it that are free.
+    /// The number of bytes in it that are free.
     pub free_bytes: u64,
-    /// Extents in memory.
+    /// The number of extents in memory.
     pub extents: u64,
-    /// Blocks written since the last cut.
+    /// The number of blocks written since the last cut.
     pub dirty_blocks: u64,
     /// The number of epochs in flight.
     pub in_flight: u64,
-    /// Syncs since the start.
+    /// The number of syncs since the start.
     pub syncs: u64,
 }
 
@@ -99,15 +99,15 @@ pub struct ServerStats {
     pub disks: Vec<DiskStats>,
     /// NBD clients that are connected now.
     pub clients: u64,
-    /// Requests that were answered.
+    /// The number of requests that were answered.
     pub requests: u64,
-    /// Bytes that clients have read.
+    /// The number of bytes that clients have read.
     pub read_bytes: u64,
-    /// Bytes that clients have written.
+    /// The number of bytes that clients have written.
     pub written_bytes: u64,
-    /// Bytes that clients have made zero.
+    /// The number of bytes that clients have made zero.
     pub zeroed_bytes: u64,
-    /// Bytes that clients have discarded.
+    /// The number of bytes that clients have discarded.
     pub discarded_bytes: u64,
     /// Flushes, including FUA writes.
     pub flushes: u64,

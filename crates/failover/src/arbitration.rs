@@ -1,14 +1,14 @@
 //! Asks the arbiter that decides which host runs the VM: the witness, or the hook that switches the
 //! other host off. The answer comes to the engine's inbox.
 
-use super::settings::Setup;
+use super::settings::FailoverSetup;
 use super::witness::{self, WitnessAnswer};
 use keyframe_replication::WitnessRequest;
 use std::sync::mpsc::Sender;
 
 /// Asks the witness.
 pub fn ask<T: Send + 'static>(
-    setup: &Setup,
+    setup: &FailoverSetup,
     request: WitnessRequest,
     inbox: &Sender<T>,
     wrap: fn(WitnessAnswer) -> T,
@@ -25,7 +25,7 @@ pub fn ask<T: Send + 'static>(
 
 /// Runs the hook that switches the other host of VM `vm` off; `role` is this host's role.
 pub fn fence<T: Send + 'static>(
-    setup: &Setup,
+    setup: &FailoverSetup,
     vm: &str,
     role: &'static str,
     inbox: &Sender<T>,

@@ -17,22 +17,22 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The session of the VM is at fault: its launch, its run directory, its disks' capture.
+    /// An error of the VM's session: of its launch, its run directory, or its disks' capture.
     #[error(transparent)]
     Session(#[from] keyframe_session::Error),
-    /// QEMU, or the command line for it, is at fault.
+    /// An error of QEMU, or of the command line for it.
     #[error(transparent)]
     Qemu(#[from] keyframe_qemu::Error),
-    /// An interface of the kernel is at fault.
+    /// An error of an interface of the kernel.
     #[error(transparent)]
     Kernel(#[from] keyframe_kernel::Error),
-    /// The gate before the VM's network is at fault.
+    /// An error of the gate before the VM's network.
     #[error(transparent)]
     Network(#[from] keyframe_net::Error),
-    /// The process that serves the disks, or an image of a disk, is at fault.
+    /// An error of the process that serves the disks, or of the image of a disk.
     #[error(transparent)]
     VmDisks(#[from] keyframe_vm_disks::Error),
-    /// The key, or a connection to another host, is at fault.
+    /// An error of the key, or of a connection to another host.
     #[error(transparent)]
     Link(#[from] LinkError),
     /// The VM could not be captured.
@@ -108,7 +108,7 @@ pub enum Error {
     StandbyRefuses {
         /// The standby's address.
         address: SocketAddr,
-        /// Why.
+        /// The reason.
         problem: String,
         /// The fix on the standby's host.
         fix: Option<String>,
@@ -167,16 +167,16 @@ pub enum Error {
     VmThreadPanicked,
 }
 
-/// Why a standby's list of page hashes makes no sense.
+/// The reason why a standby's list of page hashes makes no sense.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PageHashesError {
     /// The list ended before its last page.
     #[error("hashes of {listed} pages of {pages}")]
     Incomplete {
-        /// Pages in the list.
+        /// The number of pages in the list.
         listed: u64,
-        /// Pages of the VM.
+        /// The number of pages of the VM.
         pages: u64,
     },
     /// A frame does not continue the list.
@@ -205,7 +205,7 @@ impl Error {
         Self::Vm { operation, source: source.into() }
     }
 
-    /// True if the command line, and not this host or the other one, is at fault.
+    /// Returns true if the error is in the command line, and not on this host or the other one.
     pub fn is_usage(&self) -> bool {
         matches!(self, Self::NoKey)
     }

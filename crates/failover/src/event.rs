@@ -15,20 +15,20 @@ use std::sync::Arc;
 /// and wait until they return.
 pub trait FailoverEventSink: EventSink<keyframe_session::Event> {
     /// Receives an event that has just happened.
-    fn failover_event(&self, event: &Event);
+    fn failover_event(&self, event: &FailoverEvent);
 }
 
 impl FailoverEventSink for NoEvents {
-    fn failover_event(&self, _: &Event) {}
+    fn failover_event(&self, _: &FailoverEvent) {}
 }
 
 /// The sink that the threads of a primary, a standby or a witness share.
-pub type SharedEventSink = Arc<dyn FailoverEventSink>;
+pub type SharedFailoverEventSink = Arc<dyn FailoverEventSink>;
 
 /// An event of a primary, a standby or a witness.
 #[derive(Debug)]
 #[non_exhaustive]
-pub enum Event {
+pub enum FailoverEvent {
     /// The protocol's core has a notice for the user; [`notice_text`](crate::notice_text) is its
     /// text.
     Notice {
@@ -44,7 +44,7 @@ pub enum Event {
     EpochFailed(Error),
     /// The guard did not take the new permit of the VM.
     GuardFailed {
-        /// Why.
+        /// The reason.
         error: Error,
         /// True if another guard is started now.
         restarts: bool,
@@ -90,7 +90,7 @@ pub enum Event {
         vm: String,
         /// The epoch from which it goes on.
         epoch: Epoch,
-        /// Nanoseconds from the right to run it until it was ready.
+        /// The number of nanoseconds from the right to run it until it was ready.
         ready_ns: u64,
     },
     /// After a takeover the VM is found by the standby's name alone.

@@ -27,7 +27,7 @@ pub const JSON_BYTES_MAX: usize = 4 << 20;
 /// The kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Kind {
+pub enum FrameKind {
     Greeting = 1,
     Machine = 2,
     Ready = 3,
@@ -39,7 +39,7 @@ pub enum Kind {
     PageHashes = 9,
 }
 
-impl Kind {
+impl FrameKind {
     /// Returns the kind with this number; `None` if there is none.
     pub fn of(number: u8) -> Option<Self> {
         Some(match number {
@@ -137,9 +137,9 @@ pub enum ReadyFrame {
 pub struct EpochHead {
     /// The epoch that it builds upon; `None` if it holds all of the VM.
     pub after: Option<Epoch>,
-    /// Why it was taken.
+    /// The reason why it was taken.
     pub reason: String,
-    /// When the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
+    /// The time at which the VM was paused, on the primary's wall clock, in nanoseconds since 1970.
     pub taken_at_ns: u64,
     pub pages: u64,
     pub wire_bytes: u64,
@@ -156,7 +156,7 @@ pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T> {
     serde_json::from_slice(payload).map_err(Error::MalformedMessage)
 }
 
-/// A frame's JSON.
+/// Returns a frame's JSON. Error: the value cannot be encoded.
 pub fn text(value: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(Error::EncodeMessage)
 }
@@ -211,7 +211,8 @@ mod tests {
         }
         assert!(unmarked(&whole[..15]).is_none());
         assert!(
-            (0..=255).filter(|n| Kind::of(*n).is_some_and(|kind| kind as u8 == *n)).count() == 9
+            (0..=255).filter(|n| FrameKind::of(*n).is_some_and(|kind| kind as u8 == *n)).count()
+                == 9
         );
     }
 }

@@ -13,15 +13,18 @@ use keyframe_session::machines::Machines;
 use keyframe_units::RamLayout;
 use std::sync::{Arc, Mutex};
 
-/// The gate before the VM's network; it does nothing if the VM has no network.
+/// The gate before the VM's network. It does nothing if the VM has no network. Clones share it.
 #[derive(Clone)]
 pub struct Gate(Arc<Mutex<Option<GateRemote>>>);
 
 impl Gate {
+    /// Uses the gate's process `remote`; `None` for a VM without a network.
     pub fn new(remote: Option<GateRemote>) -> Self {
         Self(Arc::new(Mutex::new(remote)))
     }
 
+    /// Calls `ask` with the gate's process and returns the result; `None` if the VM has no network.
+    /// Error: that of `ask`.
     pub fn ask<T>(
         &self,
         ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<T>,
@@ -39,7 +42,8 @@ impl Gate {
     }
 }
 
-/// The VM with its gate, as the capture's machine.
+/// The VM together with its gate, as a [`Machine`](keyframe_capture::machine::Machine): each pause
+/// also cuts the gate's queue.
 pub struct GatedMachines {
     pub machines: Machines,
     pub gate: Gate,

@@ -38,16 +38,17 @@ pub fn now_ns() -> u64 {
         .saturating_add(now.tv_nsec.cast_unsigned())
 }
 
-/// The engine's end of a guard.
+/// The engine's handle to a guard.
 pub struct GuardRemote {
     stream: BufReader<UnixStream>,
     child: Child,
-    /// The guard has stopped the VM.
+    /// True if the guard has stopped the VM.
     pub stopped: bool,
 }
 
 impl GuardRemote {
-    /// Starts a guard of the QEMU with this pid, which is free at first.
+    /// Starts a guard of the QEMU whose process id is `qemu`. The VM may run freely at first.
+    /// Error: the process cannot be started.
     pub fn spawn(qemu: u32) -> Result<Self> {
         let failed = |e| Error::io("start the guard", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
@@ -63,8 +64,8 @@ impl GuardRemote {
         Ok(guard)
     }
 
-    /// Sends the permit to the guard. If the permit forbids it, the VM is stopped when this
-    /// returns.
+    /// Sends the permit to the guard. If the permit does not let the VM run, the VM is stopped when
+    /// this returns. Error: the guard has ended.
     pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
             RunPermit::Free => self.ask("F"),
@@ -73,7 +74,8 @@ impl GuardRemote {
         }
     }
 
-    /// Tells the guard that the VM is paused by its monitor, and has to go on answering there.
+    /// Tells the guard that the VM is paused by its monitor, so that the guard must not stop QEMU's
+    /// process, which has to go on answering there. Error: the guard has ended.
     pub fn paused(&mut self) -> Result<()> {
         self.ask("P")
     }
@@ -91,7 +93,7 @@ impl GuardRemote {
         Ok(())
     }
 
-    /// Ends the guard; a VM that is not free ends with it.
+    /// Ends the guard. If the VM may not run freely, QEMU ends with it.
     pub fn end(self) {
         let Self { stream, mut child, .. } = self;
         drop(stream);
@@ -99,7 +101,9 @@ impl GuardRemote {
     }
 }
 
-/// Runs the guard's process, with its orders from `orders`.
+/// Runs a guard of the QEMU with the process id `qemu` on the calling thread, with its orders from
+/// the engine at the other end of `orders`. Error: QEMU cannot be signalled, or the orders cannot
+/// be read.
 pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or(Error::NoProcess(qemu))?;

@@ -2,11 +2,11 @@
 //! too.
 
 use super::frames::{MachineFrame, ReplicatedDisk};
-use super::links::Addresses;
+use super::links::StandbyAddresses;
 use super::primary;
 use super::sending::SharedWire;
-use super::settings::{Setup, random};
-use super::vm::{self, Gate, MachineDescription};
+use super::settings::{FailoverSetup, random};
+use super::vm::{self, DiskExport, DiskExports, Gate, MachineDescription};
 use crate::error::{Error, Result};
 use keyframe_inspect::source_of;
 use keyframe_net::{GateNic, GateRemote};
@@ -43,14 +43,14 @@ use std::sync::{Arc, Mutex};
 /// The socket of the disks' server, in the run directory.
 pub const DISKS_SOCKET: &str = "disks.sock";
 
-/// A VM that has not run its first instruction yet or that was just taken over, and what stands
-/// beside it.
+/// A VM that has not run its first instruction yet or that was just taken over, with the processes
+/// that serve it.
 pub struct LaunchedVm {
     /// The VM.
     pub vm: Vm,
     /// Its QEMU binary.
     pub identity: QemuIdentity,
-    /// The description of the machine, if it was taken over from another host.
+    /// The description of the machine if it was taken over from another host; `None` otherwise.
     pub machine: Option<MachineDescription>,
     /// The working directory of its command line.
     pub directory: PathBuf,
@@ -61,7 +61,7 @@ pub struct LaunchedVm {
 }
 
 /// The VM's run directory, its status and the channel of its engine.
-pub struct RunContext {
+pub struct EngineContext {
     /// The VM's name.
     pub name: String,
     /// The run directory.
@@ -71,10 +71,11 @@ pub struct RunContext {
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
     /// The inbox with its control socket, which a standby that takes over hands on.
-    pub inbox: Option<primary::Inbox>,
+    pub inbox: Option<primary::EngineInbox>,
 }
 
-/// Starts the gate of a VM's network; none for a VM without.
+/// Starts the gate of a VM's network. For a VM without NICs it starts none, and returns a gate that
+/// does nothing. Error: the gate's process cannot be started.
 pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
     if nics.is_empty() {
         return Ok(Gate::new(None));
@@ -99,15 +100,19 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
 }
 
 /// Launches the VM of `command`, with its network behind a gate and its disks served, and protects
-/// it. `is_last`: this process starts no other program later, and gives up the right to.
+/// it. If `is_last` is true, this process starts no other program later, and gives up the right to
+/// do so.
+///
+/// Errors: the command line or the VM cannot be protected; the standby's key cannot be read; a
+/// process cannot be started.
 pub fn protect(
     command: Vec<OsString>,
     name: Option<String>,
     folder: &Path,
-    addresses: Addresses,
-    setup: Setup,
+    addresses: StandbyAddresses,
+    setup: FailoverSetup,
     is_last: bool,
-) -> Result<primary::Engine> {
+) -> Result<primary::PrimaryEngine> {
     let options = SessionOptions::every(None, OnExit::Kill);
     sessions::require_kernel(&options)?;
     // From here on: a signal must not leave a QEMU behind that has no guard yet.
@@ -151,12 +156,12 @@ pub fn protect(
     let config = new_group(&setup, &addresses)?;
     let status = first_status(&name, vm.pid(), ReplicationRole::Primary);
     let launched = LaunchedVm { vm, identity, machine: None, directory, served, gate };
-    let context = RunContext { name, run_dir, status, interrupted, inbox: None };
+    let context = EngineContext { name, run_dir, status, interrupted, inbox: None };
     start_first(launched, context, setup, config, addresses)
 }
 
-/// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and has
-/// the command line name the server.
+/// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and
+/// has the command line name the server.
 fn serve_drives(
     line: &mut Invocation,
     drives: &[Drive],
@@ -172,7 +177,7 @@ fn serve_drives(
 }
 
 /// The configuration of a VM that is protected for the first time.
-fn new_group(setup: &Setup, addresses: &Addresses) -> Result<ReplicationConfig> {
+fn new_group(setup: &FailoverSetup, addresses: &StandbyAddresses) -> Result<ReplicationConfig> {
     let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
     let node = NodeId(random()?);
     let mut config =
@@ -215,11 +220,11 @@ impl Drop for EndOnError {
 /// Makes the engine of a VM that does not run yet, and lets the VM run. The VM ends if this fails.
 fn start_first(
     launched: LaunchedVm,
-    context: RunContext,
-    setup: Setup,
+    context: EngineContext,
+    setup: FailoverSetup,
     config: ReplicationConfig,
-    addresses: Addresses,
-) -> Result<primary::Engine> {
+    addresses: StandbyAddresses,
+) -> Result<primary::PrimaryEngine> {
     let end_on_error = EndOnError::new(&launched);
     let LaunchedVm { mut vm, identity, directory, served, gate, .. } = launched;
     refuse(&mut vm, &*setup.events)?;
@@ -239,11 +244,20 @@ fn start_first(
         description,
         shape,
         ram: Some(ram),
-        start: (PrimaryStart::First, Epoch(1)),
+        start: FirstTerm { start: PrimaryStart::First, first_epoch: Epoch(1) },
     };
     let engine = make_engine(parts, options, context, setup, config, Some(addresses))?;
     end_on_error.disarm();
     Ok(engine)
+}
+
+/// How a host begins to protect its VM.
+#[derive(Clone, Copy, Debug)]
+pub struct FirstTerm {
+    /// How the host became the primary.
+    pub start: PrimaryStart,
+    /// The number of the first epoch.
+    pub first_epoch: Epoch,
 }
 
 /// Makes the engine of a VM that was taken over and runs. After an error the VM runs on.
@@ -252,12 +266,12 @@ fn start_first(
 /// [`ProtectedVm::renew`](crate::vm::ProtectedVm::renew).
 pub fn start_taken_over(
     launched: LaunchedVm,
-    context: RunContext,
-    setup: Setup,
+    context: EngineContext,
+    setup: FailoverSetup,
     config: ReplicationConfig,
-    start: (PrimaryStart, Epoch),
-    addresses: Option<Addresses>,
-) -> Result<primary::Engine> {
+    start: FirstTerm,
+    addresses: Option<StandbyAddresses>,
+) -> Result<primary::PrimaryEngine> {
     let LaunchedVm { mut vm, machine, served, gate, .. } = launched;
     let description = machine.ok_or(Error::NothingHeld)?;
     let options = session_options(&setup);
@@ -268,7 +282,7 @@ pub fn start_taken_over(
     make_engine(parts, options, context, setup, config, addresses)
 }
 
-fn session_options(setup: &Setup) -> SessionOptions {
+fn session_options(setup: &FailoverSetup) -> SessionOptions {
     SessionOptions { events: setup.events.clone(), ..SessionOptions::every(None, OnExit::Kill) }
 }
 
@@ -291,31 +305,31 @@ struct ProtectedParts {
     shape: Option<MachineShape>,
     /// The capture of its RAM, if it has begun.
     ram: Option<RamCapture>,
-    start: (PrimaryStart, Epoch),
+    start: FirstTerm,
 }
 
 fn make_engine(
     parts: ProtectedParts,
     options: SessionOptions,
-    context: RunContext,
-    setup: Setup,
+    context: EngineContext,
+    setup: FailoverSetup,
     config: ReplicationConfig,
-    addresses: Option<Addresses>,
-) -> Result<primary::Engine> {
+    addresses: Option<StandbyAddresses>,
+) -> Result<primary::PrimaryEngine> {
     let ProtectedParts { vm, watchdog, served, gate, description, shape, ram, start } = parts;
-    let exports: Vec<(String, u64)> = served
+    let exports: Vec<DiskExport> = served
         .iter()
         .flat_map(|served| &served.metas)
-        .map(|disk| (disk.name.clone(), disk.disk_bytes))
+        .map(|disk| DiskExport { name: disk.name.clone(), disk_bytes: disk.disk_bytes })
         .collect();
     let machine = machine_frame(&context.name, &setup, &config, description.clone(), &exports);
     let blocks: Vec<u64> =
-        exports.iter().map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect();
+        exports.iter().map(|disk| disk.disk_bytes.div_ceil(PAGE_BYTES as u64)).collect();
     let pages = description.ram.len_pages();
     let wire = SharedWire::new(setup.streams, setup.wire_bytes, pages, &blocks);
     let qemu = vm.pid();
     let socket = context.run_dir.path().join(DISKS_SOCKET);
-    let disks = served.is_some().then_some((socket, exports));
+    let disks = served.is_some().then_some(DiskExports { socket, exports });
     let watches_discards = ram.as_ref().and_then(|ram| ram.watches_discards.first().copied());
     let vm = SessionVm::new(
         Box::new(vm),
@@ -340,7 +354,7 @@ fn make_engine(
         disks,
         events: setup.events.clone(),
     };
-    let (start, first_epoch) = start;
+    let FirstTerm { start, first_epoch } = start;
     let vm = vm::VmParts {
         captured,
         wire: wire.clone(),
@@ -348,7 +362,7 @@ fn make_engine(
         first_epoch,
         events: setup.events.clone(),
     };
-    primary::Engine::new(primary::EngineParts {
+    primary::PrimaryEngine::new(primary::PrimaryEngineParts {
         context,
         setup,
         config,
@@ -365,15 +379,13 @@ fn make_engine(
 /// The description of the machine that a standby gets.
 fn machine_frame(
     name: &str,
-    setup: &Setup,
+    setup: &FailoverSetup,
     config: &ReplicationConfig,
     description: MachineDescription,
-    exports: &[(String, u64)],
+    exports: &[DiskExport],
 ) -> MachineFrame {
-    let disk = |(name, disk_bytes): &(String, u64)| ReplicatedDisk {
-        name: name.clone(),
-        disk_bytes: *disk_bytes,
-    };
+    let disk =
+        |disk: &DiskExport| ReplicatedDisk { name: disk.name.clone(), disk_bytes: disk.disk_bytes };
     MachineFrame {
         name: name.to_owned(),
         group: format!("{:032x}", config.group.0),

@@ -33,6 +33,6 @@ mod vm;
 pub mod witness;
 
 pub use error::{Error, PageHashesError, Result};
-pub use event::{Event, FailoverEventSink, SharedEventSink};
+pub use event::{FailoverEvent, FailoverEventSink, SharedFailoverEventSink};
 pub use frames::Arbiter;
 pub use notice_text::notice_text;

@@ -7,11 +7,11 @@
 //! ```
 
 use super::frames::{
-    Greeting, Kind, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked,
+    FrameKind, Greeting, MachineFrame, Purpose, ReadyFrame, VERSION, parse, text, unmarked,
 };
 use super::sending::Link;
 use crate::error::{Error, Result};
-use keyframe_link::{Channel, Input, Party};
+use keyframe_link::{Channel, FrameBuffer, Party};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::PeerMessage;
 use std::net::SocketAddr;
@@ -66,7 +66,7 @@ pub enum LinkEvent {
 
 /// The addresses of a standby.
 #[derive(Clone, Copy)]
-pub struct Addresses {
+pub struct StandbyAddresses {
     /// The address for control and data connections.
     pub control: SocketAddr,
     /// The second path, for heartbeats alone.
@@ -76,18 +76,31 @@ pub struct Addresses {
 /// The machine as the primary describes it at the next connect.
 pub type SharedMachineFrame = Arc<Mutex<MachineFrame>>;
 
-/// Starts the threads that connect. They connect again whenever `linked` or `beating` is false.
+/// Flags of the connections to the standby, which the threads that connect share with the
+/// protocol's thread.
+#[derive(Clone, Debug, Default)]
+pub struct ConnectionFlags {
+    /// True while the control and data connections are made.
+    pub linked: Arc<AtomicBool>,
+    /// True while the second path is connected.
+    pub beating: Arc<AtomicBool>,
+    /// Set to end the threads.
+    pub ends: Arc<AtomicBool>,
+}
+
+/// Starts the threads that connect to the standby. They connect whenever `flags.linked`
+/// or `flags.beating` is false, until `flags.ends` is set, and give events to `tell`. `machine` is
+/// described to the standby at each connect. Error: a thread cannot be started.
 pub fn start(
     party: &Party,
-    addresses: Addresses,
+    addresses: StandbyAddresses,
     machine: &SharedMachineFrame,
     tell: impl Fn(LinkEvent) + Clone + Send + 'static,
-    (linked, beating): (&Arc<AtomicBool>, &Arc<AtomicBool>),
-    ends: &Arc<AtomicBool>,
+    flags: &ConnectionFlags,
 ) -> Result<()> {
     let started = |e| Error::io("start a thread", e);
     let (own_party, machine, tell_control) = (party.clone(), Arc::clone(machine), tell.clone());
-    let (linked, ending) = (Arc::clone(linked), Arc::clone(ends));
+    let (linked, ending) = (Arc::clone(&flags.linked), Arc::clone(&flags.ends));
     let control = move || {
         let mut number = 0;
         while !ending.load(Ordering::Relaxed) {
@@ -113,7 +126,8 @@ pub fn start(
     };
     std::thread::Builder::new().name("connect".into()).spawn(control).map_err(started)?;
     let Some(address) = addresses.beat else { return Ok(()) };
-    let (party, beating, ending) = (party.clone(), Arc::clone(beating), Arc::clone(ends));
+    let (party, beating, ending) =
+        (party.clone(), Arc::clone(&flags.beating), Arc::clone(&flags.ends));
     let beat = move || {
         let mut number = 0;
         while !ending.load(Ordering::Relaxed) {
@@ -165,9 +179,9 @@ fn open_link(
     number: u64,
 ) -> Result<Link> {
     let control = open_channel(party, address, Purpose::Control, number)?;
-    control.send(Kind::Machine as u8, &[&text(machine)?])?;
-    let ready = control.receive(&mut Input::default(), READY_TIMEOUT)?;
-    let ready = ready.filter(|frame| Kind::of(frame.kind) == Some(Kind::Ready));
+    control.send(FrameKind::Machine as u8, &[&text(machine)?])?;
+    let ready = control.receive(&mut FrameBuffer::default(), READY_TIMEOUT)?;
+    let ready = ready.filter(|frame| FrameKind::of(frame.kind) == Some(FrameKind::Ready));
     let ready = ready.ok_or(Error::StandbySilent(address))?;
     if let ReadyFrame::Refused { problem, fix } = parse(&ready.payload)? {
         return Err(Error::StandbyRefuses { address, problem, fix });
@@ -179,6 +193,7 @@ fn open_link(
 }
 
 /// Connects to `address` and sends the greeting with the purpose and the connection's number.
+/// Errors: no connection; the other host does not know the key.
 pub fn open_channel(
     party: &Party,
     address: SocketAddr,
@@ -187,11 +202,12 @@ pub fn open_channel(
 ) -> Result<Arc<Channel>> {
     let channel = party.connect(address, CONNECT_TIMEOUT)?;
     let greeting = Greeting { version: VERSION, purpose, connection };
-    channel.send(Kind::Greeting as u8, &[&text(&greeting)?])?;
+    channel.send(FrameKind::Greeting as u8, &[&text(&greeting)?])?;
     Ok(Arc::new(channel))
 }
 
-/// Reads messages of the protocol until the connection breaks.
+/// Reads messages of the protocol and gives them to `tell` until the connection breaks or `ends` is
+/// set. Calls `broken` at the end.
 pub fn read(
     channel: Arc<Channel>,
     path: u8,
@@ -201,16 +217,16 @@ pub fn read(
     broken: impl FnOnce() + Send + 'static,
 ) {
     let work = move || {
-        let mut input = Input::default();
+        let mut input = FrameBuffer::default();
         while !ends.load(Ordering::Relaxed) {
             match channel.receive(&mut input, READ_WAIT) {
                 Ok(None) => {}
                 Ok(Some(frame)) => {
-                    let said = match Kind::of(frame.kind) {
-                        Some(Kind::Core) => PeerMessage::decode(&frame.payload)
+                    let said = match FrameKind::of(frame.kind) {
+                        Some(FrameKind::Core) => PeerMessage::decode(&frame.payload)
                             .ok()
                             .map(|message| LinkEvent::Received { path, number, message }),
-                        Some(Kind::PageHashes) => {
+                        Some(FrameKind::PageHashes) => {
                             unmarked(&frame.payload).map(|(session, first, hashes)| {
                                 LinkEvent::PageHashes {
                                     number,
@@ -237,9 +253,9 @@ pub fn read(
     let _ = std::thread::Builder::new().name("link".into()).spawn(work);
 }
 
-/// Sends a message of the protocol; false if the connection is broken.
+/// Sends a message of the protocol. Returns false if the connection is broken.
 pub fn send_message(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);
-    channel.send(Kind::Core as u8, &[&bytes]).is_ok()
+    channel.send(FrameKind::Core as u8, &[&bytes]).is_ok()
 }

@@ -17,14 +17,14 @@ mod tests;
 
 use super::frames::MachineFrame;
 use super::guard::now_ns;
-use super::launch::RunContext;
-use super::links::{self, Addresses, LinkEvent, SharedMachineFrame};
+use super::launch::EngineContext;
+use super::links::{self, ConnectionFlags, LinkEvent, SharedMachineFrame, StandbyAddresses};
 use super::sending::SharedWire;
-use super::settings::Setup;
-use super::vm::{Gate, VmEvent, VmThread};
+use super::settings::FailoverSetup;
+use super::vm::{Gate, ProtectedVmEvent, VmThread};
 use super::witness::WitnessAnswer;
 use crate::error::{Error, Result};
-use crate::event::{Event, SharedEventSink};
+use crate::event::{FailoverEvent, SharedFailoverEventSink};
 use host::QemuHost;
 use keyframe_replication::{Primary, PrimaryStart, ReplicationConfig};
 use keyframe_session::control::server::{self, Pending, SharedStatus};
@@ -40,12 +40,12 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The time in which the last messages leave this host.
 const LAST_MESSAGES: Duration = Duration::from_millis(200);
 
-/// An event of the primary's engine.
+/// An event that the primary's engine handles.
 pub enum PrimaryEngineEvent {
     /// An event of a connection to the standby.
     Link(LinkEvent),
     /// An event of the thread that captures the VM.
-    Vm(VmEvent),
+    Vm(ProtectedVmEvent),
     /// An answer of the witness.
     Witness(WitnessAnswer),
     /// The fence hook has ended; true if it succeeded.
@@ -55,7 +55,7 @@ pub enum PrimaryEngineEvent {
 }
 
 /// An engine's events, with the control socket whose requests are among them.
-pub struct Inbox {
+pub struct EngineInbox {
     /// The events.
     pub events: Receiver<PrimaryEngineEvent>,
     /// The sender of further events.
@@ -65,19 +65,19 @@ pub struct Inbox {
 }
 
 /// The parts of an engine.
-pub struct EngineParts {
+pub struct PrimaryEngineParts {
     /// The VM's run directory, its status and its inbox.
-    pub context: RunContext,
+    pub context: EngineContext,
     /// The settings of this host.
-    pub setup: Setup,
+    pub setup: FailoverSetup,
     /// The configuration that both hosts must share.
     pub config: ReplicationConfig,
-    /// The way in which this host became the primary.
+    /// How this host became the primary.
     pub start: PrimaryStart,
     /// The machine, as a standby needs it.
     pub machine: MachineFrame,
     /// The standby's addresses; `None` for a VM without a standby.
-    pub addresses: Option<Addresses>,
+    pub addresses: Option<StandbyAddresses>,
     /// The VM with all that captures it.
     pub vm: super::vm::VmParts,
     /// The gate before its network.
@@ -89,20 +89,20 @@ pub struct EngineParts {
 }
 
 /// The engine of a protected VM.
-pub struct Engine {
+pub struct PrimaryEngine {
     protocol: Protocol,
     vm: VmThread,
     gate: Gate,
-    inbox: Inbox,
-    events: SharedEventSink,
+    inbox: EngineInbox,
+    events: SharedFailoverEventSink,
     /// Ends the threads of the links.
     ends: Arc<AtomicBool>,
     _run_dir: RunDir,
 }
 
-/// The end of a host's part in the protection of a VM.
+/// How a host's part in the protection of a VM ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Ending {
+pub enum ProtectionEnding {
     /// The VM has ended, or the user ended it.
     Done,
     /// QEMU ended with an error.
@@ -113,10 +113,11 @@ pub enum Ending {
     Elsewhere,
 }
 
-impl Engine {
-    /// Starts the guard, the VM's thread and the connections to the standby.
-    pub fn new(parts: EngineParts) -> Result<Self> {
-        let RunContext { name, run_dir, status, interrupted, inbox } = parts.context;
+impl PrimaryEngine {
+    /// Starts the guard, the VM's thread and the connections to the standby. Errors: the guard, a
+    /// thread or a connection cannot be started.
+    pub fn new(parts: PrimaryEngineParts) -> Result<Self> {
+        let EngineContext { name, run_dir, status, interrupted, inbox } = parts.context;
         let inbox = match inbox {
             Some(inbox) => inbox,
             None => listen(&run_dir, &status)?,
@@ -129,15 +130,13 @@ impl Engine {
         let vm = VmThread::start(parts.vm, move |event| {
             let _ = events.send(PrimaryEngineEvent::Vm(event));
         })?;
-        let ends = Arc::new(AtomicBool::new(false));
-        let (linked, beating) =
-            (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
+        let flags = ConnectionFlags::default();
         if let Some(addresses) = parts.addresses {
             let tell = move |event| {
                 let _ = sender.send(PrimaryEngineEvent::Link(event));
             };
             let party = &setup.party;
-            links::start(party, addresses, &machine, tell, (&linked, &beating), &ends)?;
+            links::start(party, addresses, &machine, tell, &flags)?;
         }
         let protocol = Protocol::new(ProtocolParts {
             core: Primary::new(parts.config, parts.start),
@@ -145,19 +144,20 @@ impl Engine {
             host: Box::new(host),
             wire: parts.wire,
             machine,
-            linked,
-            beating,
+            linked: flags.linked,
+            beating: flags.beating,
             status,
             events: setup.events.clone(),
             interrupted,
             clock: Box::new(now_ns),
         });
         let events = setup.events;
-        Ok(Self { protocol, vm, gate, inbox, events, ends, _run_dir: run_dir })
+        Ok(Self { protocol, vm, gate, inbox, events, ends: flags.ends, _run_dir: run_dir })
     }
 
-    /// Runs until the VM has ended, or runs elsewhere.
-    pub fn run(mut self) -> Result<Ending> {
+    /// Runs until the VM has ended, or runs elsewhere. Errors: those that end the protected VM; a
+    /// failed teardown.
+    pub fn run(mut self) -> Result<ProtectionEnding> {
         self.protocol.begin();
         while self.protocol.end().is_none() {
             let event = match self.inbox.events.recv_timeout(self.protocol.wait().min(LOOK_EVERY)) {
@@ -170,7 +170,7 @@ impl Engine {
         self.finish()
     }
 
-    fn finish(mut self) -> Result<Ending> {
+    fn finish(mut self) -> Result<ProtectionEnding> {
         self.ends.store(true, Ordering::Relaxed);
         if self.protocol.is_linked() {
             std::thread::sleep(LAST_MESSAGES);
@@ -187,28 +187,29 @@ impl Engine {
         if let Some(disks) = beside.disks
             && let Some(directory) = disks.end()?
         {
-            self.events.failover_event(&Event::WritesKept(directory));
+            self.events.failover_event(&FailoverEvent::WritesKept(directory));
         }
         self.gate.end();
         self.protocol.end_guard();
         Ok(match end {
             End::Deposed { term } => {
-                self.events.failover_event(&Event::RunsElsewhere { term });
-                Ending::Elsewhere
+                self.events.failover_event(&FailoverEvent::RunsElsewhere { term });
+                ProtectionEnding::Elsewhere
             }
-            End::Vm { has_failed: false } => Ending::Done,
-            End::Vm { has_failed: true } => Ending::QemuFailed,
-            End::GivenUp => Ending::GivenUp,
+            End::Vm { has_failed: false } => ProtectionEnding::Done,
+            End::Vm { has_failed: true } => ProtectionEnding::QemuFailed,
+            End::GivenUp => ProtectionEnding::GivenUp,
         })
     }
 }
 
-/// Makes an inbox, and a control socket that delivers to it.
-pub fn listen(run_dir: &RunDir, status: &SharedStatus) -> Result<Inbox> {
+/// Makes an inbox, and a control socket that delivers to it. Error: the control socket cannot be
+/// made.
+pub fn listen(run_dir: &RunDir, status: &SharedStatus) -> Result<EngineInbox> {
     let (sender, events) = channel();
     let requests = sender.clone();
     let deliver = move |pending| requests.send(PrimaryEngineEvent::Request(pending)).is_ok();
     let socket = server::listen(run_dir.path(), status, deliver)
         .map_err(|e| Error::file("listen in", run_dir.path(), e))?;
-    Ok(Inbox { events, sender, socket })
+    Ok(EngineInbox { events, sender, socket })
 }

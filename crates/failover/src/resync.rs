@@ -11,7 +11,7 @@
 //! Invariant: the standby's pages do not change between the first hash and the session's first
 //! epoch.
 
-use super::frames::{Kind, marked};
+use super::frames::{FrameKind, marked};
 use crate::error::PageHashesError;
 use keyframe_link::Channel;
 use keyframe_transfer::EpochImage;
@@ -65,8 +65,8 @@ impl RemotePageHashes {
         Self { hashes: Vec::new(), hasher, blank: pages == 0, complete: false }
     }
 
-    /// Takes in a frame: what follows its session. `pages` is the number of the VM's pages. Fails if
-    /// the frame does not continue the list.
+    /// Takes in a frame: what follows its session. `pages` is the number of the VM's pages. Fails
+    /// if the frame does not continue the list.
     pub fn take_in(&mut self, first: u64, bytes: &[u8], pages: u64) -> Result<(), PageHashesError> {
         if first == END {
             self.blank = bytes == [1];
@@ -88,25 +88,25 @@ impl RemotePageHashes {
         Ok(())
     }
 
-    /// True once the list has ended.
+    /// Returns true once the list has ended.
     pub fn is_complete(&self) -> bool {
         self.complete
     }
 
-    /// True if the standby holds zeros alone.
+    /// Returns true if the standby holds zeros alone.
     pub fn is_blank(&self) -> bool {
         self.blank
     }
 
-    /// True if the standby holds `page` with this content. If not, the caller sends the page, so it is
-    /// taken as held from now on.
+    /// Returns true if the standby holds `page` with this content. If not, the caller sends the
+    /// page, so it is taken as held from now on.
     pub fn has(&mut self, page: PageIndex, content: &Page) -> bool {
         let Some(known) = self.hashes.get_mut(page.0 as usize) else { return false };
         let hash = self.hasher.of(content);
         std::mem::replace(known, hash) == hash
     }
 
-    /// The first page of `from..end` that the standby holds and that is not zeros.
+    /// Returns the first page of `from..end` that the standby holds and that is not zeros.
     pub fn next_not_zero(&self, from: u64, end: u64) -> Option<u64> {
         (from..end).find(|page| {
             self.hashes.get(*page as usize).is_some_and(|hash| *hash != self.hasher.zero)
@@ -124,7 +124,7 @@ pub fn send_page_hashes(
     channel: &Channel,
 ) -> bool {
     let send = |first: u64, bytes: &[u8]| {
-        channel.send(Kind::PageHashes as u8, &[&marked(session, first), bytes]).is_ok()
+        channel.send(FrameKind::PageHashes as u8, &[&marked(session, first), bytes]).is_ok()
     };
     if blank {
         return send(END, &[1]);

@@ -9,14 +9,14 @@
 //! it after an epoch that was given up and when a session begins. A send that fails fails the epoch,
 //! and its pages are owed to the next.
 
-use super::frames::{EpochHead, Kind, marked, text};
+use super::frames::{EpochHead, FrameKind, marked, text};
 use super::resync::RemotePageHashes;
 use super::verify::Checks;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
 use keyframe_session::{BlockSink, DiskCut};
-use keyframe_transfer::{Encoder, Sent, stream_of};
+use keyframe_transfer::{EpochEncoder, SentPages, stream_of};
 use keyframe_units::{Epoch, Page, PageIndex, ZERO_PAGE, duration_ns};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -41,7 +41,7 @@ impl Link {
 /// The streams to the standby, and their record of the standby's pages. The VM's thread and its
 /// encoder share it.
 pub struct Wire {
-    encoders: Vec<Encoder>,
+    encoders: Vec<EpochEncoder>,
     link: Option<Arc<Link>>,
     session: u64,
     /// The newest epoch of the session that the standby holds.
@@ -53,7 +53,7 @@ pub struct Wire {
     /// An epoch that was given up was just refused: the epoch in progress goes on.
     refused: bool,
     /// Counts of the epoch in progress.
-    sent: Sent,
+    sent: SentPages,
     /// The first page of each disk in the page space.
     disks: Vec<u64>,
     blocks: Vec<(PageIndex, Box<Page>)>,
@@ -66,7 +66,7 @@ pub struct SharedWire(Arc<Mutex<Wire>>);
 /// The size and times of a sent epoch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SentEpoch {
-    pub sent: Sent,
+    pub sent: SentPages,
     pub pause_ns: u64,
     pub interval_ns: u64,
 }
@@ -76,7 +76,8 @@ impl SharedWire {
     /// Pages are numbered from RAM (`ram_pages` pages) on through the blocks of each disk.
     pub fn new(streams: usize, memory_bytes: usize, ram_pages: u64, disk_blocks: &[u64]) -> Self {
         let disks = first_pages(ram_pages, disk_blocks);
-        let encoders = (0..streams).map(|_| Encoder::new(memory_bytes / streams.max(1))).collect();
+        let encoders =
+            (0..streams).map(|_| EpochEncoder::new(memory_bytes / streams.max(1))).collect();
         Self(Arc::new(Mutex::new(Wire {
             encoders,
             link: None,
@@ -85,7 +86,7 @@ impl SharedWire {
             remote: None,
             first_epoch: Epoch(0),
             refused: false,
-            sent: Sent::default(),
+            sent: SentPages::default(),
             disks,
             blocks: Vec::new(),
         })))
@@ -100,9 +101,9 @@ impl SharedWire {
     pub fn reshape(&self, ram_pages: u64, disk_blocks: &[u64]) {
         let mut wire = self.lock();
         wire.disks = first_pages(ram_pages, disk_blocks);
-        wire.encoders.iter_mut().for_each(Encoder::forget);
+        wire.encoders.iter_mut().for_each(EpochEncoder::forget);
         (wire.base, wire.remote) = (None, None);
-        (wire.sent, wire.refused) = (Sent::default(), false);
+        (wire.sent, wire.refused) = (SentPages::default(), false);
         wire.blocks.clear();
     }
 
@@ -116,28 +117,28 @@ impl SharedWire {
     pub fn begin(&self, session: u64, first_epoch: Epoch, remote: Option<RemotePageHashes>) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
-        wire.encoders.iter_mut().for_each(Encoder::forget);
-        (wire.session, wire.base, wire.sent) = (session, None, Sent::default());
+        wire.encoders.iter_mut().for_each(EpochEncoder::forget);
+        (wire.session, wire.base, wire.sent) = (session, None, SentPages::default());
         wire.remote = remote;
         wire.blocks.clear();
     }
 
-    /// The standby holds all epochs up to this one.
+    /// Records that the standby holds all epochs up to `epoch`.
     pub fn acknowledged(&self, epoch: Epoch) {
         let mut wire = self.lock();
-        wire.encoders.iter_mut().for_each(Encoder::finish);
+        wire.encoders.iter_mut().for_each(EpochEncoder::finish);
         wire.remote = None;
         wire.base = Some(epoch);
     }
 
-    /// The standby holds the acknowledged epochs and nothing else; the next epoch will have this
-    /// number.
+    /// Lets the transfer begin anew with epoch `first_epoch`: the standby holds the acknowledged
+    /// epochs and nothing else.
     pub fn resume(&self, first_epoch: Epoch) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
-        wire.encoders.iter_mut().for_each(Encoder::abandon);
+        wire.encoders.iter_mut().for_each(EpochEncoder::abandon);
         wire.remote = None;
-        wire.sent = Sent::default();
+        wire.sent = SentPages::default();
         wire.blocks.clear();
     }
 
@@ -195,16 +196,16 @@ impl Wire {
             }
         }
         let head = marked(self.session, 0);
-        let work = |encoder: &mut Encoder, pages: &[(PageIndex, &Page)], channel: &Channel| {
-            let (mut all, mut batch) = (Sent::default(), Vec::new());
+        let work = |encoder: &mut EpochEncoder, pages: &[(PageIndex, &Page)], channel: &Channel| {
+            let (mut all, mut batch) = (SentPages::default(), Vec::new());
             for part in pages.chunks(BATCH_PAGES) {
                 batch.clear();
                 all = all.plus(encoder.encode(part, &mut batch));
                 if !batch.is_empty() {
-                    channel.send(Kind::Batch as u8, &[&head, &batch])?;
+                    channel.send(FrameKind::Batch as u8, &[&head, &batch])?;
                 }
             }
-            Ok::<Sent, keyframe_link::Error>(all)
+            Ok::<SentPages, keyframe_link::Error>(all)
         };
         let jobs = self
             .encoders
@@ -250,7 +251,7 @@ impl Wire {
         let link = self.link()?;
         let head = marked(self.session, label.epoch.0);
         for channel in &link.data {
-            channel.send(Kind::Mark as u8, &[&head])?;
+            channel.send(FrameKind::Mark as u8, &[&head])?;
         }
         let taken_at = captured.taken_at.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let said = EpochHead {
@@ -267,25 +268,28 @@ impl Wire {
         };
         let json = text(&said).map_err(|e| BoxError::from(e.to_string()))?;
         let len = (json.len() as u32).to_le_bytes();
-        link.control.send(Kind::Epoch as u8, &[&head, &len, &json, &captured.device_state])?;
+        link.control.send(FrameKind::Epoch as u8, &[&head, &len, &json, &captured.device_state])?;
         let done = SentEpoch {
-            sent: Sent { bytes: self.sent.bytes + captured.device_state.len() as u64, ..self.sent },
+            sent: SentPages {
+                bytes: self.sent.bytes + captured.device_state.len() as u64,
+                ..self.sent
+            },
             pause_ns: captured.timeline.pause_ns,
             interval_ns: captured.timeline.interval_ns,
         };
-        self.sent = Sent::default();
+        self.sent = SentPages::default();
         Ok(done)
     }
 
     fn discard(&mut self) {
-        self.encoders.iter_mut().for_each(Encoder::abandon);
+        self.encoders.iter_mut().for_each(EpochEncoder::abandon);
         self.remote = None;
         self.blocks.clear();
-        self.sent = Sent::default();
+        self.sent = SentPages::default();
         let head = marked(self.session, 0);
         for channel in self.link.iter().flat_map(|link| &link.data) {
             // If the send fails, the connection has ended, and the standby drops the pages by itself.
-            let _ = channel.send(Kind::Discard as u8, &[&head]);
+            let _ = channel.send(FrameKind::Discard as u8, &[&head]);
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use super::frames::Arbiter;
 use crate::error::{Error, Result};
-use crate::event::{Event, SharedEventSink};
-use keyframe_link::{Key, Party};
+use crate::event::{FailoverEvent, SharedFailoverEventSink};
+use keyframe_link::{Party, SharedKey};
 use keyframe_replication::Arbitration;
 use keyframe_scheduling::replication::{
     AdaptiveParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 /// The longest time of the fence hook.
 const FENCE_TIMEOUT: Duration = Duration::from_mins(2);
 
-/// Options of `protect` and `standby` alike.
+/// The options that `keyframe protect` and `keyframe standby` share, as the user gives them.
 #[derive(clap::Args, Clone, Debug)]
-pub struct Settings {
+pub struct FailoverSettings {
     #[command(flatten)]
     key: HostKey,
     /// The witness (keyframe witness), which lets at most one host run the VM: failover is
@@ -57,10 +57,10 @@ pub struct Settings {
     quiet: bool,
 }
 
-/// The settings after names are resolved and the key is read.
+/// The settings of this host after names are resolved and the key is read.
 #[derive(Clone)]
-pub struct Setup {
-    /// The hosts that share a key.
+pub struct FailoverSetup {
+    /// This host's key and certificate, with which it connects to hosts that share the key.
     pub party: Party,
     /// The witness's address.
     pub witness: Option<SocketAddr>,
@@ -74,14 +74,14 @@ pub struct Setup {
     pub policy: ReplicationPolicy,
     /// Parameters of the adaptive policy.
     pub parameters: AdaptiveParameters,
-    /// Number of data connections.
+    /// The number of data connections.
     pub streams: usize,
-    /// Bytes that may be on their way to the standby.
+    /// The largest number of bytes that may be on their way to the standby.
     pub wire_bytes: usize,
-    /// The standby's RAM is compared with the VM's at each epoch.
+    /// True if the standby's RAM is compared with the VM's at each epoch.
     pub verify: bool,
     /// Receives the events of this host and of its VM's session.
-    pub events: SharedEventSink,
+    pub events: SharedFailoverEventSink,
 }
 
 /// The key that all hosts of a protected VM share.
@@ -93,22 +93,23 @@ pub struct HostKey {
 }
 
 impl HostKey {
-    /// Reads the key, and makes the identity that proves it to the other hosts.
+    /// Reads the key, and makes the identity that proves it to the other hosts. Error: the key
+    /// cannot be read.
     pub fn party(&self) -> Result<Party> {
         let path = self.key.as_ref().ok_or(Error::NoKey)?;
-        Ok(Party::new(&Key::read(path)?)?)
+        Ok(Party::new(&SharedKey::read(path)?)?)
     }
 }
 
-impl Settings {
-    /// True if the user wants to read errors only.
+impl FailoverSettings {
+    /// Returns true if the user wants to read errors only.
     pub fn is_quiet(&self) -> bool {
         self.quiet
     }
 
-    /// Reads the key and resolves addresses. `events` receives the events of this host and of
-    /// its VM's session.
-    pub fn resolve(&self, events: SharedEventSink) -> Result<Setup> {
+    /// Reads the key and resolves addresses. `events` receives the events of this host and of its
+    /// VM's session. Errors: the key cannot be read; an address does not exist.
+    pub fn resolve(&self, events: SharedFailoverEventSink) -> Result<FailoverSetup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
         let arbitration = match (&self.witness, &self.fence_with) {
@@ -131,7 +132,7 @@ impl Settings {
         if let Some(percent) = self.overhead {
             parameters.overhead = Some(OverheadTarget { percent: f64::from(percent) });
         }
-        Ok(Setup {
+        Ok(FailoverSetup {
             party,
             witness,
             fence_with: self.fence_with.clone(),
@@ -147,8 +148,8 @@ impl Settings {
     }
 }
 
-impl Setup {
-    /// The arbiter, in the form in which the hosts exchange it.
+impl FailoverSetup {
+    /// Returns the arbiter, in the form in which the hosts exchange it.
     pub fn arbiter(&self) -> Arbiter {
         match self.arbitration {
             Arbitration::Witness => Arbiter::Witness,
@@ -157,7 +158,8 @@ impl Setup {
         }
     }
 
-    /// Runs the fence hook; true if the other host is off.
+    /// Runs the fence hook for the VM `vm`; `role` is this host's. Returns true if the hook reports
+    /// that the other host is off.
     pub fn fence(&self, vm: &str, role: &str) -> bool {
         let Some(text) = &self.fence_with else { return false };
         let mut command = Command::new("/bin/sh");
@@ -166,7 +168,7 @@ impl Setup {
         let mut child = match command.spawn() {
             Ok(child) => child,
             Err(error) => {
-                self.events.failover_event(&Event::FenceHookFailed(error));
+                self.events.failover_event(&FailoverEvent::FenceHookFailed(error));
                 return false;
             }
         };
@@ -187,14 +189,14 @@ impl Setup {
     }
 }
 
-/// Resolves a host and a port.
+/// Resolves `text`, a host and a port. Error: there is no such address.
 pub fn address(text: &str) -> Result<SocketAddr> {
     let bad = |source| Error::Address { text: text.to_owned(), source };
     let mut found = text.to_socket_addrs().map_err(bad)?;
     found.next().ok_or_else(|| Error::NoAddress(text.to_owned()))
 }
 
-/// Returns a random number other than 0.
+/// Returns a random number other than 0. Error: the kernel's random number generator fails.
 pub fn random() -> Result<u64> {
     Ok(getrandom::u64().map_err(Error::Random)?.max(1))
 }

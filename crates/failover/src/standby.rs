@@ -21,12 +21,12 @@ mod takeover;
 use super::frames::{EpochHead, MachineFrame};
 use super::guard::now_ns;
 use super::launch;
-use super::links::Addresses;
-use super::primary::{self, Ending, PrimaryEngineEvent};
-use super::settings::Setup;
+use super::links::StandbyAddresses;
+use super::primary::{self, PrimaryEngineEvent, ProtectionEnding};
+use super::settings::FailoverSetup;
 use super::witness::WitnessAnswer;
 use crate::error::{Error, Result, with_fix};
-use crate::event::{Event, FailoverEventSink};
+use crate::event::{FailoverEvent, FailoverEventSink};
 use admission::{admit, bound};
 use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
@@ -54,16 +54,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 pub struct StandbyOptions {
     /// The address on which the primary connects.
     pub listen: SocketAddr,
-    /// The folder of the terms and votes of this host.
+    /// The directory in which this host keeps its terms and votes.
     pub folder: PathBuf,
     /// The standby's name.
     pub name: String,
-    /// Arguments added to QEMU's command line here.
+    /// Arguments that are added to QEMU's command line on this host.
     pub extra: Vec<OsString>,
-    /// The standby of the VM once it runs here.
-    pub peer: Option<Addresses>,
+    /// The addresses of the standby of the VM once the VM runs here; `None` for no standby.
+    pub peer: Option<StandbyAddresses>,
     /// The settings of this host.
-    pub setup: Setup,
+    pub setup: FailoverSetup,
 }
 
 /// An event of the standby's thread.
@@ -82,20 +82,23 @@ enum StandbyEngineEvent {
 
 /// Runs a standby until the VM has run here to its end, or a signal comes. When the VM goes over to
 /// the other host, this host becomes its standby again.
-pub fn run(options: &StandbyOptions) -> Result<Ending> {
+///
+/// Errors: the options name what this host does not have; the state's directory cannot be used; the
+/// VM could not be started.
+pub fn run(options: &StandbyOptions) -> Result<ProtectionEnding> {
     let interrupted = interrupt::interruption_or_hangup()?;
     // It has to take checkpoints of the VM once that runs here.
     require_kernel(&SessionOptions::every(None, OnExit::Kill))?;
     let _owned = image::own(&options.folder)?;
     loop {
         match stand_by(options.clone(), &interrupted)? {
-            Ending::Elsewhere => {}
+            ProtectionEnding::Elsewhere => {}
             ending => return Ok(ending),
         }
     }
 }
 
-fn stand_by(options: StandbyOptions, interrupted: &Arc<AtomicBool>) -> Result<Ending> {
+fn stand_by(options: StandbyOptions, interrupted: &Arc<AtomicBool>) -> Result<ProtectionEnding> {
     let run_dir = RunDir::claim(&options.name)?;
     let status = launch::first_status(&options.name, 0, ReplicationRole::Standby);
     let requests = primary::listen(&run_dir, &status)?;
@@ -104,9 +107,9 @@ fn stand_by(options: StandbyOptions, interrupted: &Arc<AtomicBool>) -> Result<En
     let (sender, inbox) = channel();
     let ends = Arc::new(AtomicBool::new(false));
     admit(listener, &options.setup, &sender, &ends)?;
-    options.setup.events.failover_event(&Event::StandbyListens(address));
+    options.setup.events.failover_event(&FailoverEvent::StandbyListens(address));
     if options.peer.is_none() {
-        options.setup.events.failover_event(&Event::NoPeer);
+        options.setup.events.failover_event(&FailoverEvent::NoPeer);
     }
     let mut engine = StandbyEngine {
         options,
@@ -128,7 +131,7 @@ fn stand_by(options: StandbyOptions, interrupted: &Arc<AtomicBool>) -> Result<En
         return engine.take_over(activation, interrupted);
     }
     engine.discard();
-    Ok(Ending::Done)
+    Ok(ProtectionEnding::Done)
 }
 
 /// The right to run the VM from an epoch on, as the protocol's core granted it.
@@ -147,7 +150,7 @@ struct StandbyEngine {
     sender: Sender<StandbyEngineEvent>,
     inbox: Receiver<StandbyEngineEvent>,
     /// The inbox of the control socket, which the primary's engine gets after a takeover.
-    requests: primary::Inbox,
+    requests: primary::EngineInbox,
     ready: Option<PreparedVm>,
     control: Option<(u64, Arc<Channel>)>,
     beat: Option<(u64, Arc<Channel>)>,
@@ -162,7 +165,12 @@ struct StandbyEngine {
 struct Refusals(Mutex<Option<String>>);
 
 impl Refusals {
-    fn tell(&self, events: &dyn FailoverEventSink, error: Error, event: fn(Error) -> Event) {
+    fn tell(
+        &self,
+        events: &dyn FailoverEventSink,
+        error: Error,
+        event: fn(Error) -> FailoverEvent,
+    ) {
         let mut said = self.0.lock().ignore_poison();
         let text = with_fix(&error);
         if said.as_ref() != Some(&text) {
@@ -208,7 +216,7 @@ impl StandbyEngine {
     fn check_waiting_qemu(&mut self) -> Result<()> {
         let Some(ready) = &mut self.ready else { return Ok(()) };
         if let Some(exit) = ready.prepared.try_wait()? {
-            self.options.setup.events.failover_event(&Event::WaitingQemuEnded(exit));
+            self.options.setup.events.failover_event(&FailoverEvent::WaitingQemuEnded(exit));
             self.discard();
             if let Some((_, control)) = self.control.take() {
                 control.close();

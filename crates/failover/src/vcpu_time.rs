@@ -16,8 +16,8 @@ pub struct VcpuTime {
 }
 
 impl VcpuTime {
-    /// Nanoseconds of all threads together, since they began; `None` if that is unknown or the
-    /// threads have changed.
+    /// Returns nanoseconds of all threads together, since they began; `None` if that is unknown or
+    /// the threads have changed.
     pub fn total_ns(&mut self, machines: &mut Machines) -> Option<u64> {
         if self.listed.is_none_or(|at| at.elapsed() > LISTED_FOR) {
             let threads = list(machines);

@@ -26,7 +26,7 @@ use keyframe_net::GateStatus;
 use keyframe_session::machines::Machines;
 use keyframe_units::{Epoch, RamLayout};
 use machines::CapturedMachines;
-pub use machines::{CapturedParts, VmParts};
+pub use machines::{CapturedParts, DiskExport, DiskExports, VmParts};
 use std::io::{ErrorKind, PipeReader, Read};
 use std::process::ExitStatus;
 use std::sync::mpsc::{Sender, channel};
@@ -59,7 +59,7 @@ pub enum VmAction {
 }
 
 /// An event that the VM's thread reports to the primary.
-pub enum VmEvent {
+pub enum ProtectedVmEvent {
     /// This epoch is captured. At the gate, the packets that the guest has sent up to then have
     /// this number.
     Captured {
@@ -68,7 +68,7 @@ pub enum VmEvent {
         reason: &'static str,
     },
     CaptureFailed(Error),
-    /// No capture can succeed before [`VmEvent::CaptureUnblocked`].
+    /// No capture can succeed before [`ProtectedVmEvent::CaptureUnblocked`].
     CaptureBlocked {
         reason: String,
     },
@@ -100,7 +100,7 @@ pub struct EpochReport {
     pub pause_ns: u64,
     pub transfer_ns: u64,
     pub epoch_ns: u64,
-    /// Why it was taken.
+    /// The reason why it was taken.
     pub reason: &'static str,
     /// The time for which the policy has kept the VM suspended since then, in nanoseconds.
     pub suspended_ns: u64,
@@ -115,7 +115,7 @@ pub trait ProtectedVm: Send {
     fn resume(&mut self);
     /// Reads the monitor's events; how the VM ended, if it has.
     fn poll_end(&mut self) -> Result<Option<ExitStatus>>;
-    /// The activity of the guest since the newest epoch.
+    /// Returns the activity of the guest since the newest epoch.
     fn observe(&mut self, now_ns: u64) -> GuestActivity;
     /// Captures the VM as epoch `epoch`. Its pages go to the encoder, whose report is a
     /// [`VmAction::Report`].
@@ -128,12 +128,12 @@ pub trait ProtectedVm: Send {
     fn give_up(&mut self, seq: u64, report: Option<EncodeReport<SentEpoch>>);
     /// Fails if the machine is not the one that was described to the standby.
     fn check_machine(&mut self) -> Result<()>;
-    /// Why no capture can succeed before [`ProtectedVm::renew`], if that is so.
+    /// Returns why no capture can succeed before [`ProtectedVm::renew`], if that is so.
     fn outdated(&self) -> Option<String>;
     /// Begins to capture the machine as it is now. Returns its description if it is not the one
     /// before. An epoch in flight must be given up before.
     fn renew(&mut self) -> Result<Option<MachineDescription>>;
-    /// Number of pages of RAM and disks.
+    /// Returns the number of pages of RAM and disks.
     fn len_pages(&self) -> u64;
     /// Makes the next epoch hold all of the VM. `is_blank`: the standby holds only zeros.
     fn begin_session(&mut self, is_blank: bool);
@@ -144,14 +144,14 @@ pub trait ProtectedVm: Send {
 /// The activity of the guest since the newest epoch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestActivity {
-    /// Pages that it wrote to.
+    /// The number of pages that it wrote to.
     pub dirty_pages: u64,
     /// The packets that the gate holds.
     pub held: GateStatus,
-    /// Bytes that it wrote to its disks.
+    /// The number of bytes that it wrote to its disks.
     pub disk_bytes: u64,
-    /// Nanoseconds in which its virtual CPUs ran or waited for a core, since any fixed time; `None`
-    /// if that is unknown.
+    /// The number of nanoseconds in which its virtual CPUs ran or waited for a core, since any
+    /// fixed time; `None` if that is unknown.
     pub busy_ns: Option<u64>,
 }
 
@@ -172,7 +172,10 @@ pub struct VmThread {
 
 impl VmThread {
     /// Starts the thread, for a VM that runs.
-    pub fn start(parts: VmParts, events: impl Fn(VmEvent) + Send + 'static) -> Result<Self> {
+    pub fn start(
+        parts: VmParts,
+        events: impl Fn(ProtectedVmEvent) + Send + 'static,
+    ) -> Result<Self> {
         let (actions, inbox) = channel();
         let reports = actions.clone();
         let report = move |report| {

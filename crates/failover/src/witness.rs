@@ -6,10 +6,10 @@
 //!
 //! Invariant: an answer leaves after the state behind it is durable.
 
-use super::frames::Kind;
+use super::frames::FrameKind;
 use crate::error::{Error, Result};
-use crate::event::{Event, SharedEventSink};
-use keyframe_link::{Channel, Input, Party};
+use crate::event::{FailoverEvent, SharedFailoverEventSink};
+use keyframe_link::{Channel, FrameBuffer, Party};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Witness, WitnessReply, WitnessRequest};
 use keyframe_units::error_chain;
@@ -27,7 +27,7 @@ pub enum WitnessAnswer {
     Answered(WitnessReply),
     /// No answer came; `sent` is true if the request may have arrived.
     Lost {
-        /// The request may have arrived.
+        /// True if the request may have arrived.
         sent: bool,
     },
 }
@@ -40,17 +40,17 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const STATE: &str = "witness.state";
 const STATE_BYTES_MAX: u64 = 16 << 20;
 
-/// Asks the witness, and waits for its answer.
+/// Sends `request` to the witness at `address`, and waits for its answer.
 pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> WitnessAnswer {
     let Ok(channel) = party.connect(address, TIMEOUT) else {
         return WitnessAnswer::Lost { sent: false };
     };
     let mut bytes = Vec::new();
     request.encode(&mut bytes);
-    if channel.send(Kind::Core as u8, &[&bytes]).is_err() {
+    if channel.send(FrameKind::Core as u8, &[&bytes]).is_err() {
         return WitnessAnswer::Lost { sent: true };
     }
-    let reply = channel.receive(&mut Input::default(), TIMEOUT).ok().flatten();
+    let reply = channel.receive(&mut FrameBuffer::default(), TIMEOUT).ok().flatten();
     match reply.and_then(|frame| WitnessReply::decode(&frame.payload).ok()) {
         Some(reply) => WitnessAnswer::Answered(reply),
         None => WitnessAnswer::Lost { sent: true },
@@ -62,12 +62,13 @@ pub struct WitnessServer {
     state: Mutex<Witness>,
     folder: PathBuf,
     party: Party,
-    events: SharedEventSink,
+    events: SharedFailoverEventSink,
 }
 
 impl WitnessServer {
-    /// Reads the memory of the witness from `folder`. `events` receives its errors.
-    pub fn open(folder: &Path, party: Party, events: SharedEventSink) -> Result<Self> {
+    /// Makes a witness that keeps its state in the directory `folder`, and reads that state.
+    /// `events` receives its errors. Errors: the directory cannot be used; its state is damaged.
+    pub fn open(folder: &Path, party: Party, events: SharedFailoverEventSink) -> Result<Self> {
         let path = folder.join(STATE);
         let bad = |problem| Error::WitnessState { path: path.clone(), problem };
         std::fs::create_dir_all(folder).map_err(|e| Error::file("make", folder, e))?;
@@ -83,12 +84,13 @@ impl WitnessServer {
         Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party, events })
     }
 
-    /// The number of VMs that it knows.
+    /// Returns the number of VMs that it knows.
     pub fn groups(&self) -> usize {
         self.state.lock().ignore_poison().groups().count()
     }
 
-    /// Answers until `stop` is set.
+    /// Answers the requests that arrive at `listener` until `stop` is set. Error: a connection
+    /// cannot be accepted.
     pub fn serve(self: &Arc<Self>, listener: &TcpListener, stop: &AtomicBool) -> Result<()> {
         let clients = Arc::new(AtomicUsize::new(0));
         listener.set_nonblocking(true).map_err(|e| Error::io("listen", e))?;
@@ -118,7 +120,7 @@ impl WitnessServer {
     }
 
     fn answer(&self, channel: &Channel) -> Option<()> {
-        let frame = channel.receive(&mut Input::default(), TIMEOUT).ok()??;
+        let frame = channel.receive(&mut FrameBuffer::default(), TIMEOUT).ok()??;
         let request = WitnessRequest::decode(&frame.payload).ok()?;
         let reply = {
             let mut state = self.state.lock().ignore_poison();
@@ -126,7 +128,7 @@ impl WitnessServer {
             let (reply, changed) = next.handle(request);
             if changed {
                 if let Err(error) = self.keep(&next) {
-                    self.events.failover_event(&Event::WitnessSilent(error));
+                    self.events.failover_event(&FailoverEvent::WitnessSilent(error));
                     return None;
                 }
                 *state = next;
@@ -135,9 +137,9 @@ impl WitnessServer {
         };
         let mut bytes = Vec::new();
         reply.encode(&mut bytes);
-        channel.send(Kind::Core as u8, &[&bytes]).ok()?;
+        channel.send(FrameKind::Core as u8, &[&bytes]).ok()?;
         // The client closes the connection after it has read the answer.
-        let _ = channel.receive(&mut Input::default(), TIMEOUT);
+        let _ = channel.receive(&mut FrameBuffer::default(), TIMEOUT);
         Some(())
     }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 /// A message of the other end, without acknowledgements.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Received {
+pub enum GdbMessage {
     /// A packet's payload.
     Packet(Vec<u8>),
     /// A request to stop the target.
@@ -51,7 +51,7 @@ impl<S: Read + Write + AsFd> GdbConnection<S> {
     /// Returns the next message, or `None` if there is none within `wait`.
     ///
     /// Errors: [`Error::Io`], [`Error::Protocol`].
-    pub fn receive(&mut self, wait: Duration) -> Result<Option<Received>> {
+    pub fn receive(&mut self, wait: Duration) -> Result<Option<GdbMessage>> {
         let began = Instant::now();
         let mut bytes = [0; 4096];
         loop {
@@ -63,9 +63,9 @@ impl<S: Read + Write + AsFd> GdbConnection<S> {
                 match item {
                     DecodedItem::Packet(payload) => {
                         self.write(b"+")?;
-                        return Ok(Some(Received::Packet(payload)));
+                        return Ok(Some(GdbMessage::Packet(payload)));
                     }
-                    DecodedItem::Interrupt => return Ok(Some(Received::Interrupt)),
+                    DecodedItem::Interrupt => return Ok(Some(GdbMessage::Interrupt)),
                     DecodedItem::Corrupt => self.write(b"-")?,
                     DecodedItem::Nack => self.write(&self.sent.clone())?,
                     DecodedItem::Ack => {}
@@ -80,13 +80,13 @@ impl<S: Read + Write + AsFd> GdbConnection<S> {
                 WaitOutcome::Interrupted => continue,
             }
             match self.stream.read(&mut bytes) {
-                Ok(0) => return Ok(Some(Received::Closed)),
+                Ok(0) => return Ok(Some(GdbMessage::Closed)),
                 Ok(len) => self.decoder.feed(&bytes[..len]),
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
                 Err(e)
                     if matches!(e.kind(), ErrorKind::ConnectionReset | ErrorKind::BrokenPipe) =>
                 {
-                    return Ok(Some(Received::Closed));
+                    return Ok(Some(GdbMessage::Closed));
                 }
                 Err(source) => return Err(Error::Io { peer: self.peer, source }),
             }
@@ -156,14 +156,14 @@ mod tests {
         far.read_exact(&mut sent).unwrap();
         assert_eq!(&sent, b"$OK#9a");
         far.write_all(b"-+$g#67$g#68\x03").unwrap();
-        assert_eq!(connection.receive(SOON).unwrap(), Some(Received::Packet(b"g".to_vec())));
-        assert_eq!(connection.receive(SOON).unwrap(), Some(Received::Interrupt));
+        assert_eq!(connection.receive(SOON).unwrap(), Some(GdbMessage::Packet(b"g".to_vec())));
+        assert_eq!(connection.receive(SOON).unwrap(), Some(GdbMessage::Interrupt));
         assert_eq!(connection.receive(Duration::ZERO).unwrap(), None);
         let mut answers = [0; 8];
         far.read_exact(&mut answers).unwrap();
         assert_eq!(&answers, b"$OK#9a+-");
         drop(far);
-        assert_eq!(connection.receive(SOON).unwrap(), Some(Received::Closed));
+        assert_eq!(connection.receive(SOON).unwrap(), Some(GdbMessage::Closed));
         connection.send(b"OK").unwrap();
     }
 }

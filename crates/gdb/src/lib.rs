@@ -14,7 +14,7 @@ mod connection;
 mod packet;
 mod request;
 
-pub use connection::{GdbConnection, Received, wait_for_either};
+pub use connection::{GdbConnection, GdbMessage, wait_for_either};
 pub use packet::{DecodedItem, PACKET_BYTES_MAX, PacketDecoder, frame};
 pub use request::{Breakpoint, GdbRequest, StopReply};
 

@@ -38,7 +38,7 @@ pub enum GdbRequest {
 pub struct Breakpoint(Vec<u8>);
 
 impl Breakpoint {
-    /// True for a watchpoint, which stops the target when it accesses memory. False for a
+    /// Returns true for a watchpoint, which stops the target when it accesses memory. False for a
     /// breakpoint, which stops the target at an instruction.
     pub fn is_watch(&self) -> bool {
         matches!(self.0.first(), Some(b'2'..=b'4'))

@@ -26,7 +26,7 @@ const PRSTATUS_REGISTERS: usize = 112;
 const QEMU_BYTES: u32 = 440;
 const QEMU_VERSION: u32 = 1;
 
-/// The head, a whole number of pages, and the file offset of each extent.
+/// Returns the head, a whole number of pages, and the file offset of each extent.
 pub fn head(extents: &[GuestExtent], cpus: &[CpuRegisters]) -> (Vec<u8>, Vec<u64>) {
     let notes = notes(cpus);
     let notes_at = ELF_BYTES + PROGRAM_BYTES * (1 + extents.len() as u64);

@@ -3,7 +3,7 @@
 /// The result type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a checkpoint has no image. [`Error::fix`] says what the user can do.
+/// The reason why no image can be made of a checkpoint. [`Error::fix`] says what the user can do.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -13,7 +13,7 @@ pub enum Error {
         "the checkpoint does not tell where its RAM lies in the guest's physical memory ({reason})"
     )]
     NoMap {
-        /// Why the machine type does not imply them.
+        /// The reason why the machine type does not imply them.
         reason: String,
     },
     /// The memory map and the RAM blocks do not fit together.

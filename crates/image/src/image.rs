@@ -38,8 +38,8 @@ pub struct Image {
 }
 
 impl Image {
-    /// The raw image: guest-physical memory from address 0 to the end of main RAM. Addresses without
-    /// memory are zeros.
+    /// Returns the raw image: guest-physical memory from address 0 to the end of main RAM.
+    /// Addresses without memory are zeros.
     pub fn raw(view: &GuestView) -> Self {
         let len_bytes = view.ram_end().0;
         let within = view.extents().iter().filter(|e| e.start.0 < len_bytes);
@@ -47,7 +47,7 @@ impl Image {
         Self { head: Vec::new(), parts, len_bytes }
     }
 
-    /// The ELF core file: one segment for each extent, and the registers of each processor.
+    /// Returns the ELF core file: one segment for each extent, and the registers of each processor.
     pub fn core(view: &GuestView, cpus: &[CpuRegisters]) -> Self {
         let (head, places) = core::head(view.extents(), cpus);
         let parts: Vec<Part> = places
@@ -59,13 +59,13 @@ impl Image {
         Self { head, parts, len_bytes }
     }
 
-    /// The length of the file in bytes.
+    /// Returns the length of the file in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// Reads from `offset` into `bytes`. Returns the number of bytes read, which is smaller than the
-    /// length of `bytes` only at the end of the file.
+    /// Reads from `offset` into `bytes`. Returns the number of bytes read, which is smaller than
+    /// the length of `bytes` only at the end of the file.
     ///
     /// Errors: those of `ram`.
     pub fn read_at(&self, ram: &dyn RamSource, offset: u64, bytes: &mut [u8]) -> io::Result<usize> {
@@ -94,8 +94,9 @@ impl Image {
         Ok(len)
     }
 
-    /// The offset and length of each stretch that is not a hole, in rising order. The rest of the
-    /// file is zeros. A stretch has at most `bytes_max` bytes, but at least one page.
+    /// Returns the offset and the length, both in bytes, of each stretch that is not a hole, in
+    /// rising order. The rest of the file is zeros. A stretch has at most `bytes_max` bytes, but at
+    /// least one page.
     pub fn stretches(&self, bytes_max: u64) -> impl Iterator<Item = (u64, u64)> + '_ {
         let bytes_max = bytes_max.max(PAGE);
         let head = Some((0, self.head.len() as u64)).filter(|(_, len)| *len > 0);

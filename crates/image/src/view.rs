@@ -36,21 +36,21 @@ pub struct GuestExtent {
 }
 
 impl GuestExtent {
-    /// The first address after the extent.
+    /// Returns the first address after the extent.
     pub fn end(self) -> GuestPhys {
         GuestPhys(self.start.0 + self.pages.len_bytes())
     }
 }
 
-/// The guest's view of its physical memory.
+/// The memory of a checkpoint as the guest sees it: which page is at which guest-physical address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestView {
     extents: Vec<GuestExtent>,
 }
 
 impl GuestView {
-    /// The view of a checkpoint with the RAM blocks `layout`. `map` gives their addresses. Below 1 MiB
-    /// `shadows` says where the guest sees RAM and where ROM.
+    /// Returns the view of a checkpoint with the RAM blocks `layout`. `map` gives their addresses.
+    /// Below 1 MiB `shadows` says where the guest sees RAM and where ROM.
     ///
     /// Errors: [`Error::Map`] if these contradict each other.
     pub fn new(
@@ -74,8 +74,8 @@ impl GuestView {
         Ok(Self { extents: merged(extents) })
     }
 
-    /// The map of a machine that did not report it, if `machine_type` and `line` imply it: main RAM
-    /// must be one block of less than 2 GiB.
+    /// Returns the map of a machine that did not report it, if `machine_type` and `line` imply it:
+    /// main RAM must be one block of less than 2 GiB. Error: [`Error::NoMap`] for another machine.
     pub fn flat_map(
         layout: &RamLayout,
         machine_type: &str,
@@ -111,12 +111,12 @@ impl GuestView {
         Ok(map)
     }
 
-    /// The extents in rising order.
+    /// Returns the extents in rising order.
     pub fn extents(&self) -> &[GuestExtent] {
         &self.extents
     }
 
-    /// The first address after main RAM.
+    /// Returns the first address after main RAM.
     pub fn ram_end(&self) -> GuestPhys {
         self.extents.iter().rev().find(|e| e.is_ram).map_or(GuestPhys(0), |e| e.end())
     }

@@ -13,7 +13,7 @@ use std::ops::Range;
 /// The ends of the names of displays' RAM blocks.
 const DISPLAY_BLOCKS: [&str; 2] = ["vga.vram", "bochs-display-vram"];
 
-/// Why there is no picture.
+/// The reason why there is no picture.
 pub enum NoPicture {
     /// The VM has no display.
     NoDisplay,
@@ -42,7 +42,8 @@ pub struct DrawableDisplay {
 }
 
 impl DrawableDisplay {
-    /// Finds the display of `guest` in its device state. Reads no RAM.
+    /// Finds the display of `guest` in its device state. Reads no RAM. Errors: the VM has no
+    /// display, or one that cannot be drawn.
     pub fn of(guest: &Guest) -> Result<Self, NoPicture> {
         let display =
             stream::display(&guest.device_state).map_err(|e| NoPicture::Failed(e.into()))?;
@@ -72,13 +73,14 @@ impl DrawableDisplay {
     }
 }
 
-/// Whether a VM with these RAM blocks may have a display that can be drawn. Only the device state
-/// tells for sure.
+/// Returns whether a VM with these RAM blocks may have a display that can be drawn. Only the device
+/// state tells for sure.
 pub fn has_display_memory(ram: &RamLayout) -> bool {
     ram.blocks().iter().any(|block| DISPLAY_BLOCKS.iter().any(|end| block.name.ends_with(end)))
 }
 
-/// Draws the display of `guest` in the checkpoint `loaded`.
+/// Draws the display of `guest` in the checkpoint `loaded`. Errors: the VM has no display, or one
+/// that cannot be drawn; the checkpoint cannot be read.
 pub fn picture(loaded: &LoadedCheckpoint, guest: &Guest) -> Result<Picture, NoPicture> {
     DrawableDisplay::of(guest)?.picture(loaded, guest).map_err(NoPicture::Failed)
 }
@@ -107,7 +109,7 @@ fn read(
     Ok(all)
 }
 
-/// Encodes a picture as a PNG file.
+/// Encodes a picture as a PNG file. Error: [`Error::Png`].
 pub fn png(picture: &Picture) -> Result<Vec<u8>> {
     let mut file = Vec::new();
     let mut encoder = png::Encoder::new(&mut file, picture.width, picture.height);

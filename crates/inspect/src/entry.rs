@@ -17,7 +17,8 @@ pub struct Entry {
     pub run: String,
     /// The time of its pause, UTC (RFC 3339).
     pub taken_at: String,
-    /// Why it was taken: `interval`, `take`, `rollback` (before one, and after it) or `import`.
+    /// The reason why it was taken: `interval`, `take`, `rollback` (before one, and after it) or
+    /// `import`.
     pub reason: String,
     /// Its epoch in the run; 0 is the first, which holds all pages.
     pub epoch: u64,
@@ -33,11 +34,11 @@ pub struct Entry {
     /// True if it is pinned: no retention rule forgets it.
     #[serde(default)]
     pub pinned: bool,
-    /// The name of the strategy that copied its pages.
+    /// The name of the strategy that copied its pages, such as `precopy`.
     pub strategy: String,
-    /// The pause: from the request to stop until QEMU confirmed that the VM runs.
+    /// The duration of the pause: from the request to stop until QEMU confirmed that the VM runs.
     pub pause_ns: u64,
-    /// The phases of the pause.
+    /// The durations of the steps of the pause.
     pub pause: PausePhases,
     /// The number of copy rounds before the pause.
     pub precopy_rounds: u32,
@@ -54,7 +55,7 @@ pub struct Entry {
     pub dedup_disk_pages: u64,
     /// Those of `dirty_pages` that the guest wrote without changing them.
     pub unchanged_pages: u64,
-    /// Those of `dirty_pages` that were new, and were stored.
+    /// Those of `dirty_pages` whose content was new to the store, and was stored.
     pub stored_pages: u64,
     /// The bytes that `stored_pages` take in packs.
     pub stored_bytes: u64,
@@ -64,7 +65,7 @@ pub struct Entry {
     pub device_bytes: u64,
     /// The time since the pause of the checkpoint before; 0 for the first of a run.
     pub interval_ns: u64,
-    /// The delay of its begin, because the checkpoint before was still being encoded.
+    /// The delay with which it began, because the checkpoint before was still being encoded.
     pub backlog_ns: u64,
     /// The time to hash, compress and store its pages after the pause.
     pub encode_ns: u64,
@@ -96,7 +97,7 @@ pub struct DiskEntry {
     /// What deduplication found in the written blocks, in sectors of 512 bytes.
     #[serde(default)]
     pub dedup: SectorBreakdown,
-    /// Why it cannot be read now. Only `keyframe show` sets it.
+    /// The reason why it cannot be read now. Only `keyframe show` sets it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
 }
@@ -200,7 +201,8 @@ impl DiskSums {
 
 /// Reads a phase of an entry's pause, in nanoseconds.
 pub type PhaseOf = fn(&Entry) -> u64;
-/// The phases of a pause by name, in their order, and the whole pause.
+/// The name of each step of a pause, in their order, and `pause` for the whole pause, each with a
+/// function that reads it from an entry.
 pub const PHASES: [(&str, PhaseOf); 6] = [
     ("stop", |e| e.pause.stop),
     ("scan", |e| e.pause.scan),

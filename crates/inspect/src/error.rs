@@ -68,7 +68,7 @@ pub enum Error {
     NotDrawn {
         /// The VM.
         vm: String,
-        /// Why not.
+        /// The reason why not.
         reason: String,
     },
     /// The memory of the display cannot be read.

@@ -11,7 +11,7 @@ use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::io;
 use std::sync::Mutex;
 
-/// Reads the pages of one VM in a checkpoint, numbered from 0.
+/// A [`RamSource`] over the pages of one VM in a checkpoint, which it numbers from 0.
 pub struct StoredPages<'a> {
     loaded: &'a LoadedCheckpoint,
     /// The VM's first page among the pages of its group.
@@ -20,11 +20,11 @@ pub struct StoredPages<'a> {
     failed: Mutex<Option<keyframe_store::Error>>,
 }
 
-/// Why a read of pages ended early.
+/// The error that ended a read of pages.
 pub enum ReadStop {
-    /// The store.
+    /// The store could not be read.
     Store(keyframe_store::Error),
-    /// The receiver.
+    /// The receiver of the pages failed.
     Receiver(io::Error),
 }
 
@@ -44,12 +44,12 @@ impl From<ReadStop> for io::Error {
 }
 
 impl<'a> StoredPages<'a> {
-    /// The pages of `guest` in `loaded`.
+    /// Makes the source of the pages of `guest`, one of the VMs in `loaded`.
     pub fn new(loaded: &'a LoadedCheckpoint, guest: &Guest) -> Self {
         Self { loaded, first: guest.first, failed: Mutex::default() }
     }
 
-    /// Takes the store's error of the last read that failed.
+    /// Takes the store's error of the last read that failed; `None` if there is none.
     pub fn failed(&self) -> Option<keyframe_store::Error> {
         self.failed.lock().ok().and_then(|mut failed| failed.take())
     }
@@ -96,7 +96,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// The VMs of a checkpoint: one, or the members of a group in their order.
+    /// Returns the VMs of a checkpoint: one, or the members of a group in their order.
     ///
     /// Error: [`Error::MembersContradict`].
     pub fn all(loaded: &LoadedCheckpoint) -> Result<Vec<Self>> {
@@ -129,7 +129,8 @@ impl Guest {
         Ok(guests.collect())
     }
 
-    /// The VM called `member` in a group, or the only VM.
+    /// Returns the VM called `member` in a group, or the only VM. Errors: there is no such VM;
+    /// several VMs and no name.
     pub fn choose(loaded: &LoadedCheckpoint, member: Option<&str>) -> Result<Self> {
         let (checkpoint, vm) = (loaded.id, &loaded.meta.vm);
         let mut all = Self::all(loaded)?;
@@ -157,12 +158,14 @@ impl Guest {
         Ok(all.swap_remove(number))
     }
 
-    /// The VM's RAM as a raw image, addressed as the guest sees it.
+    /// Returns the VM's RAM as a raw image, addressed as the guest sees it. Errors: the guest map
+    /// is unknown or contradicts the RAM blocks.
     pub fn raw(&self) -> Result<Image> {
         Ok(Image::raw(&self.view()?))
     }
 
-    /// The VM's RAM and registers as an ELF core file.
+    /// Returns the VM's RAM and registers as an ELF core file. Errors: those of [`Self::raw`]; the
+    /// device state holds no readable registers.
     pub fn core(&self) -> Result<Image> {
         let view = self.view()?;
         let cpus = stream::cpu_registers(&self.device_state)?;

@@ -14,7 +14,8 @@ use keyframe_qemu::restore::RestoreSource;
 use keyframe_store::MachineMeta;
 use keyframe_units::RamLayout;
 
-/// The machine of a checkpoint, as a restore needs it.
+/// Makes what a restore needs to know of a checkpoint's machine: `machine`, and its RAM blocks
+/// `ram`.
 pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
     RestoreSource { machine: machine.clone(), ram: ram.clone() }
 }

@@ -13,11 +13,11 @@
 use crate::entry::Entry;
 use std::collections::{BTreeMap, HashMap};
 
-/// The columns of [`tree`].
+/// The titles of the columns of [`tree`].
 pub const TREE_COLUMNS: [&str; 5] = ["checkpoints", "vm", "count", "taken (UTC)", "tags"];
 
-/// Sets the parent of each entry: the checkpoint that its VM was restored from, or else the previous
-/// one of its run.
+/// Sets the parent of each entry: the checkpoint that its VM was restored from, or else the
+/// previous one of its run.
 pub fn set_parents(entries: &mut [Entry]) {
     let mut newest_of_run: HashMap<String, u64> = HashMap::new();
     for entry in entries {
@@ -33,8 +33,8 @@ struct Stretch<'a> {
     children: Vec<usize>,
 }
 
-/// The rows of the tree of `entries`, which must be in rising order and have their parents. A row has
-/// the cells of [`TREE_COLUMNS`].
+/// Returns the rows of the tree of `entries`, which must be in rising order and have their parents.
+/// A row has the cells of [`TREE_COLUMNS`].
 pub fn tree(entries: &[Entry]) -> Vec<Vec<String>> {
     let (stretches, roots) = stretches(entries);
     let mut rows = Vec::new();

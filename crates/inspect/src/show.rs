@@ -20,7 +20,7 @@ struct Shown<'a> {
     map_chain: &'a [u64],
 }
 
-/// The entry of a checkpoint, with whether its disks can be read.
+/// Makes the entry of a checkpoint, and notes in it which of its disks cannot be read now.
 pub fn entry(sealed: &Sealed) -> Entry {
     let mut entry = Entry::of(sealed);
     for (shown, disk) in entry.disks.iter_mut().zip(&sealed.meta.disks) {

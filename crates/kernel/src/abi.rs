@@ -35,7 +35,7 @@ pub const FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_WP_ASYNC, "WP_ASYNC", "6.7"),
 ];
 
-/// All bits of [`FEATURES_NEEDED`].
+/// Returns all bits of [`FEATURES_NEEDED`].
 pub fn features_needed() -> u64 {
     FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
@@ -48,7 +48,7 @@ pub const FAULT_FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_WP_UNPOPULATED, "WP_UNPOPULATED", "6.4"),
 ];
 
-/// All bits of [`FAULT_FEATURES_NEEDED`].
+/// Returns all bits of [`FAULT_FEATURES_NEEDED`].
 pub fn fault_features_needed() -> u64 {
     FAULT_FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
@@ -256,9 +256,9 @@ fn uffd_register_as(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64)
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Calls `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where no page is yet, and wakes
-/// the threads that wait there. Returns the number of bytes placed before the first page that was
-/// present (`EEXIST` if that is the first page), or before the kernel was interrupted.
+/// Calls `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where no page is yet, and
+/// wakes the threads that wait there. Returns the number of bytes placed before the first page that
+/// was present (`EEXIST` if that is the first page), or before the kernel was interrupted.
 pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result<u64> {
     let (src, len_bytes) = (content.as_ptr() as u64, content.len() as u64);
     let mut copy = UffdCopy { dst: start, src, len_bytes, mode: 0, done: 0 };
@@ -333,7 +333,7 @@ pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// The end of the mapping that holds `address`; `None` if none does. `maps` is an open
+/// Returns the end of the mapping that holds `address`; `None` if none does. `maps` is an open
 /// `/proc/PID/maps`. The call came with Linux 6.11: `Unsupported` before.
 pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>> {
     let mut query =

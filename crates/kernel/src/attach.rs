@@ -27,7 +27,7 @@
 //! 4. Wherever the kernel detaches, because we are killed (SIGKILL, out of memory) or for any other reason, the thread gives
 //!    itself back. What can stay behind is one descriptor, on which nothing was asked, and a SIGSTOP
 //!    that came meanwhile and had no effect. Not so in a process without the code for it
-//!    ([`Attached::guarded`]).
+//!    ([`InjectedUserfaultfd::guarded`]).
 //!
 //! 5. A session that ends as planned leaves the memory below the stack as it found it. No correct program reads that memory,
 //!    but QEMU 7.2 does: a microvm's firmware reads the head of an ELF kernel from a buffer that
@@ -63,10 +63,10 @@ const NO_STACK: u64 = 8;
 
 /// A userfaultfd over the memory of another process.
 #[derive(Debug)]
-pub struct Attached {
+pub struct InjectedUserfaultfd {
     /// The descriptor, not used yet, non-blocking, closed on exec.
     pub uffd: OwnedFd,
-    /// How long the process's main thread was stopped, in nanoseconds.
+    /// The time for which the process's main thread was stopped, in nanoseconds.
     pub stopped_ns: u64,
     /// True if the process may only have a userfaultfd for user-mode faults. Asynchronous write
     /// protection tracks writes by the kernel all the same.
@@ -85,7 +85,7 @@ pub struct Attached {
 /// Errors: no permission to trace it; another tracer ([`Error::Traced`]); the call failed in it
 /// ([`Error::Injected`]); it does not stop within 2 s, or exits. After an error the process runs
 /// on.
-pub fn inject_userfaultfd(process: &Process) -> Result<Attached> {
+pub fn inject_userfaultfd(process: &Process) -> Result<InjectedUserfaultfd> {
     on_a_thread(process, || run_session(process, Gadgets::find(process)?))
 }
 
@@ -118,14 +118,14 @@ pub(crate) fn in_session<T: Send>(
     })
 }
 
-fn run_session(process: &Process, gadgets: Gadgets) -> Result<Attached> {
+fn run_session(process: &Process, gadgets: Gadgets) -> Result<InjectedUserfaultfd> {
     let mut hijack = Hijack::stop(process, gadgets, SESSION_MAX)?;
     let made = open_userfaultfd(&mut hijack);
     let undone = hijack.restore();
     let stopped_ns = hijack.stopped_ns();
     let (uffd, user_mode_only) = made?;
     undone?;
-    Ok(Attached { uffd, stopped_ns, user_mode_only, guarded: hijack.guarded() })
+    Ok(InjectedUserfaultfd { uffd, stopped_ns, user_mode_only, guarded: hijack.guarded() })
 }
 
 /// Makes the userfaultfd in the target, takes it over, and closes the target's own copy.

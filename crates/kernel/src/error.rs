@@ -13,7 +13,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// There is no such process, or no handle to it could be had.
+    /// There is no process with this number, or the kernel gives no handle to it.
     #[error("process {pid}: open: {source}")]
     Open {
         /// The number asked for.
@@ -26,7 +26,7 @@ pub enum Error {
     Gone {
         /// Its process id.
         pid: u32,
-        /// The operation.
+        /// The operation that was to be carried out, such as "read maps".
         operation: &'static str,
     },
     /// A file of `/proc/PID` could not be used.
@@ -46,7 +46,7 @@ pub enum Error {
     MapsLine {
         /// Its process id.
         pid: u32,
-        /// Counted from 1.
+        /// The number of the line, counted from 1.
         line_number: usize,
         /// The line, cut to 200 characters.
         line: String,
@@ -60,7 +60,7 @@ pub enum Error {
         operation: &'static str,
         /// The address from which on nothing was transferred.
         at: HostVirt,
-        /// Bytes that were left to transfer.
+        /// The number of bytes that were left to transfer.
         len_bytes: u64,
         /// The kernel's error.
         source: io::Error,
@@ -68,9 +68,9 @@ pub enum Error {
     /// The destination is not as long as the ranges to read into it.
     #[error("read memory: the ranges hold {ranges_bytes} bytes, the destination {dst_bytes}")]
     Length {
-        /// The sum of the ranges.
+        /// The sum of the ranges in bytes.
         ranges_bytes: u64,
-        /// The destination.
+        /// The length of the destination in bytes.
         dst_bytes: u64,
     },
     /// A range to read lies in no region of the reader.
@@ -102,7 +102,7 @@ pub enum Error {
     Traced {
         /// Its process id.
         pid: u32,
-        /// The tracer.
+        /// The process id of the tracer.
         tracer: u32,
     },
     /// The kernel refused one step of the attachment.
@@ -122,7 +122,7 @@ pub enum Error {
         pid: u32,
         /// The step.
         operation: &'static str,
-        /// How long was waited.
+        /// The time that was waited, in milliseconds.
         waited_ms: u64,
     },
     /// The target has no place from which a system call could be made.
@@ -136,7 +136,7 @@ pub enum Error {
     Injected {
         /// Its process id.
         pid: u32,
-        /// The system call.
+        /// The name of the system call.
         call: &'static str,
         /// The kernel's answer.
         source: io::Error,
@@ -146,7 +146,7 @@ pub enum Error {
     MissingFeature {
         /// Its name, without the `UFFD_FEATURE`_ prefix.
         feature: &'static str,
-        /// The version that brought it.
+        /// The kernel version that brought it.
         since: &'static str,
     },
     /// The kernel refused an operation of the tracker.
@@ -200,7 +200,7 @@ pub enum Error {
         operation: &'static str,
         /// The range asked for.
         range: HostRange,
-        /// Bytes in a page of that mapping.
+        /// The number of bytes in a page of that mapping.
         page_bytes: u64,
     },
     /// The kernel cannot track pages of this size.
@@ -210,7 +210,7 @@ pub enum Error {
         pid: u32,
         /// The part of the range that has them.
         range: HostRange,
-        /// Bytes in a page there.
+        /// The number of bytes in a page there.
         page_bytes: u64,
     },
     /// Discards of this memory cannot be seen, and the tracker was told that the memory can be
@@ -221,7 +221,7 @@ pub enum Error {
         pid: u32,
         /// The requested operation.
         operation: &'static str,
-        /// The part of the range that is so.
+        /// The part of the range whose discards cannot be seen.
         range: HostRange,
     },
     /// A scan failed after it may have protected pages that it did not report. EVERY page of
@@ -242,8 +242,8 @@ pub enum Error {
         /// Its process id.
         pid: u32,
     },
-    /// The process was permitted a userfaultfd for faults of user mode alone: where the kernel
-    /// touches a missing page for it (a `read` into guest RAM, KVM), that would fail instead of
+    /// The process was permitted a userfaultfd for faults of user mode alone. If the kernel touches
+    /// a missing page for it (a `read` into guest RAM, KVM), that access would fail instead of
     /// waiting.
     #[error("process {pid}: serve missing pages: its userfaultfd is for user-mode faults only")]
     MissingUserModeOnly {
@@ -263,7 +263,7 @@ pub enum Error {
     Merged {
         /// Its process id.
         pid: u32,
-        /// The part of the range that is so.
+        /// The part of the range that the kernel merges.
         range: HostRange,
     },
     /// A fork would not freeze this memory.
@@ -271,7 +271,7 @@ pub enum Error {
     NotForkable {
         /// Its process id.
         pid: u32,
-        /// The part of the range that is so.
+        /// The part of the range that would not be frozen.
         range: HostRange,
         /// What is wrong with it.
         why: &'static str,
@@ -296,7 +296,7 @@ pub enum Error {
     /// Memory for a scratch buffer could not be had.
     #[error("scratch buffer of {len_bytes} bytes: {operation}: {source}")]
     PrefaultedBuffer {
-        /// Its length.
+        /// The length of the buffer in bytes.
         len_bytes: u64,
         /// The step.
         operation: &'static str,

@@ -89,10 +89,10 @@ pub enum MemoryEvent {
     Discard(HostRange),
 }
 
-/// The function that the handler's thread calls for each event. The writing thread waits until it
-/// returns. It may read the process's memory; it must not call the tracker. A page can come more
-/// than once while it is unchanged.
-pub type FirstWriteHook = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
+/// Called on the handler's thread for each event; the writing thread waits until it returns. It may
+/// read the process's memory; it must not call the tracker. A page can come more than once while it
+/// is unchanged.
+pub type MemoryEventHook = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
 
 /// Tracks first writes to registered ranges of one process. Dropping it ends the tracking and
 /// leaves the memory unchanged.
@@ -139,7 +139,7 @@ impl FaultTracker {
 
     /// Sets the function that runs before each first write, or none. When this returns, the former
     /// function is not running.
-    pub fn set_hook(&self, hook: Option<FirstWriteHook>) {
+    pub fn set_hook(&self, hook: Option<MemoryEventHook>) {
         self.shared.lock().hook = hook;
     }
 

@@ -85,8 +85,8 @@ pub struct ForkPlan {
 
 impl ForkPlan {
     /// Checks that a fork freezes `ranges` of the memory of `process`: whole pages of private
-    /// memory. The plan is valid until the process maps memory anew there. Takes milliseconds a
-    /// GiB.
+    /// memory. The plan is valid until the process maps memory anew there. Takes some milliseconds
+    /// for each GiB.
     ///
     /// Errors: memory that a fork does not freeze ([`Error::NotForkable`]); a process under seccomp
     /// ([`Error::Seccomp`]).
@@ -131,7 +131,7 @@ impl ForkPlan {
 }
 
 impl FrozenCopy {
-    /// Makes a [`ForkPlan`] and forks. Errors as with these.
+    /// Makes a [`ForkPlan`] and forks. Errors: those of [`ForkPlan::new`] and [`ForkPlan::fork`].
     pub fn fork(process: &Process, ranges: &[HostRange]) -> Result<Self> {
         ForkPlan::new(process, ranges)?.fork()
     }
@@ -361,7 +361,8 @@ fn sweep(hijack: &mut Hijack<'_>) {
     }
 }
 
-/// Waits for the child's first stop, has it end with this thread, and has it leave the target's files.
+/// Waits for the child's first stop, has it end with this thread, and has it leave the target's
+/// files.
 fn settle(child: &Process, tracee: &Tracee<'_>, gadgets: Gadgets) -> Result<()> {
     let deadline = Instant::now() + SESSION_MAX;
     tracee.wait_for_stop("stop at birth", deadline)?;

@@ -24,7 +24,7 @@ pub struct HostFeatures {
 }
 
 impl HostFeatures {
-    /// Returns the item of that name.
+    /// Returns the item of that name; `None` if the probe has no such item.
     pub fn get(&self, name: &str) -> Option<&HostFeature> {
         self.items.iter().find(|item| item.name == name)
     }
@@ -65,7 +65,7 @@ impl HostFeature {
     }
 }
 
-/// Why something is not available.
+/// The reason why something is not available.
 struct Why(String);
 
 impl From<&str> for Why {

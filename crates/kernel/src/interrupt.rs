@@ -22,13 +22,15 @@ impl Interrupt {
     /// Returns a flag that each of `signals` sets from now on.
     ///
     /// The signals lose their default action for the life of the process.
+    ///
+    /// Error: the kernel refuses the handler.
     pub fn on(signals: &[Signal]) -> io::Result<Self> {
         let interrupt = Self::default();
         interrupt.also_on(signals)?;
         Ok(interrupt)
     }
 
-    /// Makes each of `signals` set this flag, too.
+    /// Makes each of `signals` set this flag, too. Error: the kernel refuses the handler.
     pub fn also_on(&self, signals: &[Signal]) -> io::Result<()> {
         for signal in signals {
             signal_hook::flag::register(signal.as_raw(), Arc::clone(&self.0))?;
@@ -55,6 +57,8 @@ impl Interrupt {
 /// Returns a socket that becomes readable when one of `signals` arrives, for loops that poll.
 ///
 /// The signals lose their default action for the life of the process.
+///
+/// Error: the kernel refuses the handler.
 pub fn signal_socket(signals: &[Signal]) -> io::Result<UnixStream> {
     let (ours, theirs) = UnixStream::pair()?;
     for signal in signals {

@@ -40,7 +40,8 @@ impl Drop for Span {
     }
 }
 
-/// A memfd whose empty pages can be filled. Several threads may use it.
+/// Fills empty pages of a memfd without overwriting pages that are present. Several threads may use
+/// it.
 #[derive(Debug)]
 pub struct MemfdFiller {
     // Before the descriptor: no thread is left that could wait in it.

@@ -78,6 +78,7 @@ impl MissingPages {
     }
 
     /// Makes threads of the process wait when they touch a page of `range` that is not present.
+    /// Errors: part of `range` is not mapped, or registered already.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         let (pid, operation) = (self.process.pid(), "register");
         for part in mapped_range::mapped(&self.process, range)? {
@@ -98,6 +99,8 @@ impl MissingPages {
     /// Waits until threads of the process wait for pages, and appends the addresses of these pages
     /// to `touched`. A page may come twice, and may be present by now. Returns false if `stop`
     /// became readable.
+    ///
+    /// Error: the kernel cannot be asked, or the process has exited.
     pub fn wait(&self, stop: BorrowedFd<'_>, touched: &mut Vec<HostVirt>) -> Result<bool> {
         let failed = |source| Error::Tracker {
             pid: self.process.pid(),
@@ -141,7 +144,7 @@ impl MissingPages {
         })
     }
 
-    /// Places pages of zeros. See [`Self::place`].
+    /// Places pages of zeros. See [`Self::place`]. Errors: those of [`Self::place`].
     pub fn place_zeros(&self, range: HostRange) -> Result<u64> {
         self.place_by(range.start, range.len_bytes, &mut |at, from| {
             abi::uffd_zero(self.uffd.as_fd(), at, range.len_bytes - from)
@@ -206,7 +209,7 @@ impl MissingPages {
         self.process.is_alive()
     }
 
-    /// Kills the process, for a page that cannot be had.
+    /// Kills the process, for a page that cannot be had. Error: the kernel refuses.
     pub fn end_process(&self) -> Result<()> {
         match pidfd_send_signal(self.process.pidfd(), Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
@@ -219,7 +222,7 @@ impl MissingPages {
     }
 
     /// Ends the handling of missing pages: a page that is still missing reads as zeros from now on.
-    /// The caller has placed all other pages.
+    /// The caller has placed all other pages. Error: the kernel refuses.
     pub fn complete(&self) -> Result<()> {
         let pid = self.process.pid();
         for range in &self.registered {

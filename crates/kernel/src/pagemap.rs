@@ -101,13 +101,13 @@ impl Pagemap {
         Ok(Self { file: open("pagemap")?, maps: open("maps")? })
     }
 
-    /// A buffer for [`Self::scan`].
+    /// Returns a buffer for [`Self::scan`].
     pub fn buffer() -> Vec<PageRegion> {
         vec![PageRegion::default(); REGIONS_MAX]
     }
 
-    /// Calls `each` with each answer for `range`, in rising order. Returns the number of system calls.
-    /// After an error, pages may be protected that were not passed to `each`.
+    /// Calls `each` with each answer for `range`, in rising order. Returns the number of system
+    /// calls. After an error, pages may be protected that were not passed to `each`.
     pub fn scan(
         &self,
         query: PagemapQuery,
@@ -203,7 +203,7 @@ impl Pagemap {
         Ok(())
     }
 
-    /// The contents of the entries of the pages of `list`.
+    /// Returns the contents of the entries of the pages of `list`.
     pub fn entries(&self, list: &[HostRange]) -> io::Result<Entries> {
         let mut out = Entries::default();
         let mut bytes = vec![0; ENTRIES_MAX * ENTRY_BYTES];

@@ -14,7 +14,8 @@ const LOWERED_NICE: i32 = 5;
 /// Nice value of a thread that takes as little as there is.
 const LEAST_NICE: i32 = 19;
 
-/// Raises the calling thread above the guest's threads. Returns false if neither way is permitted.
+/// Raises the calling thread above the guest's threads: to real-time scheduling, or else to a more
+/// favourable nice value. Returns false if the kernel permits neither.
 pub fn raise_current_thread() -> bool {
     raise_thread(None)
 }

@@ -16,7 +16,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 /// The most bytes read of a file of `/proc/PID`. A process with more mappings is refused.
 const PROC_FILE_BYTES_MAX: u64 = 256 << 20;
 
-/// A running process.
+/// A handle to a running process, which stays valid when its process id is used again.
 #[derive(Debug)]
 pub struct Process {
     pid: u32,
@@ -43,7 +43,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Returns a second handle of the same process.
+    /// Returns a second handle of the same process. Error: the process has no descriptor left.
     pub fn try_clone(&self) -> Result<Self> {
         let failed = |source| Error::Open { pid: self.pid, source };
         let pidfd = self.pidfd.try_clone().map_err(failed)?;

@@ -25,8 +25,9 @@ impl Drop for Memory {
     }
 }
 
-/// Returns the cost of the first write to a page under asynchronous write protection, in
-/// nanoseconds: the best of some rounds, because other processes only add to it. About 1 us.
+/// Measures the cost of the first write to a page under asynchronous write protection, and returns
+/// it in nanoseconds: the best of some rounds, because other processes only add to it. About 1000.
+/// Error: the kernel cannot protect memory in that way.
 pub fn first_write_ns() -> Result<u64> {
     let pid = std::process::id();
     let failed = |source| Error::Tracker {

@@ -51,7 +51,7 @@ const XSAVE_BYTES_MAX: usize = 16 << 10;
 const POLLS_YIELDING: u32 = 200;
 const POLL_SLEEP: Duration = Duration::from_micros(100);
 
-/// Why the thread is stopped.
+/// The reason why the thread is stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Stop {
     /// Stopped by an interrupt of the tracer, or because the whole process is stopped.
@@ -108,7 +108,7 @@ impl<'p> Tracee<'p> {
         Err(tracee.error("trace it (ptrace)", source))
     }
 
-    /// The first thread of `process`, which this thread traces from its birth.
+    /// Returns the first thread of `process`, which this thread traces from its birth.
     pub fn born(process: &'p Process) -> Self {
         Self { process, thread_bound: PhantomData }
     }
@@ -242,8 +242,8 @@ impl<'p> Tracee<'p> {
         }
     }
 
-    /// The registers of the stopped thread. Errors: it runs 32-bit code, whose system calls are
-    /// numbered otherwise.
+    /// Returns the registers of the stopped thread. Errors: it runs 32-bit code, whose system calls
+    /// are numbered otherwise.
     pub fn registers(&self) -> Result<libc::user_regs_struct> {
         let registers: libc::user_regs_struct = self
             .fetch(libc::PTRACE_GETREGS, 0)
@@ -262,7 +262,7 @@ impl<'p> Tracee<'p> {
             .map_err(|source| self.error("set the main thread's registers", source))
     }
 
-    /// The vector registers, and all else that xsave saves, of the stopped thread, in the
+    /// Returns the vector registers, and all else that xsave saves, of the stopped thread, in the
     /// processor's standard form.
     pub fn xsave(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; XSAVE_BYTES_MAX];
@@ -273,7 +273,7 @@ impl<'p> Tracee<'p> {
         Ok(bytes)
     }
 
-    /// The signals that the stopped thread blocks.
+    /// Returns the signals that the stopped thread blocks.
     pub fn signal_mask(&self) -> Result<SignalMask> {
         self.fetch(libc::PTRACE_GETSIGMASK as Request, size_of::<u64>())
             .map(SignalMask)

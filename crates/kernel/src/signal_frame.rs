@@ -77,9 +77,9 @@ pub(crate) struct SignalFrame {
 }
 
 impl SignalFrame {
-    /// The frame of a stopped thread of these registers, mask and xsave area (in the processor's
-    /// standard form, as ptrace gives it), for code that returns from signals at `sigreturn`.
-    /// `None` if they are not what any thread has.
+    /// Returns the frame of a stopped thread of these registers, mask and xsave area (in the
+    /// processor's standard form, as ptrace gives it), for code that returns from signals at
+    /// `sigreturn`. `None` if they are not what any thread has.
     pub fn new(
         registers: &libc::user_regs_struct,
         mask: SignalMask,

@@ -3,9 +3,11 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-/// Returns the bytes that the kernel holds for data that `socket` sent and its peer has not read.
-/// The kernel counts its own overhead, so the number exceeds the bytes sent; it is 0 exactly if the
-/// peer has read all. For unix stream sockets.
+/// Returns the number of bytes that the kernel holds for data that `socket`, a unix stream socket,
+/// sent and its peer has not read. The kernel counts its own overhead, so the number exceeds the
+/// bytes sent; it is 0 exactly if the peer has read all.
+///
+/// Error: the kernel refuses for such a socket.
 pub fn unread_bytes(socket: BorrowedFd<'_>) -> io::Result<u64> {
     let mut bytes: libc::c_int = 0;
     // SAFETY: the descriptor is open for as long as it is borrowed; TIOCOUTQ (SIOCOUTQ) writes one

@@ -78,13 +78,13 @@ pub struct WrittenPages {
 /// Statistics of one scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScanStats {
-    /// The pages reported, in 4 KiB.
+    /// The number of pages reported, in 4 KiB.
     pub written_pages: u64,
-    /// The reported pages that are not present, in 4 KiB.
+    /// The number of reported pages that are not present, in 4 KiB.
     pub absent_pages: u64,
-    /// The runs added to the output.
+    /// The number of runs added to the output.
     pub runs: u64,
-    /// The calls of `PAGEMAP_SCAN`.
+    /// The number of calls of `PAGEMAP_SCAN`.
     pub calls: u64,
 }
 
@@ -269,7 +269,8 @@ impl WriteTracker {
     }
 
     /// Scans as [`Self::scan_and_protect`] does, with a second thread if the range is large. That
-    /// pays if the process is stopped and has written little.
+    /// pays if the process is stopped and has written little. Errors: those of
+    /// [`Self::scan_and_protect`].
     pub fn scan_and_protect_by_two(
         &self,
         range: HostRange,

@@ -33,9 +33,10 @@ pub struct LinkFrame {
     pub payload: Vec<u8>,
 }
 
-/// Received bytes that do not form a whole frame yet. Each receiving thread owns one.
+/// The received bytes of a channel that do not form a whole frame yet. Each receiving thread owns
+/// one.
 #[derive(Debug, Default)]
-pub struct Input {
+pub struct FrameBuffer {
     bytes: Vec<u8>,
     /// The number of `bytes` that earlier frames used.
     taken: usize,
@@ -140,8 +141,9 @@ impl Channel {
         Ok(true)
     }
 
-    /// Returns the next frame, or `None` if no whole frame arrives within `timeout`.
-    pub fn receive(&self, input: &mut Input, timeout: Duration) -> Result<Option<LinkFrame>> {
+    /// Returns the next frame, or `None` if no whole frame arrives within `timeout`. `input` keeps
+    /// what has arrived of it. Errors: the connection has ended, or its bytes are not frames.
+    pub fn receive(&self, input: &mut FrameBuffer, timeout: Duration) -> Result<Option<LinkFrame>> {
         let deadline = Instant::now() + timeout;
         loop {
             if let Some(frame) = input.next(&self.peer)? {
@@ -175,7 +177,7 @@ impl Channel {
     }
 
     /// Appends decrypted bytes to `input`. False if there are none.
-    fn decrypted(&self, input: &mut Input) -> Result<bool> {
+    fn decrypted(&self, input: &mut FrameBuffer) -> Result<bool> {
         let mut tls = self.lock();
         let mut chunk = [0; 16 << 10];
         match tls.reader().read(&mut chunk) {
@@ -220,7 +222,7 @@ impl Channel {
     }
 }
 
-impl Input {
+impl FrameBuffer {
     /// Appends received bytes.
     pub(crate) fn push(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
@@ -252,7 +254,7 @@ impl Input {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Channel, Error, FRAME_BYTES_MAX, Input, Key, LinkFrame, Party};
+    use crate::{Channel, Error, FRAME_BYTES_MAX, FrameBuffer, LinkFrame, Party, SharedKey};
     use std::net::TcpListener;
     use std::os::unix::fs::PermissionsExt;
     use std::time::Duration;
@@ -260,7 +262,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(10);
 
     fn party(secret: &str) -> Party {
-        Party::new(&Key::of(secret.as_bytes()).unwrap()).unwrap()
+        Party::new(&SharedKey::of(secret.as_bytes()).unwrap()).unwrap()
     }
 
     /// The result of a handshake, for both sides.
@@ -283,7 +285,7 @@ mod tests {
         let frame =
             |n: usize| LinkFrame { kind: n as u8, payload: vec![n as u8; n * n * 401 % 700_000] };
         let run = |channel: &Channel| {
-            let mut input = Input::default();
+            let mut input = FrameBuffer::default();
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     for n in 0..60 {
@@ -305,7 +307,7 @@ mod tests {
         });
         ours.close();
         assert!(matches!(
-            theirs.receive(&mut Input::default(), PATIENCE),
+            theirs.receive(&mut FrameBuffer::default(), PATIENCE),
             Err(Error::Closed { .. })
         ));
     }
@@ -317,7 +319,7 @@ mod tests {
         // In TLS 1.3 the client may see the refusal only when it reads.
         assert!(matches!(theirs, Err(Error::Tls { .. })), "{:?}", theirs.err());
         if let Ok(ours) = ours {
-            ours.receive(&mut Input::default(), PATIENCE).unwrap_err();
+            ours.receive(&mut FrameBuffer::default(), PATIENCE).unwrap_err();
         }
     }
 
@@ -342,7 +344,7 @@ mod tests {
             meet(&party("a secret of some bytes"), &party("a secret of some bytes"));
         let long = vec![0; FRAME_BYTES_MAX];
         assert!(matches!(ours.unwrap().send(1, &[&long]), Err(Error::Frame { .. })));
-        let mut input = Input { bytes: vec![0xff; 9], taken: 0 };
+        let mut input = FrameBuffer { bytes: vec![0xff; 9], taken: 0 };
         assert!(matches!(input.next("it"), Err(Error::Frame { .. })));
     }
 
@@ -352,10 +354,10 @@ mod tests {
         let path = dir.path().join("key");
         std::fs::write(&path, "0123456789abcdef0123").unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o644)).unwrap();
-        assert!(Key::read(&path).err().unwrap().to_string().contains("644"));
+        assert!(SharedKey::read(&path).err().unwrap().to_string().contains("644"));
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-        Key::read(&path).unwrap();
+        SharedKey::read(&path).unwrap();
         std::fs::write(&path, "short").unwrap();
-        assert!(Key::read(&path).err().unwrap().fix().unwrap().contains("urandom"));
+        assert!(SharedKey::read(&path).err().unwrap().fix().unwrap().contains("urandom"));
     }
 }

@@ -26,9 +26,9 @@ const PKCS8_HEAD: [u8; 16] = [
 ];
 
 /// The secret that all hosts share.
-pub struct Key(Zeroizing<[u8; 32]>);
+pub struct SharedKey(Zeroizing<[u8; 32]>);
 
-impl Key {
+impl SharedKey {
     /// Reads the key from a file. Fails if others than its owner may access the file, or if it is
     /// too short or too long.
     pub fn read(path: &Path) -> Result<Self> {
@@ -67,12 +67,13 @@ pub struct Party {
 }
 
 impl Party {
-    /// Creates the certificate that this process uses until it ends.
-    pub fn new(key: &Key) -> Result<Self> {
+    /// Creates the certificate that this process uses until it ends. Error: the certificate cannot
+    /// be made.
+    pub fn new(key: &SharedKey) -> Result<Self> {
         Self::made(key).map_err(|problem| Error::Tls { peer: "this host".into(), problem })
     }
 
-    fn made(key: &Key) -> Result<Self, String> {
+    fn made(key: &SharedKey) -> Result<Self, String> {
         let text = |e: rcgen::Error| e.to_string();
         let document = Zeroizing::new([&PKCS8_HEAD[..], &key.0[..]].concat());
         let document = PrivatePkcs8KeyDer::from(document.to_vec());

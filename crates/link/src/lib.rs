@@ -20,13 +20,13 @@ mod channel;
 pub mod fuzzing;
 mod key;
 
-pub use channel::{Channel, Input, LinkFrame};
-pub use key::{Key, Party};
+pub use channel::{Channel, FrameBuffer, LinkFrame};
+pub use key::{Party, SharedKey};
 
 /// The longest frame, kind and payload, in bytes.
 pub const FRAME_BYTES_MAX: usize = 32 << 20;
 
-/// Why a connection could not be made or used.
+/// The reason why a key or a connection cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The key file cannot be used.
@@ -40,7 +40,7 @@ pub enum Error {
     /// A network operation failed.
     #[error("{operation} {peer}")]
     Io {
-        /// The operation.
+        /// The operation, such as "connect to".
         operation: &'static str,
         /// The address of the other host.
         peer: String,

@@ -6,17 +6,18 @@ use std::io;
 /// Pages that [`read_ascending`] holds in memory at once: 4 MiB.
 const BATCH_PAGES: u64 = 1024;
 
-/// Reads the RAM pages of a checkpoint.
+/// A source of the RAM pages of a checkpoint.
 pub trait RamSource: Sync {
-    /// Gives `sink` each page of `range` that is not all zeros, exactly once, in any order. An error
-    /// of `sink` ends the reading and is returned.
+    /// Gives `sink` each page of `range` that is not all zeros, exactly once, in any order. An
+    /// error of `sink` ends the reading and is returned.
     fn read(
         &self,
         range: PageRange,
         sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
     ) -> io::Result<()>;
 
-    /// As [`RamSource::read`], for single pages.
+    /// Reads single pages, in any order, as [`RamSource::read`] reads a range. Errors: those of the
+    /// source and of `sink`.
     fn read_some(
         &self,
         pages: &[PageIndex],
@@ -25,8 +26,8 @@ pub trait RamSource: Sync {
         pages.iter().try_for_each(|page| self.read(PageRange::new(*page, 1), sink))
     }
 
-    /// The pages that the VM is expected to touch first, in that order. A lazy restore loads them
-    /// before the others.
+    /// Returns the pages that the VM is expected to touch first, in that order. A lazy restore
+    /// loads them before the others.
     fn wanted_first(&self) -> Vec<PageIndex> {
         Vec::new()
     }

@@ -7,6 +7,6 @@ use serde::{Deserialize, Serialize};
 pub struct RecordingPosition {
     /// The recording's id.
     pub recording: String,
-    /// Number of guest instructions executed before this position.
+    /// The number of guest instructions executed before this position.
     pub icount: u64,
 }

@@ -25,7 +25,7 @@ pub struct MachineSpec {
     pub binary_blake3: String,
     /// Machine type with aliases resolved (`pc-i440fx-7.2`).
     pub machine_type: String,
-    /// Number of virtual CPUs.
+    /// The number of virtual CPUs.
     #[serde(rename = "cpus")]
     pub vcpus: u32,
     /// Directory that relative paths of the command line start from.

@@ -31,6 +31,6 @@ mod recommendation;
 pub mod simulation;
 
 pub use constants::{Constants, InvalidConstant};
-pub use fit::{Fit, fit_slowdown};
+pub use fit::{SlowdownFit, TimedSimulation, fit_slowdown};
 pub use formula::Formula;
 pub use recommendation::{Prediction, Recommendation, recommend, recommend_nodes};

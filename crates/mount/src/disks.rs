@@ -11,7 +11,7 @@ use keyframe_store::{DiskMeta, LoadedDisks};
 use keyframe_vm_disks::stored::StoredDisk;
 use std::sync::Arc;
 
-/// A disk that a reader has open.
+/// A disk of a checkpoint that a process has open for reading.
 pub struct OpenDisk {
     stored: StoredDisk,
     disk: Below,
@@ -20,7 +20,8 @@ pub struct OpenDisk {
 }
 
 impl OpenDisk {
-    /// Opens disk number `number`, which errors call `name`.
+    /// Opens disk number `number` of a checkpoint; errors call it `name`. Errors:
+    /// [`Error::NoDisk`], [`Error::OpenDisk`].
     pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, Error> {
         let stored = StoredDisk::of(disks, usize::from(number));
         let stored = stored.ok_or_else(|| Error::NoDisk(name.clone()))?;
@@ -41,7 +42,7 @@ impl OpenDisk {
     }
 }
 
-/// The disks of `member`, or of the only VM: their numbers, and the names of their files.
+/// Returns the disks of `member`, or of the only VM: their numbers, and the names of their files.
 pub fn files<'a>(
     all: &'a [DiskMeta],
     member: Option<&str>,
@@ -53,8 +54,8 @@ pub fn files<'a>(
     })
 }
 
-/// Makes a file name of a name: characters that no file name may hold, and those that `further`
-/// chooses, become `%` and two hexadecimal digits.
+/// Makes a file name of `name`: each `/`, `%` and NUL, and each ASCII character that `further`
+/// chooses, becomes `%` and two hexadecimal digits.
 pub fn escaped(name: &str, further: impl Fn(char) -> bool) -> String {
     let hex = |digit: u32| char::from_digit(digit, 16).map_or('0', |c| c.to_ascii_uppercase());
     let mut out = String::with_capacity(name.len());

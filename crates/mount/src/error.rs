@@ -3,11 +3,12 @@
 use keyframe_units::CheckpointId;
 use std::io;
 
-/// An error of the file system. Its readers get `EIO`; the sources tell the cause.
+/// An error of the file system. A process that reads the file gets `EIO`;
+/// [`std::error::Error::source`] gives the cause.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The store is at fault.
+    /// An error of the store.
     #[error(transparent)]
     Store(#[from] keyframe_store::Error),
     /// What a checkpoint holds cannot be used.
@@ -20,7 +21,7 @@ pub enum Error {
         checkpoint: CheckpointId,
         /// The file's name.
         file: &'static str,
-        /// Why.
+        /// The reason.
         source: keyframe_inspect::Error,
     },
     /// A file that is drawn as a whole cannot be made.
@@ -30,7 +31,7 @@ pub enum Error {
         checkpoint: CheckpointId,
         /// The file's name.
         file: &'static str,
-        /// Why.
+        /// The reason.
         source: keyframe_inspect::Error,
     },
     /// A part of a file cannot be read.
@@ -42,7 +43,7 @@ pub enum Error {
         file: &'static str,
         /// The offset in bytes.
         offset: u64,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
     /// The description of a checkpoint cannot be written as JSON.
@@ -50,7 +51,7 @@ pub enum Error {
     Info {
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// Why.
+        /// The reason.
         source: serde_json::Error,
     },
     /// The checkpoint has no such disk.
@@ -61,7 +62,7 @@ pub enum Error {
     OpenDisk {
         /// The disk and its checkpoint.
         disk: String,
-        /// Why.
+        /// The reason.
         source: keyframe_vm_disks::Error,
     },
     /// A part of a disk cannot be read.
@@ -71,7 +72,7 @@ pub enum Error {
         disk: String,
         /// The offset in bytes.
         offset: u64,
-        /// Why.
+        /// The reason.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }

@@ -1,8 +1,8 @@
 //! The tree as FUSE asks for it.
 
 use super::disks::OpenDisk;
-use super::node::{MountNode, MountedFile, Place};
-use super::tree::{Denied, Look, Tree};
+use super::node::{MountNode, MountedFile, NodeDirectory};
+use super::tree::{CheckpointTree, NodeAttributes, NodeError};
 use fuser::{
     Errno, FileAttr, FileHandle, FileType, Filesystem, FopenFlags, Generation, INodeNo, LockOwner,
     OpenFlags, ReplyAttr, ReplyData, ReplyDirectory, ReplyEmpty, ReplyEntry, ReplyOpen, Request,
@@ -22,9 +22,9 @@ const LISTINGS_MAX: usize = 1024;
 /// Files of disks that are open at once.
 const DISKS_OPEN_MAX: usize = 1024;
 
-/// The file system.
+/// The FUSE file system that shows a [`CheckpointTree`].
 pub struct MountedFiles {
-    tree: Tree,
+    tree: CheckpointTree,
     /// The names of directories that are being listed, each as it was when it was opened.
     listings: Mutex<HashMap<u64, Vec<(String, MountNode)>>>,
     /// Disks that are open, by their handles.
@@ -34,7 +34,7 @@ pub struct MountedFiles {
 
 impl MountedFiles {
     /// Makes the file system of a tree. All files belong to the calling user.
-    pub fn new(tree: Tree) -> Self {
+    pub fn new(tree: CheckpointTree) -> Self {
         let owner = (rustix::process::getuid().as_raw(), rustix::process::getgid().as_raw());
         Self { tree, listings: Mutex::default(), disks: Mutex::default(), owner }
     }
@@ -47,13 +47,13 @@ impl MountedFiles {
         self.disks.lock().ignore_poison()
     }
 
-    fn open_disk(&self, place: Place, disk: u8) -> Result<u64, Errno> {
+    fn open_disk(&self, place: NodeDirectory, disk: u8) -> Result<u64, Errno> {
         let opened = self.tree.open_disk(place, disk).map_err(errno)?;
         keep(&mut self.disks(), Arc::new(opened), DISKS_OPEN_MAX)
     }
 
     fn attributes(&self, node: MountNode) -> Result<(FileAttr, Duration), Errno> {
-        let Look { len_bytes, time, lasts } = self.tree.look(node).map_err(errno)?;
+        let NodeAttributes { len_bytes, time, lasts } = self.tree.look(node).map_err(errno)?;
         let (kind, perm) =
             (kind(node), if kind(node) == FileType::RegularFile { 0o400 } else { 0o500 });
         let attributes = FileAttr {
@@ -79,8 +79,8 @@ impl MountedFiles {
     fn list(&self, node: MountNode) -> Result<u64, Errno> {
         let names = self.tree.list(node).map_err(errno)?;
         let above = match node {
-            MountNode::Directory(Place { id, member }) if member > 0 => {
-                MountNode::Directory(Place::of(id))
+            MountNode::Directory(NodeDirectory { id, member }) if member > 0 => {
+                MountNode::Directory(NodeDirectory::of(id))
             }
             _ => MountNode::Root,
         };
@@ -108,10 +108,10 @@ fn kind(node: MountNode) -> FileType {
     }
 }
 
-fn errno(denied: Denied) -> Errno {
+fn errno(denied: NodeError) -> Errno {
     match denied {
-        Denied::Absent => Errno::ENOENT,
-        Denied::Unreadable => Errno::EIO,
+        NodeError::Absent => Errno::ENOENT,
+        NodeError::Unreadable => Errno::EIO,
     }
 }
 

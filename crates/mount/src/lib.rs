@@ -29,4 +29,4 @@ pub mod tree;
 
 pub use error::Error;
 pub use files::MountedFiles;
-pub use tree::Tree;
+pub use tree::CheckpointTree;

@@ -19,16 +19,16 @@ const KIND_BITS: u32 = 8;
 pub const DISKS_MAX: usize = 128;
 const MEMBER_BITS: u32 = 16;
 
-/// The directory of a checkpoint, or of a member of its group.
+/// Identifies the directory of a checkpoint, or of a member of its group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct NodeDirectory {
     /// The checkpoint.
     pub id: CheckpointId,
-    /// A member of its group, counted from 1 on; 0 is the checkpoint itself.
+    /// The member of its group, counted from 1 on; 0 for the directory of the checkpoint itself.
     pub member: u16,
 }
 
-impl Place {
+impl NodeDirectory {
     /// Returns the directory of checkpoint `id` itself.
     pub fn of(id: CheckpointId) -> Self {
         Self { id, member: 0 }
@@ -59,7 +59,7 @@ impl MountedFile {
     /// new kinds must be added at the end.
     pub const ALL: [Self; 5] = [Self::Info, Self::Devices, Self::Raw, Self::Core, Self::Screen];
 
-    /// The file's name.
+    /// Returns the file's name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Info => "info.json",
@@ -77,11 +77,11 @@ pub enum MountNode {
     /// The root directory, which lists the checkpoints and the tags.
     Root,
     /// The directory of a checkpoint, or of a member of its group.
-    Directory(Place),
+    Directory(NodeDirectory),
     /// A file in the directory of a checkpoint or member.
-    File(Place, MountedFile),
+    File(NodeDirectory, MountedFile),
     /// A disk in the directory of a checkpoint or member, with the disk's number in the checkpoint.
-    Disk(Place, u8),
+    Disk(NodeDirectory, u8),
     /// The symbolic link with this number. Links lead from tags and from `latest` to checkpoints.
     Link(u64),
 }
@@ -112,7 +112,7 @@ impl MountNode {
             return Some(Self::Link(number & !LINK));
         }
         let id = CheckpointId(number >> (MEMBER_BITS + KIND_BITS));
-        let place = Place { id, member: (number >> KIND_BITS) as u16 };
+        let place = NodeDirectory { id, member: (number >> KIND_BITS) as u16 };
         let kind = (number & ((1 << KIND_BITS) - 1)) as usize;
         match kind.checked_sub(1) {
             _ if id.0 == 0 => None,
@@ -124,7 +124,8 @@ impl MountNode {
         }
     }
 
-    /// True if checkpoint `id` can be mounted: its number is not 0 and fits into inode numbers.
+    /// Returns true if checkpoint `id` can be mounted: its number is not 0 and fits into inode
+    /// numbers.
     pub fn has_inodes(id: CheckpointId) -> bool {
         id.0 > 0 && id.0 < 1 << (63 - MEMBER_BITS - KIND_BITS)
     }
@@ -138,7 +139,7 @@ mod tests {
     fn numbers_stand_for_one_thing_each() {
         let mut all = vec![MountNode::Root, MountNode::Link(0), MountNode::Link(9)];
         for member in [0, 1, 258, u16::MAX] {
-            let place = Place { id: CheckpointId(77), member };
+            let place = NodeDirectory { id: CheckpointId(77), member };
             all.push(MountNode::Directory(place));
             all.extend(MountedFile::ALL.map(|k| MountNode::File(place, k)));
             all.extend([0, 1, DISKS_MAX as u8 - 1].map(|disk| MountNode::Disk(place, disk)));

@@ -1,7 +1,7 @@
 //! The store as directories and files, without FUSE: names, sizes, bytes.
 
 use super::disks::{self, OpenDisk};
-use super::node::{MountNode, MountedFile, Place};
+use super::node::{MountNode, MountedFile, NodeDirectory};
 use crate::error::Error;
 use keyframe_image::Image;
 use keyframe_inspect::display_picture::{self as screens, DrawableDisplay, NoPicture};
@@ -14,7 +14,8 @@ use std::collections::{BTreeSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::SystemTime;
 
-/// Checkpoints that are held loaded; further ones push out the one unused for longest.
+/// The largest number of checkpoints that are kept loaded. A further one replaces the one that was
+/// unused for longest.
 pub const LOADED_MAX: usize = 8;
 /// Different errors that are reported.
 const MESSAGES_MAX: usize = 1000;
@@ -24,23 +25,23 @@ const MEMBERS_MAX: usize = u16::MAX as usize;
 const NAME_BYTES_MAX: usize = 255;
 const LATEST: &str = "latest";
 
-/// Why a node cannot be shown.
+/// The reason why a node cannot be shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Denied {
-    /// It does not exist, or no longer.
+pub enum NodeError {
+    /// The node does not exist, or no longer.
     Absent,
-    /// It cannot be read; the reason was reported.
+    /// The node cannot be read; the reason was reported.
     Unreadable,
 }
 
-/// What a node looks like from outside.
+/// The attributes of a node.
 #[derive(Clone, Copy, Debug)]
-pub struct Look {
-    /// Bytes, or those of a link's target.
+pub struct NodeAttributes {
+    /// The length of the file, or of the link's target, in bytes.
     pub len_bytes: u64,
-    /// When the checkpoint was taken, or the store made.
+    /// The time at which the checkpoint was taken, or the store was made.
     pub time: SystemTime,
-    /// False if it may change.
+    /// True if the node never changes, so that it may be cached.
     pub lasts: bool,
 }
 
@@ -65,8 +66,8 @@ struct OpenedVm {
     png: Mutex<Option<Arc<[u8]>>>,
 }
 
-/// The store.
-pub struct Tree {
+/// The checkpoints and tags of a store as a tree of directories and files.
+pub struct CheckpointTree {
     store: Store,
     opened: Mutex<VecDeque<Arc<Opened>>>,
     links: Mutex<Vec<String>>,
@@ -81,8 +82,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().ignore_poison()
 }
 
-impl Tree {
-    /// A tree of the checkpoints of `store`. `report` receives errors.
+impl CheckpointTree {
+    /// Creates the tree of the checkpoints of `store`. `report` receives the error behind each
+    /// [`NodeError::Unreadable`].
     pub fn new(store: Store, report: ErrorReporter) -> Self {
         Self {
             store,
@@ -93,8 +95,9 @@ impl Tree {
         }
     }
 
-    /// The names in a directory.
-    pub fn list(&self, directory: MountNode) -> Result<Vec<(String, MountNode)>, Denied> {
+    /// Returns the names in a directory, each with its node. Error: the node does not exist any
+    /// more, or the store cannot be read.
+    pub fn list(&self, directory: MountNode) -> Result<Vec<(String, MountNode)>, NodeError> {
         match directory {
             MountNode::Root => {
                 let ids = self.store.ids().map_err(|e| self.denied(e))?;
@@ -105,8 +108,8 @@ impl Tree {
                     (name, link)
                 });
                 let numbered = ids.iter().filter(|id| MountNode::has_inodes(**id));
-                let checkpoints =
-                    numbered.map(|id| (id.to_string(), MountNode::Directory(Place::of(*id))));
+                let checkpoints = numbered
+                    .map(|id| (id.to_string(), MountNode::Directory(NodeDirectory::of(*id))));
                 Ok(links.chain(checkpoints).collect())
             }
             MountNode::Directory(place) => {
@@ -120,22 +123,24 @@ impl Tree {
                     .map(|(disk, name)| (name, MountNode::Disk(place, disk)));
                 Ok(files.chain(disks).chain(opened.directories(place)).collect())
             }
-            MountNode::File(..) | MountNode::Disk(..) | MountNode::Link(_) => Err(Denied::Absent),
+            MountNode::File(..) | MountNode::Disk(..) | MountNode::Link(_) => {
+                Err(NodeError::Absent)
+            }
         }
     }
 
-    /// Returns the node with a name in a directory. Fails with [`Denied`] if there is none or if
+    /// Returns the node with a name in a directory. Fails with [`NodeError`] if there is none or if
     /// the store cannot be read.
-    pub fn find(&self, directory: MountNode, name: &str) -> Result<MountNode, Denied> {
+    pub fn find(&self, directory: MountNode, name: &str) -> Result<MountNode, NodeError> {
         match directory {
             MountNode::Root => {
                 // A link's target must exist too.
                 let id = self.store.resolve(name).map_err(|e| self.denied(e))?;
-                match MountNode::Directory(Place::of(id)) {
-                    _ if !MountNode::has_inodes(id) => Err(Denied::Absent),
+                match MountNode::Directory(NodeDirectory::of(id)) {
+                    _ if !MountNode::has_inodes(id) => Err(NodeError::Absent),
                     checkpoint if name == id.to_string() => Ok(checkpoint),
                     // 007 is no name of 7.
-                    _ if name.bytes().all(|c| c.is_ascii_digit()) => Err(Denied::Absent),
+                    _ if name.bytes().all(|c| c.is_ascii_digit()) => Err(NodeError::Absent),
                     _ => Ok(self.link(name)),
                 }
             }
@@ -148,27 +153,30 @@ impl Tree {
                         return Ok(MountNode::Disk(place, disk));
                     }
                     let found = opened.directories(place).find(|(directory, _)| directory == name);
-                    return found.map(|(_, node)| node).ok_or(Denied::Absent);
+                    return found.map(|(_, node)| node).ok_or(NodeError::Absent);
                 };
                 if opened.has(place, kind) {
                     Ok(MountNode::File(place, kind))
                 } else {
-                    Err(Denied::Absent)
+                    Err(NodeError::Absent)
                 }
             }
-            MountNode::File(..) | MountNode::Disk(..) | MountNode::Link(_) => Err(Denied::Absent),
+            MountNode::File(..) | MountNode::Disk(..) | MountNode::Link(_) => {
+                Err(NodeError::Absent)
+            }
         }
     }
 
-    /// Returns the size, the time and the cacheability of a node.
-    pub fn look(&self, node: MountNode) -> Result<Look, Denied> {
+    /// Returns the size, the time and the cacheability of a node. Error: the node does not exist
+    /// any more, or the store cannot be read.
+    pub fn look(&self, node: MountNode) -> Result<NodeAttributes, NodeError> {
         match node {
             MountNode::Root => {
-                Ok(Look { len_bytes: 0, time: self.store.created().into(), lasts: false })
+                Ok(NodeAttributes { len_bytes: 0, time: self.store.created().into(), lasts: false })
             }
             MountNode::Link(n) => {
                 let target = self.target(n)?;
-                Ok(Look {
+                Ok(NodeAttributes {
                     len_bytes: target.len() as u64,
                     time: self.store.created().into(),
                     lasts: false,
@@ -180,19 +188,19 @@ impl Tree {
                 let look = self.look_at(place, None)?;
                 let opened = self.open(place.id)?;
                 let known = opened.loaded.meta.disks.get(usize::from(disk));
-                Ok(Look { len_bytes: known.ok_or(Denied::Absent)?.disk_bytes, ..look })
+                Ok(NodeAttributes { len_bytes: known.ok_or(NodeError::Absent)?.disk_bytes, ..look })
             }
         }
     }
 
-    /// Opens a disk.
-    pub fn open_disk(&self, place: Place, disk: u8) -> Result<OpenDisk, Denied> {
+    /// Opens a disk. Error: the node does not exist any more, or the store cannot be read.
+    pub fn open_disk(&self, place: NodeDirectory, disk: u8) -> Result<OpenDisk, NodeError> {
         let opened = self.open(place.id)?;
         let (_, name) = opened
             .disks(place)
             .into_iter()
             .find(|(number, _)| *number == disk)
-            .ok_or(Denied::Absent)?;
+            .ok_or(NodeError::Absent)?;
         let loaded = {
             let mut loaded = lock(&opened.disks);
             if let Some(disks) = &*loaded {
@@ -206,43 +214,55 @@ impl Tree {
             .map_err(|error| self.unreadable(&error))
     }
 
-    /// Reads up to `len` bytes of a disk from `offset` on.
-    pub fn read_disk(&self, disk: &OpenDisk, offset: u64, len: usize) -> Result<Vec<u8>, Denied> {
+    /// Reads up to `len` bytes of a disk from `offset` on. Error: the node does not exist any more,
+    /// or the store cannot be read.
+    pub fn read_disk(
+        &self,
+        disk: &OpenDisk,
+        offset: u64,
+        len: usize,
+    ) -> Result<Vec<u8>, NodeError> {
         disk.read(offset, len).map_err(|error| self.unreadable(&error))
     }
 
-    fn look_at(&self, place: Place, kind: Option<MountedFile>) -> Result<Look, Denied> {
+    fn look_at(
+        &self,
+        place: NodeDirectory,
+        kind: Option<MountedFile>,
+    ) -> Result<NodeAttributes, NodeError> {
         let id = place.id;
         // It may have been forgotten since.
         self.store.resolve(&id.to_string()).map_err(|e| self.denied(e))?;
         let opened = self.open(id)?;
-        let vm = || opened.vm(place).ok_or(Denied::Absent);
+        let vm = || opened.vm(place).ok_or(NodeError::Absent);
         let len_bytes = match kind {
             None => 0,
             Some(MountedFile::Info) => self.info(id)?.len() as u64,
             Some(MountedFile::Devices) => vm()?.guest.device_state.len() as u64,
             Some(MountedFile::Screen) => self.png(&opened, vm()?)?.len() as u64,
-            Some(kind) => vm()?.image(kind).ok_or(Denied::Absent)?.len_bytes(),
+            Some(kind) => vm()?.image(kind).ok_or(NodeError::Absent)?.len_bytes(),
         };
         let time = opened.loaded.meta.taken_at.into();
-        Ok(Look { len_bytes, time, lasts: kind != Some(MountedFile::Info) })
+        Ok(NodeAttributes { len_bytes, time, lasts: kind != Some(MountedFile::Info) })
     }
 
-    /// Returns the target of a link: the number of the checkpoint.
-    pub fn target(&self, link: u64) -> Result<String, Denied> {
+    /// Returns the target of a link: the number of the checkpoint. Error: the link does not exist
+    /// any more.
+    pub fn target(&self, link: u64) -> Result<String, NodeError> {
         let name = usize::try_from(link).ok().and_then(|n| lock(&self.links).get(n).cloned());
-        let id = self.store.resolve(&name.ok_or(Denied::Absent)?).map_err(|e| self.denied(e))?;
+        let id = self.store.resolve(&name.ok_or(NodeError::Absent)?).map_err(|e| self.denied(e))?;
         Ok(id.to_string())
     }
 
-    /// Reads up to `len` bytes of a file from `offset` on; fewer at its end.
+    /// Reads up to `len` bytes of a file from `offset` on; fewer at its end. Error: the node does
+    /// not exist any more, or the store cannot be read.
     pub fn read(
         &self,
-        place: Place,
+        place: NodeDirectory,
         kind: MountedFile,
         offset: u64,
         len: usize,
-    ) -> Result<Vec<u8>, Denied> {
+    ) -> Result<Vec<u8>, NodeError> {
         let id = place.id;
         let part = |bytes: &[u8]| {
             let start = usize::try_from(offset).unwrap_or(usize::MAX).min(bytes.len());
@@ -253,7 +273,7 @@ impl Tree {
             return Ok(part(self.info(id)?.as_bytes()));
         }
         let opened = self.open(id)?;
-        let vm = opened.vm(place).ok_or(Denied::Absent)?;
+        let vm = opened.vm(place).ok_or(NodeError::Absent)?;
         if kind == MountedFile::Screen {
             return Ok(part(&self.png(&opened, vm)?));
         }
@@ -269,8 +289,8 @@ impl Tree {
     }
 
     /// What the display of a VM showed, as a file.
-    fn png(&self, opened: &Opened, vm: &OpenedVm) -> Result<Arc<[u8]>, Denied> {
-        let shown = vm.screen.as_ref().ok_or(Denied::Absent)?;
+    fn png(&self, opened: &Opened, vm: &OpenedVm) -> Result<Arc<[u8]>, NodeError> {
+        let shown = vm.screen.as_ref().ok_or(NodeError::Absent)?;
         let mut png = lock(&vm.png);
         if let Some(png) = &*png {
             return Ok(Arc::clone(png));
@@ -288,7 +308,7 @@ impl Tree {
         self.tell(&Error::NoFile { checkpoint: id, file: kind.name(), source });
     }
 
-    fn info(&self, id: CheckpointId) -> Result<String, Denied> {
+    fn info(&self, id: CheckpointId) -> Result<String, NodeError> {
         let sealed = self.store.sealed(id).map_err(|e| self.denied(e))?;
         let text = serde_json::to_string_pretty(&show::shown(&sealed));
         text.map(|text| text + "\n")
@@ -296,7 +316,7 @@ impl Tree {
     }
 
     /// Loads a checkpoint, or finds it among those that are.
-    fn open(&self, id: CheckpointId) -> Result<Arc<Opened>, Denied> {
+    fn open(&self, id: CheckpointId) -> Result<Arc<Opened>, NodeError> {
         {
             let mut all = lock(&self.opened);
             if let Some(opened) =
@@ -348,16 +368,16 @@ impl Tree {
         MountNode::Link(at as u64)
     }
 
-    fn denied(&self, error: keyframe_store::Error) -> Denied {
+    fn denied(&self, error: keyframe_store::Error) -> NodeError {
         if matches!(error, keyframe_store::Error::UnknownCheckpoint { .. }) {
-            return Denied::Absent;
+            return NodeError::Absent;
         }
         self.unreadable(&error.into())
     }
 
-    fn unreadable(&self, error: &Error) -> Denied {
+    fn unreadable(&self, error: &Error) -> NodeError {
         self.tell(error);
-        Denied::Unreadable
+        NodeError::Unreadable
     }
 
     /// Reports an error the first time.
@@ -373,30 +393,30 @@ impl Tree {
 
 impl Opened {
     /// The VM whose files are in a place.
-    fn vm(&self, place: Place) -> Option<&OpenedVm> {
+    fn vm(&self, place: NodeDirectory) -> Option<&OpenedVm> {
         let is_group = !self.loaded.meta.members.is_empty();
         let at = if is_group { usize::from(place.member).checked_sub(1)? } else { 0 };
         self.vms.get(at).filter(|_| is_group || place.member == 0)
     }
 
     /// The directories in a place.
-    fn directories(&self, place: Place) -> impl Iterator<Item = (String, MountNode)> {
+    fn directories(&self, place: NodeDirectory) -> impl Iterator<Item = (String, MountNode)> {
         let all = if place.member == 0 { &self.vms[..] } else { &[] };
         let named = (1..).zip(all).filter_map(|(member, vm)| Some((vm.directory.clone()?, member)));
-        named
-            .filter(|(name, _)| (1..=NAME_BYTES_MAX).contains(&name.len()))
-            .map(move |(name, member)| (name, MountNode::Directory(Place { member, ..place })))
+        named.filter(|(name, _)| (1..=NAME_BYTES_MAX).contains(&name.len())).map(
+            move |(name, member)| (name, MountNode::Directory(NodeDirectory { member, ..place })),
+        )
     }
 
     /// The disks in a place: their numbers in the checkpoint, and the names of their files.
-    fn disks(&self, place: Place) -> Vec<(u8, String)> {
+    fn disks(&self, place: NodeDirectory) -> Vec<(u8, String)> {
         let Some(vm) = self.vm(place) else { return Vec::new() };
         disks::files(&self.loaded.meta.disks, vm.guest.member.as_deref())
             .filter(|(_, name)| name.len() <= NAME_BYTES_MAX)
             .collect()
     }
 
-    fn has(&self, place: Place, kind: MountedFile) -> bool {
+    fn has(&self, place: NodeDirectory, kind: MountedFile) -> bool {
         match kind {
             MountedFile::Info => place.member == 0,
             MountedFile::Devices => self.vm(place).is_some(),

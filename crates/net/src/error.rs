@@ -14,7 +14,7 @@ pub enum Error {
     /// A system call failed.
     #[error("{operation}")]
     Io {
-        /// The operation and its object.
+        /// The operation and its object, such as "listen at /run/lan".
         operation: String,
         /// The operating system's answer.
         #[serde(with = "as_text")]
@@ -25,7 +25,7 @@ pub enum Error {
     NotQuiet {
         /// The VM's connection.
         port: PortId,
-        /// How long the switch waited, in ms.
+        /// The time that the switch waited, in milliseconds.
         waited_ms: u64,
         /// The state of the connection.
         problem: String,
@@ -39,7 +39,7 @@ pub enum Error {
     /// The operation needs a held switch, and this one delivers packets.
     #[error("{operation}: the switch is not held")]
     NotHeld {
-        /// The operation.
+        /// The operation that needs the hold.
         operation: String,
     },
     /// No such port is connected.
@@ -47,7 +47,7 @@ pub enum Error {
     UnknownPort {
         /// The port that the controller named.
         port: PortId,
-        /// The operation.
+        /// The operation that names the port.
         operation: String,
     },
     /// A recorded port has packets, and the controller named no port that stands for it.

@@ -42,9 +42,9 @@ pub struct LanKey(pub usize);
 /// The limits of the frames that wait.
 #[derive(Clone, Copy, Debug)]
 pub struct SwitchLimits {
-    /// The most bytes for one port.
+    /// The largest number of bytes that wait for one port.
     pub port_bytes_max: usize,
-    /// The most bytes for all ports together.
+    /// The largest number of bytes that wait for all ports together.
     pub total_bytes_max: usize,
 }
 
@@ -54,7 +54,7 @@ impl Default for SwitchLimits {
     }
 }
 
-/// The queue of this port is full while the switch is held, so the hold must end.
+/// Reports that the queue of this port is full while the switch is held, so that the hold must end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Overflow(pub PortKey);
@@ -69,7 +69,7 @@ struct Queue {
     dropped: u64,
 }
 
-/// All LANs, and the queues of their ports.
+/// Forwards frames: all LANs of a switch, and the queues of their ports. It does no I/O.
 pub struct Fabric {
     limits: SwitchLimits,
     tables: Vec<MacTable>,
@@ -82,7 +82,7 @@ pub struct Fabric {
 }
 
 impl Fabric {
-    /// A fabric without a LAN.
+    /// Creates a fabric without a LAN.
     pub fn new(limits: SwitchLimits) -> Self {
         Self {
             limits,
@@ -194,7 +194,7 @@ impl Fabric {
         Some(frame)
     }
 
-    /// True if frames from `port` may be read now.
+    /// Returns true if frames from `port` may be read now.
     pub fn may_read(&self, port: PortKey) -> bool {
         self.held || !self.stalled.contains_key(&port)
     }
@@ -209,7 +209,7 @@ impl Fabric {
         self.held = false;
     }
 
-    /// The frames that wait for `port`, in order.
+    /// Returns the frames that wait for `port`, in order.
     pub fn pending(&self, port: PortKey) -> impl ExactSizeIterator<Item = &Frame> {
         const NONE: &VecDeque<Frame> = &VecDeque::new();
         self.queues.get(&port).map_or(NONE, |queue| &queue.frames).iter()
@@ -221,7 +221,7 @@ impl Fabric {
         let _ = self.push(port, frame);
     }
 
-    /// The number of frames that were dropped for `port`.
+    /// Returns the number of frames that were dropped for `port`.
     pub fn dropped(&self, port: PortKey) -> u64 {
         self.queues.get(&port).map_or(0, |queue| queue.dropped)
     }

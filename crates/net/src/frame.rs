@@ -20,7 +20,7 @@ pub const HEADER_BYTES: usize = 4;
 pub struct Mac(pub [u8; 6]);
 
 impl Mac {
-    /// True for broadcast and multicast addresses.
+    /// Returns true for broadcast and multicast addresses.
     pub fn is_group(self) -> bool {
         self.0[0] & 1 == 1
     }
@@ -40,22 +40,22 @@ impl Frame {
         Some(Self([&len.to_be_bytes()[..], bytes].concat().into()))
     }
 
-    /// The frame without its header.
+    /// Returns the frame without its header.
     pub fn bytes(&self) -> &[u8] {
         self.0.get(HEADER_BYTES..).unwrap_or_default()
     }
 
-    /// The frame with its header, as it is sent.
+    /// Returns the frame with its header, as it is sent.
     pub fn wire(&self) -> &[u8] {
         &self.0
     }
 
-    /// The destination address. `None` if the frame is too short for one.
+    /// Returns the destination address. `None` if the frame is too short for one.
     pub fn destination(&self) -> Option<Mac> {
         self.mac(0)
     }
 
-    /// The source address. `None` if the frame is too short for one.
+    /// Returns the source address. `None` if the frame is too short for one.
     pub fn source(&self) -> Option<Mac> {
         self.mac(6)
     }
@@ -90,7 +90,7 @@ impl Deframer {
         self.wire_len().map(drop)
     }
 
-    /// The length of the incomplete last frame, with its header, in bytes.
+    /// Returns the length of the incomplete last frame, with its header, in bytes.
     pub fn begun_bytes(&self) -> usize {
         self.begun.len()
     }

@@ -8,7 +8,7 @@ use crate::InFlight;
 use crate::frame::Deframer;
 use crate::wire::{Messages, SwitchRequest, SwitchResponse};
 
-/// Packets in flight as a store holds them, without their checksum.
+/// Decodes packets in flight as a store holds them, without their checksum.
 pub fn in_flight(covered: &[u8]) {
     let bytes = [covered, blake3::hash(covered).as_bytes()].concat();
     if let Ok(found) = InFlight::decode(&bytes) {
@@ -19,7 +19,8 @@ pub fn in_flight(covered: &[u8]) {
     }
 }
 
-/// A VM's stream of frames. The first byte is the size of the pieces in which it arrives.
+/// Parses a VM's stream of frames. The first byte of `data` is the size of the pieces in which the
+/// rest arrives.
 pub fn frames(data: &[u8]) {
     let Some((piece, bytes)) = data.split_first() else { return };
     let (mut deframer, mut found) = (Deframer::default(), Vec::new());
@@ -35,7 +36,7 @@ pub fn frames(data: &[u8]) {
     }
 }
 
-/// Messages of a controller and of a switch.
+/// Parses the messages of a controller and of a switch.
 pub fn control(bytes: &[u8]) {
     let mut messages = Messages::default();
     messages.push(bytes);

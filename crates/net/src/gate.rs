@@ -34,7 +34,7 @@ use std::path::PathBuf;
 
 /// The largest number of NICs of one VM.
 pub const NICS_MAX: usize = 32;
-/// The largest number of bytes that a gate holds.
+/// The largest number of bytes that a gate holds. Frames that do not fit are dropped.
 pub const HELD_BYTES_MAX: usize = 256 << 20;
 
 /// The unix sockets of one NIC's filters.
@@ -79,17 +79,17 @@ pub(crate) enum GateResponse {
 pub struct GateStatus {
     /// True if all frames pass.
     pub open: bool,
-    /// Held frames of the current epoch, which no cut has ended yet.
+    /// The number of held frames of the current epoch, which no cut has ended yet.
     pub fresh_frames: u64,
     /// The age of the oldest of these, in nanoseconds.
     pub oldest_ns: Option<u64>,
-    /// All held frames.
+    /// The number of all held frames.
     pub held_frames: u64,
-    /// The bytes of all held frames.
+    /// The number of bytes of all held frames.
     pub held_bytes: u64,
-    /// Frames that have passed.
+    /// The number of frames that have passed.
     pub passed_frames: u64,
-    /// Frames that were dropped because they did not fit in memory.
+    /// The number of frames that were dropped because they did not fit in memory.
     pub dropped_frames: u64,
 }
 
@@ -116,7 +116,7 @@ pub(crate) struct GateQueue {
 }
 
 impl GateQueue {
-    /// An open queue for `nics` NICs.
+    /// Creates an open queue for `nics` NICs.
     pub fn new(nics: usize) -> Self {
         Self { open: true, nics: (0..nics).map(|_| VecDeque::new()).collect(), ..Self::default() }
     }
@@ -170,7 +170,7 @@ impl GateQueue {
         self.open = true;
     }
 
-    /// True if all frames pass.
+    /// Returns true if all frames pass.
     pub fn is_open(&self) -> bool {
         self.open
     }
@@ -184,7 +184,7 @@ impl GateQueue {
         Ok(())
     }
 
-    /// The state at the time `now_ns`.
+    /// Returns the state at the time `now_ns`.
     pub fn status(&self, now_ns: u64) -> GateStatus {
         let all = || self.nics.iter().flatten();
         let fresh = || all().filter(|waiting| !self.open && waiting.epoch == self.epoch);

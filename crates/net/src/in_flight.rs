@@ -49,6 +49,29 @@ impl fmt::Display for PortId {
     }
 }
 
+/// The port of a restored VM that stands for a port of a recorded one. In JSON it is the pair
+/// `[recorded, present]`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "(PortId, PortId)", into = "(PortId, PortId)")]
+pub struct StandInPort {
+    /// The port as the recording names it.
+    pub recorded: PortId,
+    /// The port of this switch that stands for it.
+    pub present: PortId,
+}
+
+impl From<(PortId, PortId)> for StandInPort {
+    fn from((recorded, present): (PortId, PortId)) -> Self {
+        Self { recorded, present }
+    }
+}
+
+impl From<StandInPort> for (PortId, PortId) {
+    fn from(port: StandInPort) -> Self {
+        (port.recorded, port.present)
+    }
+}
+
 /// The frames that wait for one port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortInFlight {
@@ -66,7 +89,7 @@ pub struct InFlight {
 }
 
 impl InFlight {
-    /// The number of frames of all ports.
+    /// Returns the number of frames of all ports.
     pub fn frames(&self) -> usize {
         self.ports.iter().map(|port| port.frames.len()).sum()
     }

@@ -50,8 +50,8 @@ pub use fabric::SwitchLimits;
 pub use frame::{FRAME_BYTES_MAX, Frame};
 pub use gate::{GateNic, GateRemote, GateStatus, serve_gate};
 pub use in_flight::{
-    IN_FLIGHT_BYTES_MAX, IN_FLIGHT_VERSION, InFlight, PORTS_MAX, PortId, PortInFlight,
+    IN_FLIGHT_BYTES_MAX, IN_FLIGHT_VERSION, InFlight, PORTS_MAX, PortId, PortInFlight, StandInPort,
 };
-pub use remote::Remote;
+pub use remote::SwitchRemote;
 pub use server::{serve, serve_until};
-pub use switch::{ClosedPort, HOLD_MAX, LANS_MAX, PortStatus, Ports, Switch};
+pub use switch::{ClosedPort, HOLD_MAX, LANS_MAX, PortStatus, Switch, SwitchPorts};

@@ -39,7 +39,7 @@ impl LanListener {
         })
     }
 
-    /// The path as text.
+    /// Returns the path as text.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -84,8 +84,8 @@ fn is_abandoned(path: &Path) -> Result<bool, String> {
     }
 }
 
-/// The id of the process at the other end. 0 if the kernel does not tell (the process is in a pid
-/// namespace that is not visible from here).
+/// Returns the id of the process at the other end. 0 if the kernel does not tell (the process is in
+/// a pid namespace that is not visible from here).
 pub fn peer_pid(stream: &UnixStream) -> u32 {
     use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
     getsockopt(stream, PeerCredentials).map_or(0, |peer| peer.pid().unsigned_abs())

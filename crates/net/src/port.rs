@@ -68,7 +68,7 @@ enum Tail {
     Probed,
 }
 
-/// Why sending ended.
+/// The reason why sending ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOutcome {
     /// No frame is left to send.
@@ -235,7 +235,7 @@ impl Port {
         })
     }
 
-    /// The bytes that QEMU has not read, in the kernel's accounting.
+    /// Returns the bytes that QEMU has not read, in the kernel's accounting.
     pub fn unread(&self) -> Result<u64, String> {
         keyframe_kernel::socket::unread_bytes(self.stream.as_fd())
             .map_err(|e| format!("asking what it has read: {e}"))

@@ -1,7 +1,7 @@
 //! The controller's handle to a switch that runs in another process.
 
-use crate::in_flight::{InFlight, PortId};
-use crate::switch::Ports;
+use crate::in_flight::{InFlight, StandInPort};
+use crate::switch::SwitchPorts;
 use crate::wire::{Messages, SwitchRequest, SwitchResponse, encode};
 use crate::{Error, Result};
 use std::io::{ErrorKind, Read, Write};
@@ -22,7 +22,7 @@ const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Controls a switch in another process. If the handle is dropped while the switch is held, the
 /// switch releases by itself. A switch that [`Self::spawn`] started goes on until its last VM
 /// disconnects.
-pub struct Remote {
+pub struct SwitchRemote {
     stream: UnixStream,
     input: Messages,
     child: Option<Child>,
@@ -30,7 +30,7 @@ pub struct Remote {
     lost: bool,
 }
 
-impl Remote {
+impl SwitchRemote {
     /// Starts a switch as `command`, which must call [`crate::serve`] with its standard input.
     /// Waits until the switch answers. Errors: the process cannot be started or does not answer in
     /// time.
@@ -72,19 +72,20 @@ impl Remote {
         Ok(remote)
     }
 
-    /// True if the switch does not answer any more, and will not: its process has ended, or an
-    /// answer is missing.
+    /// Returns true if the switch does not answer any more, and will not: its process has ended, or
+    /// an answer is missing.
     pub fn is_lost(&mut self) -> bool {
         let has_ended = |child: &mut Child| !matches!(child.try_wait(), Ok(None));
         self.lost || self.child.as_mut().is_some_and(has_ended)
     }
 
-    /// The id of the switch's process, if [`Self::spawn`] started it.
+    /// Returns the id of the switch's process, if [`Self::spawn`] started it.
     pub fn pid(&self) -> Option<u32> {
         self.child.as_ref().map(Child::id)
     }
 
-    /// Adds a LAN: see [`crate::Switch::listen`].
+    /// Adds a LAN: see [`crate::Switch::listen`]. Errors: those of that function; the switch does
+    /// not answer.
     pub fn listen(&mut self, path: &Path) -> Result<()> {
         let text = path.to_str().ok_or_else(|| Error::Listen {
             path: path.display().to_string(),
@@ -93,18 +94,21 @@ impl Remote {
         self.done(&SwitchRequest::Listen { path: text.into() }, &[], ANSWER_TIMEOUT)
     }
 
-    /// Holds the LANs: see [`crate::Switch::hold`].
+    /// Holds the LANs: see [`crate::Switch::hold`]. Errors: those of that function; the switch does
+    /// not answer.
     pub fn hold(&mut self, limit: Duration) -> Result<()> {
         self.done(&SwitchRequest::Hold { limit_ms: limit.as_millis() as u64 }, &[], ANSWER_TIMEOUT)
     }
 
-    /// Waits until all packets are taken: see [`crate::Switch::quiesce`].
+    /// Waits until all packets are taken: see [`crate::Switch::quiesce`]. Errors: those of that
+    /// function; the switch does not answer.
     pub fn quiesce(&mut self, timeout: Duration) -> Result<()> {
         let request = SwitchRequest::Quiesce { timeout_ms: timeout.as_millis() as u64 };
         self.done(&request, &[], ANSWER_TIMEOUT.saturating_add(timeout))
     }
 
-    /// Collects the packets in flight: see [`crate::Switch::collect`].
+    /// Collects the packets in flight: see [`crate::Switch::collect`]. Errors: those of that
+    /// function; the switch does not answer.
     pub fn collect(&mut self) -> Result<InFlight> {
         match self.ask(&SwitchRequest::Collect, &[], ANSWER_TIMEOUT)? {
             (SwitchResponse::InFlight, bytes) => InFlight::decode(&bytes),
@@ -112,20 +116,22 @@ impl Remote {
         }
     }
 
-    /// Ends the hold: see [`crate::Switch::release`].
+    /// Ends the hold: see [`crate::Switch::release`]. Errors: those of that function; the switch
+    /// does not answer.
     pub fn release(&mut self) -> Result<()> {
         self.done(&SwitchRequest::Release, &[], ANSWER_TIMEOUT)
     }
 
-    /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` pairs each recorded
-    /// port with a port of this switch.
-    pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[(PortId, PortId)]) -> Result<()> {
+    /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` names the
+    /// present port of each recorded one. Errors: those of that function; the switch does not answer.
+    pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[StandInPort]) -> Result<()> {
         let request = SwitchRequest::Restore { stand_ins: stand_ins.to_vec() };
         self.done(&request, &in_flight.encode()?, ANSWER_TIMEOUT)
     }
 
-    /// The connections: see [`crate::Switch::ports`].
-    pub fn ports(&mut self) -> Result<Ports> {
+    /// Returns the connections: see [`crate::Switch::ports`]. Errors: those of that function; the
+    /// switch does not answer.
+    pub fn ports(&mut self) -> Result<SwitchPorts> {
         match self.ask(&SwitchRequest::Ports, &[], ANSWER_TIMEOUT)? {
             (SwitchResponse::Ports(ports), _) => Ok(ports),
             _ => Err(self.unexpected()),
@@ -133,7 +139,8 @@ impl Remote {
     }
 
     /// Closes the control connection. A switch that [`Self::spawn`] started ends as soon as no VM
-    /// is connected; this function waits briefly for that. True if the switch has ended.
+    /// is connected; this function waits briefly for that. Returns true if the switch has ended.
+    /// Error: the switch does not answer.
     pub fn end(self) -> Result<bool> {
         drop(self.stream);
         let Some(mut child) = self.child else { return Ok(false) };

@@ -23,7 +23,7 @@
 
 use crate::fabric::{Fabric, LanKey, Overflow, PortKey, SwitchLimits};
 use crate::frame::Frame;
-use crate::in_flight::{InFlight, PORTS_MAX, PortId, PortInFlight};
+use crate::in_flight::{InFlight, PORTS_MAX, PortId, PortInFlight, StandInPort};
 use crate::listener::{LanListener, peer_pid};
 use crate::port::{Delivery, Port, ReadOutcome, SendOutcome};
 use crate::{Error, Result};
@@ -60,9 +60,9 @@ pub(crate) const FOREIGN_TOKENS: u64 = 1 << 63;
 pub struct PortStatus {
     /// The port.
     pub port: PortId,
-    /// Frames that wait for it.
+    /// The number of frames that wait for it.
     pub pending: usize,
-    /// Flooded frames that were dropped because its queue was full.
+    /// The number of flooded frames that were dropped because its queue was full.
     pub dropped: u64,
 }
 
@@ -71,13 +71,13 @@ pub struct PortStatus {
 pub struct ClosedPort {
     /// The port.
     pub port: PortId,
-    /// Why it ended.
+    /// The reason why it ended.
     pub reason: String,
 }
 
 /// The connections of a switch.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Ports {
+pub struct SwitchPorts {
     /// The open connections, in the order of [`PortId`].
     pub ports: Vec<PortStatus>,
     /// The most recently ended connections, oldest first.
@@ -125,13 +125,14 @@ pub struct Switch {
 }
 
 impl Switch {
-    /// A switch without a LAN, with the default limits. Errors: epoll or /dev/null cannot be
-    /// opened.
+    /// Creates a switch without a LAN, with the default limits. Errors: epoll or /dev/null cannot
+    /// be opened.
     pub fn new() -> Result<Self> {
         Self::with_limits(SwitchLimits::default())
     }
 
-    /// Makes a switch as [`Self::new`], with other limits of what may wait.
+    /// Makes a switch as [`Self::new`], with other limits of what may wait. Errors: those of
+    /// [`Self::new`].
     pub fn with_limits(limits: SwitchLimits) -> Result<Self> {
         let marker = std::fs::File::open("/dev/null").map_err(Error::io("open /dev/null"))?.into();
         Ok(Self {
@@ -183,7 +184,7 @@ impl Switch {
         epoll::modify(&self.epoll, fd, data, flags).map_err(Error::io("watch a socket"))
     }
 
-    /// True if no VM is connected.
+    /// Returns true if no VM is connected.
     pub fn is_empty(&self) -> bool {
         self.connections.is_empty()
     }
@@ -306,18 +307,19 @@ impl Switch {
         self.deliver();
     }
 
-    /// Queues recorded packets for ports of this switch. `stand_ins` pairs each recorded port with
-    /// the port that stands for it. Errors: [`Error::NotHeld`], [`Error::UnknownPort`],
+    /// Queues recorded packets for ports of this switch. `stand_ins` names the present port
+    /// of each recorded one. Errors: [`Error::NotHeld`], [`Error::UnknownPort`],
     /// [`Error::Unmapped`]. After an error nothing is queued.
-    pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[(PortId, PortId)]) -> Result<()> {
+    pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[StandInPort]) -> Result<()> {
         let operation = "restore packets in flight";
         self.check_held(operation)?;
         let mut placed = Vec::new();
         for recorded in in_flight.ports.iter().filter(|port| !port.frames.is_empty()) {
-            let (_, now) =
-                stand_ins.iter().find(|(then, _)| *then == recorded.port).ok_or_else(|| {
+            let stand_in =
+                stand_ins.iter().find(|port| port.recorded == recorded.port).ok_or_else(|| {
                     Error::Unmapped { port: recorded.port.clone(), frames: recorded.frames.len() }
                 })?;
+            let now = &stand_in.present;
             let key = self
                 .connections
                 .iter()
@@ -334,8 +336,8 @@ impl Switch {
         Ok(())
     }
 
-    /// The connections.
-    pub fn ports(&self) -> Ports {
+    /// Returns the open connections and the most recently ended ones.
+    pub fn ports(&self) -> SwitchPorts {
         let status = |(key, connection): (&PortKey, &Connection)| PortStatus {
             port: connection.id.clone(),
             pending: self.fabric.pending(*key).len(),
@@ -344,7 +346,7 @@ impl Switch {
         let mut ports: Vec<PortStatus> = self.connections.iter().map(status).collect();
         ports.sort_by(|a, b| a.port.cmp(&b.port));
         let held = matches!(self.hold, HoldState::Held { .. });
-        Ports { ports, closed: self.closed.iter().cloned().collect(), held }
+        SwitchPorts { ports, closed: self.closed.iter().cloned().collect(), held }
     }
 
     fn check_held(&self, operation: &str) -> Result<()> {

@@ -16,8 +16,8 @@
 //!
 //! The controller sends one request at a time. Each has one answer.
 
-use crate::in_flight::{IN_FLIGHT_BYTES_MAX, PortId};
-use crate::switch::Ports;
+use crate::in_flight::{IN_FLIGHT_BYTES_MAX, StandInPort};
+use crate::switch::SwitchPorts;
 use crate::{Error, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -35,7 +35,7 @@ pub enum SwitchRequest {
     Collect,
     Release,
     Ports,
-    Restore { stand_ins: Vec<(PortId, PortId)> },
+    Restore { stand_ins: Vec<StandInPort> },
     Listen { path: String },
 }
 
@@ -45,11 +45,11 @@ pub enum SwitchRequest {
 pub enum SwitchResponse {
     Done,
     InFlight,
-    Ports(Ports),
+    Ports(SwitchPorts),
     Failed(Error),
 }
 
-/// The bytes of `message`, followed by `bytes`. Error: they are too long.
+/// Returns the bytes of `message`, followed by `bytes`. Error: they are too long.
 pub fn encode(message: &impl Serialize, bytes: &[u8]) -> Result<Vec<u8>> {
     let json = serde_json::to_vec(message)
         .map_err(|e| Error::control(format!("encode a message: {e}")))?;
@@ -70,7 +70,7 @@ impl Messages {
         self.0.extend_from_slice(bytes);
     }
 
-    /// True if more bytes wait than the longest message has.
+    /// Returns true if more bytes wait than the longest message has.
     pub fn is_too_much(&self) -> bool {
         self.0.len() > LENGTHS_BYTES + JSON_BYTES_MAX + IN_FLIGHT_BYTES_MAX
     }
@@ -98,6 +98,7 @@ impl Messages {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::in_flight::PortId;
     use proptest::prelude::*;
 
     proptest! {
@@ -127,6 +128,15 @@ mod tests {
             messages.push(&bytes);
             let _ = messages.next::<SwitchRequest>();
         }
+    }
+
+    #[test]
+    fn a_stand_in_is_a_pair_on_the_wire() {
+        let port = |pid| PortId { lan: "/l".into(), pid, number: 0 };
+        let stand_in = StandInPort { recorded: port(1), present: port(2) };
+        let json = serde_json::to_string(&stand_in).unwrap();
+        assert_eq!(json, serde_json::to_string(&(port(1), port(2))).unwrap());
+        assert_eq!(serde_json::from_str::<StandInPort>(&json).unwrap(), stand_in);
     }
 
     #[test]

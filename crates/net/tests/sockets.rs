@@ -2,7 +2,9 @@
 
 mod support;
 
-use keyframe_net::{Error, InFlight, PortId, Remote, Switch, SwitchLimits, serve, serve_until};
+use keyframe_net::{
+    Error, InFlight, PortId, StandInPort, Switch, SwitchLimits, SwitchRemote, serve, serve_until,
+};
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -17,7 +19,7 @@ const SOON: Duration = Duration::from_secs(20);
 
 /// A switch in a thread, its control, and the socket of its LAN.
 struct Bench {
-    remote: Remote,
+    remote: SwitchRemote,
     thread: JoinHandle<Result<(), Error>>,
     lan: PathBuf,
     dir: tempfile::TempDir,
@@ -27,7 +29,7 @@ impl Bench {
     fn new() -> Self {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let thread = std::thread::spawn(move || serve(theirs));
-        let mut remote = Remote::over(ours).unwrap();
+        let mut remote = SwitchRemote::over(ours).unwrap();
         let dir = tempfile::Builder::new().prefix("keyframe-test-").tempdir().unwrap();
         let lan = dir.path().join("lan");
         remote.listen(&lan).unwrap();
@@ -134,14 +136,16 @@ fn a_hold_keeps_everything_in_order_and_a_fresh_switch_delivers_it_again() {
 
     let mut fresh = Bench::new();
     let [mut b2, mut a2] = fresh.peers();
-    let stand_ins = [(bench.port(0), fresh.port(1)), (bench.port(1), fresh.port(0))];
+    let stand_in = |recorded, present| StandInPort { recorded, present };
+    let stand_ins =
+        [stand_in(bench.port(0), fresh.port(1)), stand_in(bench.port(1), fresh.port(0))];
     assert!(matches!(fresh.remote.restore(&in_flight, &stand_ins), Err(Error::NotHeld { .. })));
     fresh.remote.hold(LIMIT).unwrap();
     assert!(matches!(
         fresh.remote.restore(&in_flight, &stand_ins[..1]),
         Err(Error::Unmapped { .. })
     ));
-    let unknown = [(bench.port(0), fresh.port(1)), (bench.port(1), fresh.port(7))];
+    let unknown = [stand_in(bench.port(0), fresh.port(1)), stand_in(bench.port(1), fresh.port(7))];
     assert!(matches!(fresh.remote.restore(&in_flight, &unknown), Err(Error::UnknownPort { .. })));
     fresh.remote.restore(&in_flight, &stand_ins).unwrap();
     b2.send(&frame(0, 1, 1002));
@@ -225,7 +229,7 @@ fn a_switch_in_its_own_process_outlives_its_engine_and_not_its_last_vm() {
     command
         .args(["--exact", "switch_process", "--ignored", "--nocapture"])
         .env("KEYFRAME_PART", "switch");
-    let mut remote = Remote::spawn(&mut command).unwrap();
+    let mut remote = SwitchRemote::spawn(&mut command).unwrap();
     let pid = remote.pid().unwrap();
     remote.listen(&lan).unwrap();
     let (mut a, b) = (Peer::connect(&lan), Peer::connect(&lan));
@@ -242,9 +246,9 @@ fn a_switch_in_its_own_process_outlives_its_engine_and_not_its_last_vm() {
     until("its end", || std::fs::read_to_string(&stat).is_ok_and(|text| text.contains(") Z ")));
     assert!(!lan.exists());
     // A switch without a VM ends with its engine.
-    assert!(Remote::spawn(&mut command).unwrap().end().unwrap());
+    assert!(SwitchRemote::spawn(&mut command).unwrap().end().unwrap());
     // A program that is not a switch is an error.
-    assert!(Remote::spawn(&mut Command::new("true")).is_err());
+    assert!(SwitchRemote::spawn(&mut Command::new("true")).is_err());
 }
 
 #[test]
@@ -282,9 +286,9 @@ fn too_much_for_one_port_ends_the_hold_and_loses_nothing() {
         switch.listen(&at)?;
         serve_until(switch, Some(&ctl), stop.1.into())
     });
-    until("the control socket", || Remote::connect(&control).is_ok());
-    let mut remote = Remote::connect(&control).unwrap();
-    assert!(matches!(Remote::connect(&control), Err(Error::Busy)));
+    until("the control socket", || SwitchRemote::connect(&control).is_ok());
+    let mut remote = SwitchRemote::connect(&control).unwrap();
+    assert!(matches!(SwitchRemote::connect(&control), Err(Error::Busy)));
     let mut a = Peer::connect(&lan);
     let mut b = Peer::connect(&lan);
     until("both ports", || remote.ports().unwrap().ports.len() == 2);
@@ -300,7 +304,7 @@ fn too_much_for_one_port_ends_the_hold_and_loses_nothing() {
     assert!(reason.contains("too much waits for port"), "{reason}");
     // The switch accepts the next controller after this one has gone.
     drop(remote);
-    until("control", || Remote::connect(&control).is_ok());
+    until("control", || SwitchRemote::connect(&control).is_ok());
     (&stop.0).write_all(b"x").unwrap();
     until("the end of the switch", || thread.is_finished());
     thread.join().unwrap().unwrap();

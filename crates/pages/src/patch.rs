@@ -19,7 +19,8 @@ pub const PATCH_BYTES_MAX: usize = PAGE_BYTES / 2;
 const GAP_BYTES_MIN: usize = 3;
 const LINE_BYTES: usize = 64;
 
-/// Appends the patch that makes `page` from `base` to `out`. Returns false if the patch is longer
+/// Appends to `out` the patch that turns `base` into `page`: for each run of different bytes its
+/// distance from the previous one, its length and its bytes. Returns false if the patch is longer
 /// than `len_bytes_max`; `out` then holds a part of it.
 pub fn diff(base: &Page, page: &Page, len_bytes_max: usize, out: &mut Vec<u8>) -> bool {
     let end_max = out.len() + len_bytes_max;
@@ -88,7 +89,8 @@ impl Runs<'_> {
     }
 }
 
-/// Writes the runs of a patch over a page.
+/// Writes the runs of `patch`, as [`diff`] makes it, over `page`, which must have the content of
+/// the patch's base. Error: the patch is malformed, or leads out of the page.
 pub fn apply(patch: &[u8], page: &mut Page) -> Result<(), Problem> {
     let mut cursor = Cursor::new(patch);
     let mut at = 0usize;

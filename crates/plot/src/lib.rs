@@ -90,14 +90,14 @@ pub struct Point {
 
 /// The format of a figure's file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum FigureFormat {
     /// Scalable vector graphics, `.svg`.
     Svg,
     /// A bitmap, `.png`.
     Png,
 }
 
-/// Why a figure was not drawn or written.
+/// The reason why a figure was not drawn or written.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -112,7 +112,7 @@ pub enum Error {
     Draw {
         /// The title of the figure.
         title: String,
-        /// The cause.
+        /// What is wrong.
         problem: String,
     },
     /// The file could not be written.
@@ -125,7 +125,7 @@ pub enum Error {
     },
 }
 
-impl Format {
+impl FigureFormat {
     /// Returns the format that the extension of `path` names.
     ///
     /// Errors: [`Error::Name`].
@@ -167,9 +167,9 @@ impl Figure {
     ///
     /// Errors: [`Error::Name`], [`Error::Draw`], [`Error::Write`].
     pub fn write(&self, path: &Path) -> Result<(), Error> {
-        let bytes = match Format::of(path)? {
-            Format::Svg => self.svg()?.into_bytes(),
-            Format::Png => self.png()?,
+        let bytes = match FigureFormat::of(path)? {
+            FigureFormat::Svg => self.svg()?.into_bytes(),
+            FigureFormat::Png => self.png()?,
         };
         std::fs::write(path, bytes).map_err(|source| Error::Write { path: path.into(), source })
     }

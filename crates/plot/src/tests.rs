@@ -78,9 +78,9 @@ fn an_invalid_figure_is_refused_with_its_title() {
     let many: Vec<(&str, &[_])> = vec![("a", A); SERIES_MAX + 1];
     assert!(figure(Scale::Linear, &many).png().is_err());
     for name in ["a.jpg", "svg", "", "a.svg.gz"] {
-        assert!(matches!(Format::of(Path::new(name)), Err(Error::Name { .. })), "{name}");
+        assert!(matches!(FigureFormat::of(Path::new(name)), Err(Error::Name { .. })), "{name}");
     }
-    assert_eq!(Format::of(Path::new("a/b.PNG")).unwrap(), Format::Png);
+    assert_eq!(FigureFormat::of(Path::new("a/b.PNG")).unwrap(), FigureFormat::Png);
     let error = figure(Scale::Linear, &[]).write(Path::new("/nonexistent/a.svg")).unwrap_err();
     assert!(error.to_string().contains("/nonexistent/a.svg"));
 }

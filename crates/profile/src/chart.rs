@@ -6,7 +6,8 @@ use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
 type Count = fn(&CurveRow) -> Option<Statistic>;
 
-/// Draws a chart of pages, and one each of sectors and packets if these were measured.
+/// Makes a figure of `curves` with a chart of pages, and one each of sectors and packets if these
+/// were measured.
 pub fn figure(title: &str, curves: &[Curve]) -> Figure {
     let counts: [(&str, &str, Count); 3] = [
         ("memory pages written", "pages (4 KiB) per epoch", |r| Some(r.pages)),

@@ -32,13 +32,13 @@ pub struct MeasuredEpoch {
     pub length: Duration,
     /// The measured length, between the two scans.
     pub measured_ns: u64,
-    /// Distinct pages of 4 KiB written.
+    /// The number of distinct pages of 4 KiB written.
     pub pages: u64,
-    /// Sectors of 512 bytes written to disks, if known.
+    /// The number of sectors of 512 bytes written to disks, if known.
     pub sectors: Option<u64>,
-    /// Write requests to disks, if known.
+    /// The number of write requests to disks, if known.
     pub disk_writes: Option<u64>,
-    /// Packets that the guest sent, if known.
+    /// The number of packets that the guest sent, if known.
     pub packets: Option<u64>,
 }
 
@@ -125,8 +125,8 @@ fn growth_percent(before: &CurveRow, after: &CurveRow) -> Option<f64> {
     (doublings > 0.01 && before.pages.mean > 0.0 && growth.is_finite()).then_some(growth)
 }
 
-/// Finds the dirty page set. Growth must stay low up to the longest epoch: a single flat step may be
-/// chance, or a workload between two phases.
+/// Finds the dirty page set. Growth must stay low up to the longest epoch: a single flat step may
+/// be chance, or a workload between two phases.
 fn dirty_page_set(rows: &[CurveRow]) -> Option<DirtyPageSet> {
     let flat = |row: &&CurveRow| row.growth_percent.is_some_and(|g| g < PLATEAU_PERCENT);
     let flat_steps = rows.iter().rev().take_while(flat).count();

@@ -38,7 +38,7 @@ const NETDEVS_MAX: usize = 64;
 /// The writes of the VM to all its disks since its start.
 #[derive(Clone, Copy)]
 pub struct DiskWrites {
-    /// Sectors of 512 bytes.
+    /// The number of sectors of 512 bytes.
     pub sectors: u64,
     /// Requests.
     pub writes: u64,
@@ -76,7 +76,8 @@ impl Counters {
         }
     }
 
-    /// Returns the sectors and requests written since the VM's start; `None` if they are not counted.
+    /// Returns the sectors and requests written since the VM's start; `None` if they are not
+    /// counted.
     pub fn disks(&mut self, target: &mut Target) -> Result<Option<DiskWrites>> {
         match target.qmp().filter(|_| self.disks) {
             Some(qmp) => disks(qmp).map_err(Error::Disks),
@@ -84,8 +85,8 @@ impl Counters {
         }
     }
 
-    /// Returns the number of packets that the guest has sent since [`Self::new`]; `None` if they are
-    /// not counted. If a dump fails or is full, counting ends with a note.
+    /// Returns the number of packets that the guest has sent since [`Self::new`]; `None` if they
+    /// are not counted. If a dump fails or is full, counting ends with a note.
     pub fn packets(&mut self, target: &mut Target) -> Option<u64> {
         let counted: Result<u64, String> = self.dumps.as_mut()?.iter_mut().map(Dump::count).sum();
         match counted {

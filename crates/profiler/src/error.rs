@@ -84,7 +84,7 @@ pub enum Error {
     TextNotShown {
         /// The text.
         text: String,
-        /// How long it was awaited, in seconds.
+        /// The time for which it was awaited, in seconds.
         seconds: u64,
     },
     /// QEMU's answer about its disks cannot be read.

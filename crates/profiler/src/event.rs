@@ -10,7 +10,8 @@ use std::time::Duration;
 pub enum ProfilerEvent {
     /// A VM was launched. Its measurement begins later, after a text on its console or a time.
     GuestStarted,
-    /// If this process had died while it attached to QEMU, QEMU would have died with it.
+    /// QEMU was in danger while this process attached to it: had this process died, QEMU would have
+    /// died with it.
     UnguardedAttach {
         /// QEMU's process.
         qemu_pid: u32,
@@ -19,7 +20,7 @@ pub enum ProfilerEvent {
     EpochsBegin {
         /// The number of its vCPUs, if known.
         vcpus: Option<u32>,
-        /// How long all of its epochs take.
+        /// The time for which all of its epochs take.
         total: Duration,
     },
     /// A VM that was launched could not be ended.

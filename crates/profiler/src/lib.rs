@@ -72,13 +72,14 @@ pub enum MeasuredVm {
     },
 }
 
-/// When the measurement of a launched VM begins.
+/// The condition on which the measurement of a launched VM begins.
 pub struct StartCondition {
-    /// After its console has shown a line with this text.
+    /// A text: the measurement begins after the guest's console has shown a line with it. `None` to
+    /// begin at the VM's start.
     pub when: Option<String>,
-    /// After this time since its start, or since that line.
+    /// The time to wait after that line, or after the VM's start.
     pub settle: Duration,
-    /// True if its standard output goes to standard error.
+    /// True if QEMU's standard output goes to standard error.
     pub quiet_stdout: bool,
 }
 
@@ -86,14 +87,14 @@ pub struct StartCondition {
 pub struct MeasurementOptions {
     /// The lengths of epochs.
     pub ladder: Ladder,
-    /// The number of epochs of each length; `None`: as many as fit into a minute.
+    /// The number of epochs of each length; `None` for as many as fit into a minute.
     pub samples: Option<u32>,
 }
 
 /// The result of a measurement.
 #[derive(Serialize)]
 pub struct Profile {
-    /// Bytes of guest RAM that were watched.
+    /// The number of bytes of guest RAM that were watched.
     pub ram_bytes: u64,
     /// A curve for each number of vCPUs.
     pub curves: Vec<Curve>,
@@ -170,8 +171,8 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Waits for the condition on which the measurement of a launched VM begins. Returns false if the VM
-    /// ends before, or if Ctrl-C is pressed.
+    /// Waits for the condition on which the measurement of a launched VM begins. Returns false if
+    /// the VM ends before, or if Ctrl-C is pressed.
     fn settle(
         &self,
         target: &mut Target,

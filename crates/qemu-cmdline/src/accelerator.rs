@@ -20,7 +20,8 @@ const OPTIONS: &[&str] =
 /// Keys of `-machine` that name or configure one.
 const MACHINE_KEYS: &[&str] =
     &["accel", "kernel-irqchip", "kernel_irqchip", "kvm-shadow-mem", "kvm_shadow_mem"];
-/// The accelerator that a QEMU with the line `kept` runs under; `None` if QEMU has a choice.
+/// Returns the accelerator under which a QEMU with the line `kept` runs; `None` if QEMU has a
+/// choice.
 pub fn named_accelerator(kept: &[Argument]) -> Option<Accelerator> {
     let mut named = Vec::new();
     for argument in kept {
@@ -50,7 +51,7 @@ pub fn named_accelerator(kept: &[Argument]) -> Option<Accelerator> {
     }
 }
 
-/// The line without its accelerator. The caller adds `-accel` with another.
+/// Returns the line `kept` without its accelerator. The caller adds `-accel` with another.
 pub fn without_accelerator(kept: &[Argument]) -> Vec<Argument> {
     let machine = |argument: &Argument| {
         let all = keys(argument.value(), "type");
@@ -72,7 +73,8 @@ pub fn without_accelerator(kept: &[Argument]) -> Vec<Argument> {
     .collect()
 }
 
-/// Words that keep the defaults of `machine_type` as they were under the accelerator `from`.
+/// Returns the words that keep the defaults of `machine_type` as they were under the accelerator
+/// `from`, when the line `kept` runs under another one.
 pub fn machine_defaults(kept: &[Argument], machine_type: &str, from: Accelerator) -> Vec<String> {
     let clock_given = kept
         .iter()

@@ -25,21 +25,21 @@ use crate::options::{self, Argument, devices, escape, properties, value_of};
 use crate::{CommandLineError, Result};
 use std::path::Path;
 
-/// How to make a clone's line.
+/// The options of a clone's line.
 #[derive(Clone, Copy, Debug)]
 pub struct CloneOptions<'a> {
     /// The clone's own directory, for sockets and files.
     pub directory: &'a Path,
-    /// Keep the identity of the checkpoint's VM (`vmgenid`).
+    /// True to keep the identity of the checkpoint's VM (`vmgenid`).
     pub exact: bool,
 }
 
-/// A clone's line, and its differences from the kept one.
+/// The command line of a clone.
 #[derive(Clone, Debug, Default)]
 pub struct CloneLine {
     /// The words, the binary first.
     pub words: Vec<String>,
-    /// Differences that the user should know.
+    /// The differences from the kept line that the user should know, a text each.
     pub notes: Vec<String>,
 }
 

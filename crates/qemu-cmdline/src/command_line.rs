@@ -59,7 +59,7 @@ struct Recording {
 pub struct RunWords {
     /// The words.
     pub words: Vec<String>,
-    /// Differences from the user's machine that the user should know.
+    /// The differences from the user's machine that the user should know, a text each.
     pub notes: Vec<String>,
 }
 
@@ -84,32 +84,32 @@ impl CommandLine {
         })
     }
 
-    /// The name of the binary, as the user gave it; empty for an empty line.
+    /// Returns the name of the binary, as the user gave it; empty for an empty line.
     pub fn binary_name(&self) -> &str {
         self.words.first().map_or("", String::as_str)
     }
 
-    /// The words as the user gave them.
+    /// Returns the words as the user gave them.
     pub fn words(&self) -> &[String] {
         &self.words
     }
 
-    /// The arguments as the user gave them.
+    /// Returns the arguments as the user gave them.
     pub fn arguments(&self) -> &[Argument] {
         &self.arguments
     }
 
-    /// The VM's name from `-name`.
+    /// Returns the VM's name from `-name`; `None` if the line has none.
     pub fn vm_name(&self) -> Option<String> {
         vm_name(&self.arguments)
     }
 
-    /// True if the user wants the VM to start paused (`-S`).
+    /// Returns true if the user wants the VM to start paused (`-S`).
     pub fn starts_paused(&self) -> bool {
         self.arguments.iter().any(|a| a.name() == "S")
     }
 
-    /// The disks that the guest can write to.
+    /// Returns the disks that the guest can write to.
     ///
     /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
     pub fn drives(&self) -> Result<Vec<Drive>> {
@@ -125,12 +125,12 @@ impl CommandLine {
         Ok(())
     }
 
-    /// The server of the disks, after [`CommandLine::serve_drives`].
+    /// Returns the server of the disks; `None` before [`CommandLine::serve_drives`].
     pub fn disk_server(&self) -> Option<&DiskServer> {
         self.disk_server.as_ref()
     }
 
-    /// The media that the guest can only read and that a server can serve.
+    /// Returns the media that the guest can only read and that a server can serve.
     pub fn media(&self) -> Vec<Medium> {
         media(&self.arguments)
     }
@@ -140,7 +140,8 @@ impl CommandLine {
         self.media_server = Some(server.clone());
     }
 
-    /// Has the VM's packets pass a gate with its sockets in `folder`. Returns the sockets.
+    /// Makes the VM's packets pass a gate with its sockets in the directory `folder`. Returns the
+    /// sockets of each NIC.
     ///
     /// Error: [`CommandLineError::Argument`] if packets could leave another way.
     pub fn add_net_gate(&mut self, folder: &Path) -> Result<Vec<NicSockets>> {
@@ -149,8 +150,9 @@ impl CommandLine {
         Ok(gate.nics)
     }
 
-    /// Has QEMU, of version `qemu_version`, record the VM into `log`. The guest's real-time clock
-    /// begins at `started`. Returns the differences from the user's machine.
+    /// Has QEMU, of version `qemu_version`, record the VM into the file `log`. The guest's
+    /// real-time clock begins at `started`. Returns the differences from the user's machine, as
+    /// texts for the user.
     ///
     /// Error: [`CommandLineError::Argument`] for a machine that cannot be recorded exactly.
     pub fn record(
@@ -164,12 +166,12 @@ impl CommandLine {
         Ok(self.run_words()?.notes)
     }
 
-    /// True after [`CommandLine::record`].
+    /// Returns true if [`CommandLine::record`] has been called.
     pub fn is_recorded(&self) -> bool {
         self.recording.is_some()
     }
 
-    /// The words to run.
+    /// Makes the words to run: the user's, with the changes that were asked for.
     ///
     /// Error: [`CommandLineError::Argument`] for a machine that cannot be recorded exactly.
     pub fn run_words(&self) -> Result<RunWords> {
@@ -208,7 +210,7 @@ fn refuse(argument: &Argument) -> Result<()> {
     }
 }
 
-/// A word as text.
+/// Returns a word as text.
 ///
 /// Error: [`CommandLineError::Argument`] for a word that is not UTF-8.
 pub fn word_text(word: OsString) -> Result<String> {
@@ -221,7 +223,7 @@ pub fn word_text(word: OsString) -> Result<String> {
     })
 }
 
-/// The guest's name, from the last `-name` that has one.
+/// Returns the guest's name, from the last `-name` that has one; `None` if no `-name` has one.
 pub fn vm_name(arguments: &[Argument]) -> Option<String> {
     let names = arguments.iter().rev().filter(|a| a.name() == "name");
     names

@@ -33,7 +33,7 @@ pub struct Drive {
     pub name: String,
     /// The image, as the line names it.
     pub image: PathBuf,
-    /// Image format, if the line names it.
+    /// The image's format; `None` if the line does not name it.
     pub format: Option<String>,
     /// True if the line discards the guest's writes at the end (`-snapshot`).
     pub temporary: bool,
@@ -59,9 +59,9 @@ impl Drive {
 /// A server of disks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskServer {
-    /// The server's unix socket.
+    /// The path of the server's unix socket.
     pub socket: PathBuf,
-    /// Prefix of each export's name; the disk's name follows.
+    /// The prefix of each export's name; the disk's name follows.
     pub prefix: String,
 }
 
@@ -86,7 +86,7 @@ enum Place {
 
 type DriveKeys = Vec<(String, String)>;
 
-/// The disks of a line that the guest can write to.
+/// Returns the disks of a line that the guest can write to.
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
@@ -100,7 +100,7 @@ pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
         .collect())
 }
 
-/// The line with its writable disks served by `server`.
+/// Returns the line `arguments` with its writable disks served by `server`.
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn rewrite_drives(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argument>> {
@@ -251,7 +251,7 @@ fn unknown_key_error(argument: &Argument, key: &str) -> CommandLineError {
     }
 }
 
-/// True if `file`, QEMU's description of an open image, is served at `socket`.
+/// Returns true if `file`, QEMU's description of an open image, is served at `socket`.
 pub fn is_served(file: &str, socket: &Path) -> bool {
     let text = socket.to_string_lossy();
     file.contains(&*text) || file.contains(&text.replace('/', "%2F"))

@@ -1,6 +1,6 @@
 //! The errors of this crate.
 
-/// What this crate's functions return.
+/// The result of this crate's functions.
 pub type Result<T, E = CommandLineError> = std::result::Result<T, E>;
 
 /// A command line that Keyframe cannot run or rewrite. [`CommandLineError::fix`] tells what to do
@@ -13,7 +13,7 @@ pub enum CommandLineError {
     Argument {
         /// The argument, as the user wrote it.
         argument: String,
-        /// Why not.
+        /// The reason why not.
         reason: String,
         /// What the user can do.
         fix: String,
@@ -27,7 +27,7 @@ pub enum CommandLineError {
     /// A checkpoint's command line cannot run under another accelerator.
     #[error("the checkpoint cannot change its accelerator: {reason}")]
     Accelerator {
-        /// Why not.
+        /// The reason why not.
         reason: String,
         /// What the user can do.
         fix: String,

@@ -14,12 +14,14 @@ use keyframe_units::CheckpointId;
 /// Start of the word. Like all of Keyframe's marks it begins with `keyframe`.
 const MARK: &str = "keyframe-from:";
 
-/// The value of `opaque` for `lineage`.
+/// Returns the text with which `lineage` is written on QEMU's command line, as the value of an
+/// `opaque` key.
 pub fn lineage_mark(lineage: &Lineage) -> String {
     format!("{MARK}{}:{}", options::escape(&lineage.store), lineage.checkpoint.0)
 }
 
-/// The checkpoint that the VM with command line `words`, the binary first, was restored from.
+/// Returns the checkpoint that the VM with command line `words`, the binary first, was restored
+/// from; `None` if it was not restored.
 pub fn lineage_of(words: &[String]) -> Option<Lineage> {
     let arguments = options::parse(words.get(1..)?).ok()?;
     let added = arguments.iter().filter(|a| a.name() == "add-fd");

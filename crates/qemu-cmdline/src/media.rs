@@ -24,11 +24,11 @@ use std::path::PathBuf;
 /// A medium that the guest can only read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Medium {
-    /// Name, unique in the line.
+    /// The medium's name, unique in the line.
     pub name: String,
     /// The image, as the line names it.
     pub image: PathBuf,
-    /// Image format, if the line names it.
+    /// The image's format; `None` if the line does not name it.
     pub format: Option<String>,
 }
 
@@ -58,12 +58,13 @@ const THROTTLING: &[&str] = &["throttling", "bps", "iops"];
 
 type Keys = Vec<(String, String)>;
 
-/// The read-only media of the line `words`, without the binary.
+/// Returns the read-only media of the line `words`, without the binary. Error: the line is
+/// malformed.
 pub fn media_of(words: &[String]) -> Result<Vec<Medium>> {
     Ok(media(&options::parse(words)?))
 }
 
-/// The read-only media of a parsed line.
+/// Returns the read-only media of a parsed line.
 pub fn media(arguments: &[Argument]) -> Vec<Medium> {
     found_media(arguments).into_iter().flatten().map(|(medium, _)| medium).collect()
 }

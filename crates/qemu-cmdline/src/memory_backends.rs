@@ -77,7 +77,7 @@ const MACHINE_OPTIONS: &[&str] = &[
 /// Properties of a memory backend whose replacement needs no note.
 const REPLACED: &[&str] = &["size", "share", "mem-path", "x-use-canonical-path-for-ramblock-id"];
 
-/// A word of a restored line.
+/// A word of a restored line, before the files of its memory backends are known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LineWord {
     /// The word itself.
@@ -86,12 +86,12 @@ pub enum LineWord {
     Backend(usize),
 }
 
-/// A restored line, and the differences from the kept one that the user should know.
+/// A restored line.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RestoreLine {
     /// The words, without the binary.
     pub words: Vec<LineWord>,
-    /// The differences.
+    /// The differences from the kept line that the user should know, a text each.
     pub notes: Vec<String>,
 }
 
@@ -213,15 +213,15 @@ fn note_dropped(object: &Object, notes: &mut Vec<String>) {
     }
 }
 
-/// The value of `-object` for a backend whose memory is the file at `path`. With `is_shared`, the
-/// guest's writes reach the file.
+/// Returns the value of `-object` for a backend whose memory is the file at `path`. With
+/// `is_shared`, the guest's writes reach the file.
 pub fn backend_object(block: &RamBlock, path: &str, is_shared: bool) -> String {
     let share = if is_shared { "on" } else { "off" };
     let memory = format!(",mem-path={},share={share}", escape(path));
     object_of_block("memory-backend-file", block, &memory)
 }
 
-/// The value of `-object` for a backend with private memory of QEMU's own.
+/// Returns the value of `-object` for a backend with private memory of QEMU's own.
 pub fn private_backend_object(block: &RamBlock) -> String {
     object_of_block("memory-backend-ram", block, ",share=off")
 }

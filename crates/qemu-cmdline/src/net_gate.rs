@@ -23,25 +23,26 @@ use crate::options::{self, Argument, escape, is_on, properties, value_of};
 use crate::{CommandLineError, Result};
 use std::path::{Path, PathBuf};
 
-/// The sockets of one NIC. The gate must listen at both before QEMU starts.
+/// The paths of the sockets of one NIC. The gate must listen at both before QEMU starts.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NicSockets {
-    /// QEMU sends the guest's frames here.
+    /// The socket to which QEMU sends the guest's frames.
     pub out: PathBuf,
-    /// QEMU receives the released frames here.
+    /// The socket from which QEMU receives the released frames.
     pub back: PathBuf,
 }
 
-/// The addition to a command line.
+/// The words that put a gate before a VM's network.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NetGate {
-    /// Words to append.
+    /// The words to append to the command line.
     pub words: Vec<String>,
-    /// The sockets that the words name, one pair a NIC.
+    /// The sockets that the words name, two for each NIC.
     pub nics: Vec<NicSockets>,
 }
 
-/// The addition to the line `words` (without the binary) for a gate with its sockets in `folder`.
+/// Makes the words for a gate with its sockets in the directory `folder` before the network of the
+/// line `words`, without the binary.
 ///
 /// Error: [`CommandLineError::Argument`] if frames of the guest could leave another way.
 pub fn net_gate(words: &[String], folder: &Path) -> Result<NetGate> {

@@ -10,26 +10,27 @@ use std::path::Path;
 pub struct NetworkLink {
     /// QEMU's name of the backend (`user`, `tap`, `stream`).
     pub kind: String,
-    /// The option in one line of text.
+    /// The whole option, as one line of text.
     pub option: String,
-    /// The unix socket that the backend connects to as a client, if it does. Each frame there
-    /// follows its length.
+    /// The unix socket that the backend connects to as a client; `None` if it does not connect to
+    /// one. On this socket each frame follows its length.
     pub lan: Option<String>,
 }
 
 impl NetworkLink {
-    /// True if the link may lead to another VM of a group. QEMU's user network does not.
+    /// Returns true if the link may lead to another VM of a group. QEMU's user network does not.
     pub fn may_meet_others(&self) -> bool {
         !matches!(self.kind.as_str(), "none" | "user" | "nic" | "hubport")
     }
 }
 
-/// The network links of the machine that `words`, without the binary, describe.
+/// Returns the network links of the machine that `words`, without the binary, describe.
 pub fn network_links(words: &[String]) -> Vec<NetworkLink> {
     options::parse(words).unwrap_or_default().iter().filter_map(link).collect()
 }
 
-/// The options that keep packets inside QEMU on their way: filters that hold or redirect, and hubs.
+/// Returns the options that keep packets inside QEMU on their way: filters that hold or redirect,
+/// and hubs.
 pub fn packet_holders(words: &[String]) -> Vec<String> {
     let is_holder = |argument: &&Argument| {
         let key = if argument.name() == "object" { "qom-type" } else { "type" };

@@ -62,19 +62,19 @@ const FLAGS: &[&str] = &[
     "xen-domid-restrict",
 ];
 
-/// An argument of a command line, with its value if it takes one.
+/// An argument of a QEMU command line, with its value if it takes one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Argument {
-    /// `-name`, without its dashes.
+    /// An option without a value, as its name without dashes.
     Flag(String),
-    /// `-name value`.
+    /// An option with a value: its name without dashes, and the value.
     Option(String, String),
     /// A word that is no option: the image of the first disk.
     Image(String),
 }
 
 impl Argument {
-    /// The option's name without dashes; empty for an image.
+    /// Returns the option's name without dashes; empty for an image.
     pub fn name(&self) -> &str {
         match self {
             Self::Flag(name) | Self::Option(name, _) => name,
@@ -82,7 +82,7 @@ impl Argument {
         }
     }
 
-    /// The option's value; an image's path; empty for a flag.
+    /// Returns the option's value, or an image's path; empty for a flag.
     pub fn value(&self) -> &str {
         match self {
             Self::Flag(_) => "",
@@ -90,12 +90,12 @@ impl Argument {
         }
     }
 
-    /// The argument in one line of text.
+    /// Returns the argument in one line of text.
     pub fn display(&self) -> String {
         self.words().join(" ")
     }
 
-    /// The words that make this argument.
+    /// Returns the words that make this argument.
     pub fn words(&self) -> Vec<String> {
         match self {
             Self::Flag(name) => vec![format!("-{name}")],
@@ -135,8 +135,9 @@ pub fn parse(words: &[String]) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
-/// Keys and values of `first,a=b,c=d`. A first part without `=` is the value of the key `implied`;
-/// `,,` stands for a comma. A key without a value is `on`, or with a leading `no`, `off`.
+/// Splits `first,a=b,c=d` into keys and values. A first part without `=` is the value of the key
+/// `implied`; `,,` stands for a comma. A key without a value is `on`, or with a leading `no`,
+/// `off`.
 pub fn keys(text: &str, implied: &str) -> Vec<(String, String)> {
     split(text)
         .into_iter()
@@ -153,8 +154,9 @@ pub fn keys(text: &str, implied: &str) -> Vec<(String, String)> {
         .collect()
 }
 
-/// Keys and values of an option that takes JSON too (`-object`, `-device`, `-netdev`, `-blockdev`).
-/// A nested JSON value becomes its text. `None` if the value begins like JSON and is malformed.
+/// Splits the value of an option that takes JSON too (`-object`, `-device`, `-netdev`, `-blockdev`)
+/// into keys and values. A nested JSON value becomes its text. Returns `None` if the value begins
+/// like JSON and is malformed.
 pub fn properties(value: &str, implied: &str) -> Option<Vec<(String, String)>> {
     if !value.trim_start().starts_with('{') {
         return Some(keys(value, implied));
@@ -168,18 +170,19 @@ pub fn properties(value: &str, implied: &str) -> Option<Vec<(String, String)>> {
     Some(object.into_iter().map(|(k, v)| (k, text(v))).collect())
 }
 
-/// The keys and values of each `-device` of `line`, in its order. Leaves out malformed ones.
+/// Returns the keys and values of each `-device` of `line`, in its order. Leaves out malformed
+/// ones.
 pub fn devices(line: &[Argument]) -> impl Iterator<Item = Vec<(String, String)>> + '_ {
     let devices = line.iter().filter(|argument| argument.name() == "device");
     devices.filter_map(|device| properties(device.value(), "driver"))
 }
 
-/// The value of the last entry `key`.
+/// Returns the value of the last entry whose key is `key`; `None` if there is none.
 pub fn value_of<'a>(keys: &'a [(String, String)], key: &str) -> Option<&'a str> {
     keys.iter().rev().find(|(k, _)| k == key).map(|(_, v)| v.as_str())
 }
 
-/// True if `key` is set to any of QEMU's words for on.
+/// Returns true if the value of `key` is one of QEMU's words for on.
 pub fn is_on(keys: &[(String, String)], key: &str) -> bool {
     matches!(value_of(keys, key), Some("on" | "yes" | "true" | "y"))
 }
@@ -211,17 +214,17 @@ fn split(text: &str) -> Vec<String> {
 /// An object that `-object` defines.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Object {
-    /// The type (`memory-backend-memfd`, `iothread`, ...).
+    /// The object's type (`memory-backend-memfd`, `iothread`, ...).
     pub qom_type: String,
-    /// The id.
+    /// The object's id.
     pub id: String,
     /// The other keys and values; a nested JSON value as its text.
     pub properties: Vec<(String, String)>,
 }
 
 impl Object {
-    /// Reads `type,id=X,...` or `{"qom-type": "type", "id": "X", ...}`; `None` if it is
-    /// neither.
+    /// Reads an option's value `type,id=X,...` or `{"qom-type": "type", "id": "X", ...}`; `None` if
+    /// it is neither.
     pub fn parse(value: &str) -> Option<Self> {
         let mut all = properties(value, "qom-type")?;
         let mut take = |key: &str| {

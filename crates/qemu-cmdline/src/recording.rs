@@ -34,9 +34,9 @@ const SHIFT: u32 = 3;
 /// What QEMU does with the log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordingMode {
-    /// It writes the log.
+    /// QEMU writes the log.
     Record,
-    /// It follows the log.
+    /// QEMU follows the log.
     Replay,
 }
 
@@ -45,15 +45,15 @@ pub enum RecordingMode {
 pub struct RecordingLineOptions<'a> {
     /// Record or replay.
     pub mode: RecordingMode,
-    /// QEMU's log.
+    /// The path of QEMU's log.
     pub log: &'a Path,
-    /// Server of the disks that the guest can write to; `None` if there is no such disk.
+    /// The server of the disks that the guest can write to; `None` if there is no such disk.
     pub disks: Option<&'a DiskServer>,
-    /// Server of the media that the guest can only read; `None` if QEMU reads them itself.
+    /// The server of the media that the guest can only read; `None` if QEMU reads them itself.
     pub media: Option<&'a DiskServer>,
     /// QEMU's version (`7.2.22 ...`).
     pub qemu_version: &'a str,
-    /// File for a replay's serial output; `None` discards it.
+    /// The file for a replay's serial output; `None` to discard it.
     pub console: Option<&'a Path>,
     /// The guest's real-time clock.
     pub clock: RecordingClock<'a>,
@@ -64,7 +64,7 @@ pub struct RecordingLineOptions<'a> {
 pub struct RecordingLine {
     /// The words, without the binary.
     pub words: Vec<String>,
-    /// Differences from the user's machine that the user should know.
+    /// The differences from the user's machine that the user should know, a text each.
     pub notes: Vec<String>,
 }
 

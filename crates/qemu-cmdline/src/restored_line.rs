@@ -58,7 +58,7 @@ const LIBVIRT_MONITOR: &str = "charmonitor";
 pub struct RestorableLine {
     /// The arguments, without the added ones.
     pub arguments: Vec<Argument>,
-    /// Differences from the kept line that the user should know.
+    /// The differences from the kept line that the user should know, a text each.
     pub notes: Vec<String>,
 }
 

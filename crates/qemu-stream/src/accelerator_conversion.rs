@@ -75,7 +75,7 @@ pub(crate) struct Edit {
     pub bytes: Vec<u8>,
 }
 
-/// The accelerator that wrote the device state `state`. `None` if the state does not tell.
+/// Returns the accelerator that wrote the device state `state`. `None` if the state does not tell.
 ///
 /// Error: [`StreamError::DeviceState`] for a malformed state.
 pub fn written_by(state: &[u8]) -> Result<Option<Accelerator>> {

@@ -13,7 +13,7 @@ use std::io::{self, Write};
 /// Pages that are held in memory at once: 4 MiB.
 const BATCH_PAGES: usize = 1024;
 
-/// The pages of a delta stream.
+/// The pages of a delta stream, which loads only some pages into a running VM.
 #[derive(Clone, Copy)]
 pub struct DeltaPages<'a> {
     /// The RAM blocks that the pages belong to.
@@ -27,7 +27,8 @@ pub struct DeltaPages<'a> {
 /// Writes a stream with the given pages and `device_state` to `out`. With `head` it begins like a
 /// whole migration stream; without, like a device state.
 ///
-/// Errors: as [`crate::write_migration`], and if a page lies in no block.
+/// Errors: those of [`crate::write_migration`]; [`StreamError::DeviceState`] if a page lies in no
+/// block.
 pub fn write_delta(
     head: Option<&MigrationHead<'_>>,
     device_state: &[u8],

@@ -43,7 +43,7 @@ pub enum Display {
     Unsupported {
         /// The device's name on QEMU's command line.
         kind: &'static str,
-        /// Why not.
+        /// The reason why not.
         reason: &'static str,
     },
 }
@@ -59,7 +59,7 @@ const UNSUPPORTED: [(&str, &str, &str); 7] = [
     ("ramfb", "ramfb", "a checkpoint does not tell where in RAM its picture is"),
 ];
 
-/// The display of the VM whose device state is `state`.
+/// Returns the display of the VM whose device state is `state`.
 ///
 /// Errors: [`StreamError::DeviceState`] for a malformed state, or a display of an unknown version.
 pub fn display(state: &[u8]) -> Result<Display> {

@@ -2,7 +2,7 @@
 
 use std::io;
 
-/// What this crate's functions return.
+/// The result of this crate's functions.
 pub type Result<T, E = StreamError> = std::result::Result<T, E>;
 
 /// An error in a device state or a migration stream. [`StreamError::fix`] tells what to do about
@@ -15,13 +15,13 @@ pub enum StreamError {
     Io {
         /// The operation and its object.
         operation: String,
-        /// Why it failed.
+        /// The reason why it failed.
         source: io::Error,
     },
     /// A device state is malformed.
     #[error("device state, byte {offset}: {problem}")]
     DeviceState {
-        /// Offset of the problem in bytes.
+        /// The offset of the problem in bytes.
         offset: u64,
         /// What is wrong.
         problem: String,
@@ -29,7 +29,7 @@ pub enum StreamError {
     /// A migration stream is malformed.
     #[error("migration stream, byte {offset}: {problem}")]
     Migration {
-        /// Offset of the problem in bytes.
+        /// The offset of the problem in bytes.
         offset: u64,
         /// What is wrong.
         problem: String,
@@ -43,7 +43,7 @@ pub enum StreamError {
     /// A device state cannot continue under another accelerator or clock.
     #[error("the checkpoint cannot change its accelerator: {reason}")]
     Conversion {
-        /// Why not.
+        /// The reason why not.
         reason: String,
         /// What the user can do.
         fix: String,

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 /// Writes the checkpoint with RAM blocks `layout`, pages `ram` and `device_state` to `out`, as a
 /// stream that QEMU loads with `-incoming` if its command line makes a machine of `machine_type`.
 ///
-/// Errors: as [`write_migration`].
+/// Errors: those of [`write_migration`].
 pub fn export(
     machine_type: &str,
     layout: &RamLayout,

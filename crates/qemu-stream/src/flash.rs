@@ -27,7 +27,7 @@ pub enum FlashActivity {
     Busy,
 }
 
-/// The activity of the flash chips of `state`. [`crate::check`] must have accepted `state`.
+/// Returns the activity of the flash chips of `state`. [`crate::check`] must have accepted `state`.
 ///
 /// Error: [`crate::StreamError::DeviceState`] for a malformed state.
 pub fn flash_activity(state: &[u8]) -> Result<FlashActivity> {
@@ -46,7 +46,8 @@ pub fn flash_activity(state: &[u8]) -> Result<FlashActivity> {
     Ok(bodies.map(of_chip).max().unwrap_or(FlashActivity::Reset))
 }
 
-/// `state` without the sections of its flash chips. [`crate::check`] must have accepted `state`.
+/// Returns `state` without the sections of its flash chips. [`crate::check`] must have accepted
+/// `state`.
 ///
 /// Error: [`crate::StreamError::DeviceState`] for a malformed state.
 pub fn without_flash(state: &[u8]) -> Result<Vec<u8>> {

@@ -28,8 +28,8 @@ pub(crate) const FLAG_PAGE: u64 = 0x08;
 pub(crate) const FLAG_EOS: u64 = 0x10;
 pub(crate) const FLAG_CONTINUE: u64 = 0x20;
 
-/// Checks that `state` is what `xen-save-devices-state` writes, without reading the devices:
-/// header, a first section with a printable name, and the end mark.
+/// Checks that `state` has the form that `xen-save-devices-state` writes, without reading the
+/// devices: header, a first section with a printable name, and the end mark.
 ///
 /// Error: [`StreamError::DeviceState`] with the offset of the first problem.
 pub fn check(state: &[u8]) -> Result<()> {

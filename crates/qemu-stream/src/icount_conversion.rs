@@ -18,7 +18,8 @@ use crate::{Result, StreamError};
 /// Head of the optional part `timer/icount`: mark, name and version.
 const ICOUNT: &[u8] = b"\x05\x0ctimer/icount\0\0\0\x01";
 
-/// Converts `state`, written under TCG, for a VM with `-icount`.
+/// Converts `state`, a device state written under TCG, for a VM whose clock counts instructions
+/// (`-icount`).
 ///
 /// Errors: [`StreamError::Conversion`] if the VM's clock already counts instructions;
 /// [`StreamError::DeviceState`] for a malformed state.

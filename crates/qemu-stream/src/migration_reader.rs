@@ -54,7 +54,8 @@ pub struct MigrationBlock {
     pub used_bytes: u64,
 }
 
-/// Takes a page: number of its block in the list, its offset in the block in bytes, its contents.
+/// Takes a page: the number of its block in the list, its offset in the block in bytes, and its
+/// content. Its error ends the reading.
 pub type MigrationPageSink<'a> = &'a mut dyn FnMut(usize, u64, &Page) -> io::Result<()>;
 
 /// Reads a migration stream whose header and list of RAM blocks have been read.
@@ -67,7 +68,7 @@ pub struct MigrationReader<R> {
 }
 
 impl<R: Read> MigrationReader<R> {
-    /// Reads up to the list of RAM blocks.
+    /// Reads `input` up to the end of the list of RAM blocks.
     ///
     /// Errors: [`StreamError::Migration`] if this is no migration stream,
     /// [`StreamError::MigrationFeature`] for one of another form.
@@ -112,18 +113,19 @@ impl<R: Read> MigrationReader<R> {
         Ok(Self { input, machine_type, section, blocks })
     }
 
-    /// The machine type, if the stream names it.
+    /// Returns the machine type; `None` if the stream does not name it.
     pub fn machine_type(&self) -> Option<&str> {
         self.machine_type.as_deref()
     }
 
-    /// The RAM blocks.
+    /// Returns the RAM blocks.
     pub fn blocks(&self) -> &[MigrationBlock] {
         &self.blocks
     }
 
     /// Gives each page to `sink` in the stream's order. Returns the device state in the form that
-    /// `xen-save-devices-state` writes.
+    /// `xen-save-devices-state` writes. Errors: the stream is malformed or ends early; those of
+    /// `sink`.
     pub fn finish(mut self, sink: MigrationPageSink<'_>) -> Result<Vec<u8>> {
         let pages: u64 = self.blocks.iter().map(|b| b.used_bytes / PAGE_BYTES as u64).sum();
         let mut words_left = pages.saturating_mul(ROUNDS_MAX).saturating_add(1 << 20);

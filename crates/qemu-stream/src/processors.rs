@@ -28,7 +28,7 @@ const KERNEL_GS_BASE: usize = 856;
 pub struct SegmentRegister {
     /// The selector.
     pub selector: u32,
-    /// Address of the segment's first byte.
+    /// The address of the segment's first byte.
     pub base: u64,
     /// Offset of the segment's last byte.
     pub limit: u32,
@@ -39,7 +39,7 @@ pub struct SegmentRegister {
 /// The registers of a virtual CPU that a core file holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CpuRegisters {
-    /// Index of the CPU, from 0.
+    /// The index of the CPU, from 0.
     pub index: u32,
     /// rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
     pub general: [u64; 16],
@@ -63,7 +63,7 @@ pub struct CpuRegisters {
     pub kernel_gs_base: u64,
 }
 
-/// The registers of all virtual CPUs in the device state `state`, ordered by index.
+/// Returns the registers of all virtual CPUs in the device state `state`, ordered by index.
 ///
 /// Errors: [`StreamError::DeviceState`] for a malformed state, or one without a processor.
 pub fn cpu_registers(state: &[u8]) -> Result<Vec<CpuRegisters>> {
@@ -111,7 +111,7 @@ fn segment(body: &Body<'_>, at: usize) -> SegmentRegister {
 pub struct LowMemoryPart {
     /// First address of the part.
     pub start: GuestPhys,
-    /// Length in bytes: 16 or 64 KiB.
+    /// The length in bytes: 16 or 64 KiB.
     pub len_bytes: u64,
     /// True if the guest reads RAM there, false if ROM.
     pub is_ram: bool,

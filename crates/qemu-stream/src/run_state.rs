@@ -16,8 +16,8 @@ const GLOBAL_STATE: &str = "globalstate";
 /// Length of the name's field.
 const NAME_BYTES: usize = 100;
 
-/// The run state in `state`, by QEMU's name. `None` if it has none. [`crate::check`] must have
-/// accepted `state`.
+/// Returns the run state in `state`, by QEMU's name. `None` if it has none. [`crate::check`] must
+/// have accepted `state`.
 ///
 /// Error: [`crate::StreamError::DeviceState`] for a malformed state.
 pub fn run_state(state: &[u8]) -> Result<Option<String>> {
@@ -31,8 +31,8 @@ pub fn run_state(state: &[u8]) -> Result<Option<String>> {
     }))
 }
 
-/// `state` with the run state `name`. Unchanged if it has no run state. [`crate::check`] must have
-/// accepted `state`.
+/// Returns `state` with the run state `name`; unchanged if it has no run state. [`crate::check`]
+/// must have accepted `state`.
 ///
 /// Error: [`crate::StreamError::DeviceState`] for a malformed state.
 pub fn with_run_state(state: &[u8], name: &str) -> Result<Vec<u8>> {

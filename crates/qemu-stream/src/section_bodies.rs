@@ -161,22 +161,22 @@ impl<'a> Body<'a> {
         Ok(body)
     }
 
-    /// The `u64` at `offset`; 0 outside the fields.
+    /// Returns the `u64` at `offset`; 0 outside the fields.
     pub fn u64(&self, offset: usize) -> u64 {
         u64_at(self.fields, offset).unwrap_or_default()
     }
 
-    /// The `u32` at `offset`; 0 outside the fields.
+    /// Returns the `u32` at `offset`; 0 outside the fields.
     pub fn u32(&self, offset: usize) -> u32 {
         u32_at(self.fields, offset).unwrap_or_default()
     }
 
-    /// The byte at `offset`; 0 outside the fields.
+    /// Returns the byte at `offset`; 0 outside the fields.
     pub fn u8(&self, offset: usize) -> u8 {
         self.fields.get(offset).copied().unwrap_or_default()
     }
 
-    /// The fields of the optional part `name`, if the body has it.
+    /// Returns the fields of the optional part `name`, if the body has it.
     pub fn part(&self, name: &str) -> Option<&'a [u8]> {
         self.optional.iter().find(|(n, _)| *n == name).map(|(_, fields)| *fields)
     }

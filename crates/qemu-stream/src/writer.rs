@@ -9,7 +9,7 @@ use crate::{Result, StreamError};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
 use std::io::{self, Write};
 
-/// Takes a page and its offset in its block, in bytes.
+/// Takes a page and its offset in its block, in bytes. Its error ends the writing.
 pub type PageSink<'a> = &'a mut dyn FnMut(u64, &Page) -> io::Result<()>;
 
 /// A RAM block to write.
@@ -18,8 +18,8 @@ pub struct StreamBlock<'a> {
     pub name: &'a str,
     /// Bytes in use: a multiple of 4096, not 0.
     pub used_bytes: u64,
-    /// Gives its argument `(offset in bytes, page)` for each page that is not zero, in ascending
-    /// order. Pages that it leaves out are written as zeros.
+    /// Gives its argument the offset in bytes and the content of each page that is not zero, in
+    /// ascending order. Pages that it leaves out are written as zeros.
     pub pages: &'a mut dyn FnMut(PageSink<'_>) -> io::Result<()>,
 }
 
@@ -47,7 +47,7 @@ pub struct MigrationHead<'a> {
 /// the machine's command line loads it with `-incoming` and no further option. `blocks` are all RAM
 /// blocks, main RAM included.
 ///
-/// Errors: as [`splice_ram`].
+/// Errors: those of [`splice_ram`].
 pub fn write_migration(
     head: &MigrationHead<'_>,
     device_state: &[u8],

@@ -33,7 +33,7 @@ use std::time::Duration;
 /// it flushes disks.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The way to reach the VM's monitor.
+/// How Keyframe reaches the monitor of a running VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Monitor {
     /// A QMP socket that QEMU listens at (`-qmp unix:PATH,server=on,wait=off`).
@@ -42,7 +42,7 @@ pub enum Monitor {
     Libvirt {
         /// The domain's name.
         domain: String,
-        /// libvirt's URI; virsh's default without one.
+        /// libvirt's URI; `None` for virsh's default.
         uri: Option<String>,
     },
 }
@@ -57,8 +57,8 @@ pub struct AttachOptions {
 impl Vm {
     /// Takes hold of the QEMU with process id `pid`, which runs on.
     ///
-    /// Errors: [`Error::Attach`] where `pid` is no QEMU, has another monitor, or has an engine
-    /// already; [`Error::MonitorBusy`]; [`Error::Libvirt`]; [`Error::Binary`] where it emulates
+    /// Errors: [`Error::Attach`] if `pid` is no QEMU, has another monitor, or has an engine
+    /// already; [`Error::MonitorBusy`]; [`Error::Libvirt`]; [`Error::Binary`] if it emulates
     /// another processor.
     pub fn attach(pid: u32, options: &AttachOptions) -> Result<Self> {
         let lifetime = Lifetime::Other(Other::open(pid)?);
@@ -81,7 +81,7 @@ impl Vm {
     }
 
     /// Returns the identity of the running QEMU's binary, even if the file at its path was replaced
-    /// since.
+    /// since. Error: the binary cannot be read.
     pub fn identity(&mut self) -> Result<QemuIdentity> {
         if let Some(identity) = &self.identity {
             return Ok(identity.clone());
@@ -91,12 +91,14 @@ impl Vm {
         Ok(self.identity.insert(identity).clone())
     }
 
-    /// Sets the identity of the QEMU that runs this VM, if the caller knows it already.
+    /// Sets the identity of the QEMU that runs this VM, for a caller that knows it already:
+    /// [`Self::identity`] then reads no binary.
     pub fn set_identity(&mut self, identity: QemuIdentity) {
         self.identity = Some(identity);
     }
 
-    /// The machine as it is now, with the memory that was plugged in since its line was written.
+    /// Returns the machine as it is now, with the memory that was plugged in since its line was
+    /// written. Error: QEMU does not answer.
     pub fn spec(&mut self) -> Result<MachineSpec> {
         let identity = self.identity()?;
         let plugged = self.plugged_memory()?;
@@ -117,17 +119,19 @@ impl Vm {
         })
     }
 
-    /// The checkpoint that the VM was restored from, by its command line.
+    /// Returns the checkpoint that the VM was restored from, as its command line tells; `None` if
+    /// it was not restored.
     pub fn lineage(&self) -> Option<Lineage> {
         lineage_of(self.full_command())
     }
 
-    /// Returns the directory from which relative paths of the VM's command line start.
+    /// Returns the directory from which relative paths of the VM's command line start. Error: the
+    /// process has ended, or this user may not inspect it.
     pub fn working_directory(&self) -> Result<PathBuf> {
         running::directory(self.pid(), self.full_command())
     }
 
-    /// The VM's name from `-name`.
+    /// Returns the VM's name from `-name`; `None` if the line has none.
     pub fn vm_name(&self) -> Option<String> {
         let arguments = options::parse(self.user_command().get(1..).unwrap_or_default()).ok()?;
         keyframe_qemu_cmdline::vm_name(&arguments)

@@ -20,12 +20,13 @@ pub struct QemuIdentity {
     pub path: PathBuf,
     /// The version with the distributor's part: `7.2.22 (Debian 1:7.2+dfsg-7+deb12u18+b3)`.
     pub version: String,
-    /// BLAKE3 of the binary, hexadecimal.
+    /// The BLAKE3 hash of the binary, in hexadecimal digits.
     pub blake3: String,
 }
 
 impl QemuIdentity {
-    /// Asks the binary at `path`.
+    /// Asks the binary at `path` for its version, and hashes it. Error: the binary cannot be run,
+    /// or does not answer as a QEMU.
     pub fn of(path: &Path) -> Result<Self> {
         let version = version(path)?;
         let real = std::fs::canonicalize(path)

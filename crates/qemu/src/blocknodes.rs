@@ -19,13 +19,13 @@ use std::path::{Path, PathBuf};
 pub struct WritableNode {
     /// The name of its block backend; empty if it has none.
     pub device: String,
-    /// Its topmost node.
+    /// The name of its topmost node.
     pub node: String,
-    /// The image, as QEMU opened it.
+    /// The image's name, as QEMU opened it.
     pub file: String,
     /// Its driver: `raw`, `qcow2`, ...
     pub driver: String,
-    /// Bytes of the disk.
+    /// The size of the disk in bytes.
     pub disk_bytes: u64,
     /// True if the image has internal snapshots, to which the VM's user can go back (`loadvm`).
     pub has_snapshots: bool,
@@ -69,15 +69,15 @@ pub(crate) fn writable(qmp: &mut Qmp) -> Result<Vec<WritableNode>> {
 }
 
 impl Vm {
-    /// The disks that the guest can write to now.
+    /// Returns the disks that the guest can write to now. Error: QEMU does not answer.
     pub fn writable_nodes(&mut self) -> Result<Vec<WritableNode>> {
         writable(self.qmp())
     }
 
-    /// The disks that the guest can write to, each with its drive of the line, whose relative paths
-    /// begin at `directory`.
+    /// Returns the disks that the guest can write to, each with its drive on the VM's command line,
+    /// whose relative paths begin at `directory`.
     ///
-    /// Error: [`crate::Error::CommandLine`] where the line has one that no restore could serve.
+    /// Error: [`crate::Error::CommandLine`] if the line has a disk that no restore could serve.
     pub fn line_disks(&mut self, directory: &Path) -> Result<Vec<LineDisk>> {
         let nodes = writable(self.qmp())?;
         if nodes.is_empty() {

@@ -9,8 +9,8 @@ use std::process::ExitStatus;
 /// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// An error of the QEMU driver. Its text names the object and the operation; [`Error::fix`] tells what
-/// to do about it.
+/// An error of the QEMU driver. Its text names the object and the operation; [`Error::fix`] tells
+/// what to do about it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -19,7 +19,7 @@ pub enum Error {
     Io {
         /// The operation and its object.
         operation: String,
-        /// Why it failed.
+        /// The reason why it failed.
         source: std::io::Error,
     },
     /// QEMU closed the monitor's connection: it has ended, or is about to.
@@ -37,7 +37,7 @@ pub enum Error {
         monitor: String,
         /// The request.
         operation: String,
-        /// How long Keyframe waited, in ms.
+        /// The time for which Keyframe waited, in ms.
         waited_ms: u64,
     },
     /// QEMU's answer is malformed.
@@ -116,7 +116,7 @@ pub enum Error {
         block: String,
         /// QEMU's pid.
         pid: u32,
-        /// Why not.
+        /// The reason why not.
         problem: String,
     },
     /// A device state or migration stream is malformed, or cannot be converted.
@@ -125,7 +125,7 @@ pub enum Error {
     /// The checkpoint cannot go on under the other accelerator.
     #[error("the checkpoint cannot change its accelerator: {reason}")]
     Conversion {
-        /// Why not.
+        /// The reason why not.
         reason: String,
         /// What the user can do.
         fix: String,
@@ -161,7 +161,7 @@ pub enum Error {
     Attach {
         /// The process.
         pid: u32,
-        /// Why not.
+        /// The reason why not.
         problem: String,
         /// What the user can do.
         fix: String,
@@ -200,7 +200,7 @@ pub enum Error {
         block: String,
         /// Offset in the block in bytes.
         offset: u64,
-        /// Why.
+        /// The reason.
         source: std::io::Error,
     },
     /// QEMU did not load a checkpoint into the running VM.

@@ -46,7 +46,7 @@ const SOCKET_PREFIX: &str = "kf-nbd-";
 /// The flag of a listening socket in `/proc/net/unix`.
 const ACCEPTS: u64 = 1 << 16;
 
-/// One disk of a cut.
+/// What a cut does for one disk.
 #[derive(Clone, Copy, Debug)]
 pub struct SnapshotPoint<'a> {
     /// The disk.
@@ -63,22 +63,22 @@ fn name(number: usize) -> String {
     format!("{OURS}fleece-{number}")
 }
 
-/// The name of bitmap number `bitmap`.
+/// Returns the name of bitmap number `bitmap`.
 pub fn bitmap_name(bitmap: u64) -> String {
     format!("{OURS}{bitmap}")
 }
 
-/// The name of the export of disk `number`.
+/// Returns the name of the export of disk `number`.
 pub fn export_name(number: usize) -> String {
     name(number)
 }
 
-/// The file name of the socket at which the QEMU of member `member` listens.
+/// Returns the file name of the socket at which the QEMU of member `member` listens.
 pub fn socket_name(member: usize) -> String {
     format!("{SOCKET_PREFIX}{member}.sock")
 }
 
-/// Bytes for each bit of a bitmap of `disk`.
+/// Returns the number of bytes for each bit of a bitmap of `disk`.
 pub fn granularity_bytes(disk: &WritableNode) -> u64 {
     if disk.disk_bytes > LARGE_BYTES { GRANULARITY_LARGE_BYTES } else { GRANULARITY_BYTES }
 }
@@ -123,8 +123,8 @@ fn listens_for_an_engine(pid: u32) -> bool {
         .any(|file| named.iter().any(|socket| file.as_os_str() == socket.as_str()))
 }
 
-/// What `/proc/PID/fd` calls the socket of this line of `/proc/net/unix`, if it listens under a name
-/// of an engine.
+/// What `/proc/PID/fd` calls the socket of this line of `/proc/net/unix`, if it listens under a
+/// name of an engine.
 fn engines_listener(line: &str) -> Option<String> {
     let mut fields = line.split_whitespace();
     let flags = u64::from_str_radix(fields.nth(3)?, 16).ok()?;
@@ -133,8 +133,9 @@ fn engines_listener(line: &str) -> Option<String> {
     (flags & ACCEPTS != 0 && is_named).then(|| format!("socket:[{inode}]"))
 }
 
-/// Has QEMU keep `connection`, a reader's to the export of disk `number`, open until
-/// [`take_away`]. To be called before the reader negotiates: see the invariants.
+/// Has QEMU keep `connection`, a reader's connection to the export of disk `number`, open until
+/// [`take_away`]. To be called before the reader negotiates. Error: QEMU refuses or does not
+/// answer.
 pub fn hold_connection(qmp: &mut Qmp, number: usize, connection: BorrowedFd<'_>) -> Result<()> {
     let arguments = json!({ "fdname": export_name(number) });
     qmp.execute_passing("getfd", arguments, connection).map(drop)
@@ -157,6 +158,7 @@ pub fn add_scratch(qmp: &mut Qmp, number: usize, file: &Path, disk: &WritableNod
 }
 
 /// Cuts all `points` at one instant. The VM must be paused, and each point needs its scratch node.
+/// Error: QEMU refuses or does not answer.
 pub fn cut(qmp: &mut Qmp, points: &[SnapshotPoint<'_>]) -> Result<()> {
     let mut actions = Vec::with_capacity(points.len() * 3);
     for point in points {
@@ -176,7 +178,8 @@ pub fn cut(qmp: &mut Qmp, points: &[SnapshotPoint<'_>]) -> Result<()> {
     qmp.execute("transaction", Some(json!({ "actions": actions }))).map(drop)
 }
 
-/// Exports disk `number` as it was at its cut, with bitmap `frozen`.
+/// Exports disk `number` as it was at its cut, with bitmap `frozen`. Error: QEMU refuses or does
+/// not answer.
 pub fn export(qmp: &mut Qmp, number: usize, frozen: Option<u64>) -> Result<()> {
     let id = name(number);
     let bitmaps: Vec<String> = frozen.map(bitmap_name).into_iter().collect();
@@ -186,20 +189,22 @@ pub fn export(qmp: &mut Qmp, number: usize, frozen: Option<u64>) -> Result<()> {
     qmp.execute("block-export-add", Some(export)).map(drop)
 }
 
-/// Removes bitmap `frozen` of `disk` after its checkpoint has succeeded.
+/// Removes bitmap `frozen` of `disk` after its checkpoint has succeeded. Error: QEMU refuses or
+/// does not answer.
 pub fn forget(qmp: &mut Qmp, disk: &WritableNode, frozen: u64) -> Result<()> {
     let bitmap = json!({ "node": disk.node, "name": bitmap_name(frozen) });
     qmp.execute("block-dirty-bitmap-remove", Some(bitmap)).map(drop)
 }
 
-/// Merges bitmap `frozen` into `present` after the checkpoint has failed.
+/// Merges bitmap `frozen` of `disk` into bitmap `present` after the checkpoint has failed. Error:
+/// QEMU refuses or does not answer.
 pub fn give_back(qmp: &mut Qmp, disk: &WritableNode, frozen: u64, present: u64) -> Result<()> {
     let merge = json!({ "node": disk.node, "target": bitmap_name(present), "bitmaps": [bitmap_name(frozen)] });
     qmp.execute("block-dirty-bitmap-merge", Some(merge))?;
     forget(qmp, disk, frozen)
 }
 
-/// Removes all exports, jobs and scratch nodes of Keyframe.
+/// Removes all exports, jobs and scratch nodes of Keyframe. Error: QEMU refuses or does not answer.
 pub fn take_away(qmp: &mut Qmp) -> Result<()> {
     let exports = named(qmp, "query-block-exports", None, "id")?;
     for id in &exports {
@@ -229,7 +234,8 @@ pub fn take_away(qmp: &mut Qmp) -> Result<()> {
     Ok(())
 }
 
-/// Removes all objects of Keyframe, also those of a killed engine. True if there were any.
+/// Removes all objects of Keyframe from QEMU, also those of a killed engine. Returns true if there
+/// were any. Error: QEMU refuses or does not answer.
 pub fn sweep(qmp: &mut Qmp) -> Result<bool> {
     take_away(qmp)?;
     let nodes = qmp.execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
@@ -252,7 +258,7 @@ pub fn sweep(qmp: &mut Qmp) -> Result<bool> {
     Ok(found)
 }
 
-/// Has QEMU stop listening for readers.
+/// Has QEMU stop listening for readers. Error: QEMU refuses or does not answer.
 pub fn stop_server(qmp: &mut Qmp) -> Result<()> {
     match qmp.execute("nbd-server-stop", None) {
         // It does not run.
@@ -261,16 +267,19 @@ pub fn stop_server(qmp: &mut Qmp) -> Result<()> {
     }
 }
 
-/// The name of a job on the VM's disks that another program started.
+/// Returns the name of a job on the VM's disks that another program started; `None` if there is
+/// none. Error: QEMU refuses or does not answer.
 pub fn other_job(qmp: &mut Qmp) -> Result<Option<String>> {
     let jobs = qmp.execute("query-block-jobs", None)?;
     let names = jobs.as_array().into_iter().flatten().filter_map(|job| job.get("device")?.as_str());
     Ok(names.filter(|name| !name.starts_with(OURS)).map(str::to_owned).next())
 }
 
-/// The first of `nodes` whose disk QEMU throttles and serves in an iothread, if this QEMU does not
-/// survive a pause of such a disk with a backup job: before version 9.0, `cont` moves the disk to its
-/// iothread and waits for throttled requests with a lock that it does not have.
+/// Returns the first of `nodes` whose disk QEMU throttles and serves in an iothread, if this QEMU
+/// does not survive a pause of such a disk with a backup job: before version 9.0, `cont` moves the
+/// disk to its iothread and waits for throttled requests with a lock that it does not have.
+///
+/// Error: QEMU refuses or does not answer.
 pub fn fragile_disk(qmp: &mut Qmp, nodes: &[&str]) -> Result<Option<String>> {
     let version = qmp.execute("query-version", None)?;
     let major = version.get("qemu").and_then(|qemu| qemu.get("major")).and_then(Value::as_u64);

@@ -32,42 +32,44 @@ impl Invocation {
         Ok(Self { binary, line, vm_name })
     }
 
-    /// Returns the identity of the QEMU binary: path, version and hash.
+    /// Returns the identity of the QEMU binary: path, version and hash. Error: the binary cannot be
+    /// read, or does not answer as a QEMU.
     pub fn identity(&self) -> Result<QemuIdentity> {
         QemuIdentity::of(&self.binary)
     }
 
-    /// The binary that will be run.
+    /// Returns the path of the binary that will be run.
     pub fn binary(&self) -> &Path {
         &self.binary
     }
 
-    /// The command line.
+    /// Returns the command line.
     pub fn line(&self) -> &CommandLine {
         &self.line
     }
 
-    /// The VM's name from `-name`.
+    /// Returns the VM's name from `-name`; `None` if the line has none.
     pub fn vm_name(&self) -> Option<&str> {
         self.vm_name.as_deref()
     }
 
-    /// True if the user wants the VM to start paused (`-S`).
+    /// Returns true if the user wants the VM to start paused (`-S`).
     pub fn starts_paused(&self) -> bool {
         self.line.starts_paused()
     }
 
-    /// The disks that the guest can write to. Errors: [`CommandLine::drives`].
+    /// Returns the disks that the guest can write to. Errors: those of [`CommandLine::drives`].
     pub fn drives(&self) -> Result<Vec<Drive>> {
         Ok(self.line.drives()?)
     }
 
-    /// Has `server` serve these disks. Errors: [`CommandLine::serve_drives`].
+    /// Has `server` serve the disks that the guest can write to. Errors: those of
+    /// [`CommandLine::serve_drives`].
     pub fn serve_drives(&mut self, server: &DiskServer) -> Result<()> {
         Ok(self.line.serve_drives(server)?)
     }
 
-    /// The media that the guest can only read and that a server can serve.
+    /// Returns the media that the guest can only read and that a server can serve.
     pub fn media(&self) -> Vec<Medium> {
         self.line.media()
     }
@@ -77,20 +79,21 @@ impl Invocation {
         self.line.serve_media(server);
     }
 
-    /// Has the VM's packets pass a gate with its sockets in `folder`. Returns the sockets. Errors:
-    /// [`CommandLine::add_net_gate`].
+    /// Makes the VM's packets pass a gate with its sockets in the directory `folder`. Returns the
+    /// sockets of each NIC. Errors: those of [`CommandLine::add_net_gate`].
     pub fn gate(&mut self, folder: &Path) -> Result<Vec<NicSockets>> {
         Ok(self.line.add_net_gate(folder)?)
     }
 
-    /// Has QEMU record the VM into `log`. Returns the differences from the user's machine. Errors:
-    /// [`CommandLine::record`].
+    /// Has QEMU record the VM into the file `log`. Returns the differences from the user's machine,
+    /// as texts for the user. Errors: those of [`CommandLine::record`].
     pub fn record(&mut self, log: &Path) -> Result<Vec<String>> {
         let version = binary::version(&self.binary)?;
         Ok(self.line.record(log, &version, Zoned::now())?)
     }
 
-    /// The size of the guest's RAM at its start as `-m` gives it, or QEMU's default, in bytes.
+    /// Returns the size of the guest's RAM at its start as `-m` gives it, or QEMU's default, in
+    /// bytes.
     pub fn ram_bytes(&self) -> u64 {
         let given = self.arguments().iter().rev().find(|a| a.name() == "m");
         let size =
@@ -98,7 +101,7 @@ impl Invocation {
         size.unwrap_or(RAM_BYTES_DEFAULT)
     }
 
-    /// The words as the user gave them.
+    /// Returns the words as the user gave them.
     pub fn words(&self) -> &[String] {
         self.line.words()
     }

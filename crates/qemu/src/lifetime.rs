@@ -29,7 +29,7 @@ pub(crate) struct Other {
 }
 
 impl Other {
-    /// The process `pid`.
+    /// Returns the process `pid`.
     pub fn open(pid: u32) -> Result<Self> {
         let fail = |problem: &str, fix: &str| Error::Attach {
             pid,

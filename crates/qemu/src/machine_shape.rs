@@ -78,7 +78,7 @@ pub enum MachineChange {
 }
 
 impl MachineChange {
-    /// What the user can do about a change that no command line can make.
+    /// Returns what the user can do about a change that no command line can make.
     pub fn fix(&self) -> &'static str {
         match self {
             Self::Plugged { .. } => "unplug it, or start the VM with it",
@@ -120,7 +120,7 @@ impl MachineShape {
         Ok(shape)
     }
 
-    /// The changes from `before` to this shape.
+    /// Returns the changes from `before` to this shape.
     pub fn changes_since(&self, before: &Self) -> Vec<MachineChange> {
         let name = |path: &String| {
             let id = path.strip_prefix(audit::PLUGGED[0]).and_then(|id| id.strip_prefix('/'));
@@ -186,14 +186,14 @@ fn is_self_contained(kind: &str) -> bool {
 }
 
 impl Vm {
-    /// The devices and media of the machine as they are now.
+    /// Returns the devices and media of the machine as they are now. Error: QEMU does not answer.
     pub fn shape(&mut self) -> Result<MachineShape> {
         MachineShape::of(self.qmp())
     }
 
-    /// The words that, after [`Vm::user_command`], make the machine as it is now. `now` is its shape,
-    /// and `before` the shape that the command made. `Err` inside: the changes that no word can
-    /// make.
+    /// Returns the words that, after [`Vm::user_command`], make the machine as it is now. `now` is
+    /// its shape, and `before` the shape that the command made. The inner `Err` holds the changes
+    /// that no word can make. Error: QEMU does not answer.
     pub fn words_of_changes(
         &mut self,
         before: &MachineShape,

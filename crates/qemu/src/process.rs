@@ -24,12 +24,12 @@ pub struct Mapping {
 pub struct Maps(Vec<Mapping>);
 
 impl Maps {
-    /// The mappings.
+    /// Returns the mappings.
     pub fn iter(&self) -> impl Iterator<Item = &Mapping> {
         self.0.iter()
     }
 
-    /// True if every byte of `range` is mapped.
+    /// Returns true if every byte of `range` is mapped.
     pub fn covers(&self, range: HostRange) -> bool {
         let mut at = range.start;
         for mapping in &self.0 {
@@ -47,7 +47,7 @@ pub struct QemuProcess {
 }
 
 impl QemuProcess {
-    /// The process `pid`.
+    /// Returns the process `pid`.
     pub fn new(pid: u32) -> Self {
         Self { pid }
     }

@@ -52,11 +52,11 @@ const TAKEN_OVER_ID: u64 = 1 << 40;
 /// How long an answer may take after the guest has shut down.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// The effect of our `stop`.
+/// The effect of a `stop` command.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stopped {
-    /// True if our `stop` stopped the VM. If false, another client had paused the VM, and that client
-    /// must resume it.
+    /// True if the command stopped the VM. If false, another client had paused the VM, and that
+    /// client must resume it.
     pub was_running: bool,
 }
 
@@ -90,7 +90,7 @@ impl Pause {
     }
 }
 
-/// A connection to a monitor.
+/// A connection to a QEMU monitor that speaks the QEMU Monitor Protocol.
 pub struct Qmp {
     channel: QmpChannel,
     timeout: Duration,
@@ -107,7 +107,7 @@ pub struct Qmp {
 
 impl Qmp {
     /// Connects to the monitor at `path` and negotiates capabilities. If the socket does not exist
-    /// yet, waits for it at most `wait`.
+    /// yet, waits for it at most `wait`. Errors: there is no such socket; no monitor answers there.
     pub fn connect(path: &Path, wait: Duration) -> Result<Self> {
         Self::connect_while(path, wait, &mut || Ok(()))
     }
@@ -127,7 +127,8 @@ impl Qmp {
         )
     }
 
-    /// Connects to an existing monitor. Error: [`Error::MonitorBusy`] if it serves another client.
+    /// Connects to the monitor at `path`, which exists, within `wait`. Error:
+    /// [`Error::MonitorBusy`] if it serves another client.
     pub fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
         let busy = || Error::MonitorBusy { monitor: path.display().to_string() };
         let connected = Transport::connect(path, Duration::ZERO, &mut || Ok(()));
@@ -156,8 +157,8 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Takes over the connection of an engine that has ended. Capabilities are negotiated already, and
-    /// the engine may have read half a line.
+    /// Takes over the connection of an engine that has ended. Capabilities are negotiated already,
+    /// and the engine may have read half a line.
     pub(crate) fn take_over(socket: OwnedFd, name: &str) -> Self {
         let mut qmp = Self::new(QmpChannel::Socket(Transport::taken_over(socket, name.into())));
         // Not the ids of the engine, whose answers may still come.
@@ -230,12 +231,13 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Sets how long an answer may take from now on. Returns the previous value.
+    /// Sets the time that an answer may take from now on. Returns the previous value.
     pub fn set_timeout(&mut self, timeout: Duration) -> Duration {
         std::mem::replace(&mut self.timeout, timeout)
     }
 
-    /// Executes a command. Returns its `return` value.
+    /// Executes the command `command` with `arguments`, and returns the `return` value of QEMU's
+    /// answer. Error: QEMU refuses the command or does not answer.
     pub fn execute(&mut self, command: &str, arguments: Option<Value>) -> Result<Value> {
         let id = self.send(command, arguments, None)?;
         self.answer(id, command, self.timeout)
@@ -275,7 +277,7 @@ impl Qmp {
         Ok(answers)
     }
 
-    /// Pauses the VM.
+    /// Pauses the VM. Error: QEMU refuses the command or does not answer.
     pub fn stop(&mut self) -> Result<Stopped> {
         if self.channel.events_lag() {
             return self.stop_lagging();
@@ -292,7 +294,7 @@ impl Qmp {
         Ok(Stopped { was_running })
     }
 
-    /// Resumes the VM.
+    /// Resumes the VM. Error: QEMU refuses the command or does not answer.
     pub fn cont(&mut self) -> Result<()> {
         self.drain("cont")?;
         if let Some(pause) = &mut self.pause {
@@ -301,15 +303,16 @@ impl Qmp {
         self.execute("cont", None).map(drop)
     }
 
-    /// Resumes the VM after our [`Qmp::stop`]. True if another client resumed it in between: the
-    /// capture is then torn.
+    /// Resumes the VM after [`Qmp::stop`]. Returns true if another client resumed it in between:
+    /// the capture is then torn. Error: QEMU refuses the command or does not answer.
     pub fn cont_after_stop(&mut self) -> Result<bool> {
         self.cont()?;
         self.resumed_by_other()
     }
 
-    /// True if another client (a user's monitor, the watchdog) resumed the VM after our last
-    /// [`Qmp::stop`] and before our `cont`, or before now if there was no `cont` yet.
+    /// Returns true if another client (a user's monitor, the watchdog) resumed the VM after the
+    /// last [`Qmp::stop`] and before [`Qmp::cont`], or before now if there was no `cont` yet.
+    /// Error: QEMU refuses the command or does not answer.
     pub fn resumed_by_other(&mut self) -> Result<bool> {
         self.drain("look for events")?;
         if self.channel.events_lag() {
@@ -318,7 +321,8 @@ impl Qmp {
         Ok(self.pause.as_ref().is_some_and(|p| p.resumed))
     }
 
-    /// Has QEMU write the state of all devices to `target`, a path or `/dev/fdset/N`.
+    /// Has QEMU write the state of all devices to `target`, a path or `/dev/fdset/N`. Error: QEMU
+    /// refuses the command or does not answer.
     pub fn save_devices(&mut self, target: &str) -> Result<()> {
         let operation = "xen-save-devices-state";
         // All that `live` does to a VM that stands still is to give its images away, as if another
@@ -343,7 +347,7 @@ impl Qmp {
         self.pause.as_ref().is_some_and(|pause| pause.was_running)
     }
 
-    /// The run state of the VM.
+    /// Returns the run state of the VM. Error: QEMU refuses the command or does not answer.
     pub fn status(&mut self) -> Result<RunStatus> {
         let answer = self.execute("query-status", None)?;
         match answer.get("status").and_then(Value::as_str) {
@@ -352,8 +356,8 @@ impl Qmp {
         }
     }
 
-    /// The thread ids of the virtual CPUs, in rising order. It is one id if all of them share a
-    /// thread.
+    /// Returns the thread ids of the virtual CPUs, in rising order. It is one id if all of them
+    /// share a thread. Error: QEMU refuses the command or does not answer.
     pub fn cpu_threads(&mut self) -> Result<Vec<u32>> {
         let answer = self.execute("query-cpus-fast", None)?;
         let thread = |cpu: &Value| {
@@ -369,7 +373,8 @@ impl Qmp {
         Ok(threads)
     }
 
-    /// The number of instructions that a recorded or replayed VM has executed since its start.
+    /// Returns the number of instructions that a recorded or replayed VM has executed since its
+    /// start. Error: QEMU refuses the command or does not answer.
     pub fn icount(&mut self) -> Result<u64> {
         let answer = self.execute("query-replay", None)?;
         answer
@@ -378,12 +383,13 @@ impl Qmp {
             .ok_or_else(|| self.unexpected("query-replay", &answer))
     }
 
-    /// Has a replay stop at instruction `icount`, which it has not reached yet.
+    /// Has a replay stop at instruction `icount`, which it has not reached yet. Error: QEMU refuses
+    /// the command or does not answer.
     pub fn replay_break(&mut self, icount: u64) -> Result<()> {
         self.execute("replay-break", Some(json!({ "icount": icount }))).map(drop)
     }
 
-    /// The events since the last call, oldest first.
+    /// Returns the events since the last call, oldest first. Error: the monitor is closed.
     pub fn drain_events(&mut self) -> Result<Vec<QmpEvent>> {
         let drained = self.drain("look for events");
         // Events that came before QEMU ended tell why it did.
@@ -393,7 +399,8 @@ impl Qmp {
         Ok(self.events.drain(..).collect())
     }
 
-    /// Executes a line of the human monitor. Returns its output.
+    /// Executes a line of the human monitor, QEMU's textual command language. Returns its output.
+    /// Error: QEMU refuses the command or does not answer.
     pub fn hmp(&mut self, line: &str) -> Result<String> {
         let answer =
             self.execute("human-monitor-command", Some(json!({ "command-line": line })))?;
@@ -403,7 +410,7 @@ impl Qmp {
         }
     }
 
-    /// Ends QEMU.
+    /// Asks QEMU to end. Error: QEMU refuses the command or does not answer.
     pub fn quit(&mut self) -> Result<()> {
         match self.execute("quit", None) {
             // It may be gone before its answer is.

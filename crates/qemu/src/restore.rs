@@ -68,39 +68,42 @@ const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
 const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 
-/// The placeholder, in an added argument, for the path of a file that holds guest RAM. `backend`
-/// counts the RAM blocks of the layout that have a memory backend, from 0.
+/// Returns the placeholder, in an added argument, for the path of a file that holds guest RAM.
+/// `backend` counts the RAM blocks of the layout that have a memory backend, from 0.
 pub fn ram_file(backend: usize) -> String {
     format!("/keyframe-ram-{backend}.")
 }
 
-/// Options of a restore.
+/// The options of a restore.
 #[derive(Clone, Debug, Default)]
 pub struct RestoreOptions {
-    /// A binary other than the checkpoint's, of the same version.
+    /// A binary other than the checkpoint's, of the same version; `None` for the checkpoint's.
     pub qemu: Option<PathBuf>,
-    /// Leave the VM paused at the instant of the checkpoint.
+    /// True to leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
-    /// Replay a recording up to there. QEMU learns the end before it loads its devices: a replay that
-    /// waits at its checkpoint could already consume events of the log that come after it.
+    /// The end of a replay: the restored QEMU replays a recording up to there. `None` for no
+    /// replay. QEMU learns the end before it loads its devices, because a replay that waits at its
+    /// checkpoint could already consume events of the log that come after it.
     pub replays: Option<Until>,
-    /// Count instructions, each of which takes two to this power nanoseconds of guest time
-    /// (`-icount shift=N`). Under TCG only.
+    /// Makes QEMU count instructions, each of which takes two to this power nanoseconds of guest
+    /// time (`-icount shift=N`). Under TCG only.
     pub icount_shift: Option<u32>,
-    /// An accelerator other than the command line's. The device state is converted.
+    /// An accelerator other than the command line's, for which the device state is converted.
     pub accelerator: Option<Accelerator>,
-    /// The server of the disks that the guest can write to.
+    /// The server of the disks that the guest can write to; `None` if there is none.
     pub disks: Option<DiskServer>,
-    /// The checkpoint's name for the VM's next engine ([`Vm::lineage`]).
+    /// The checkpoint's identity, for the VM's next engine ([`Vm::lineage`]).
     pub lineage: Option<Lineage>,
-    /// The path at which to make the socket of one more monitor.
+    /// The path at which QEMU makes the socket of one more monitor.
     pub monitor: Option<PathBuf>,
-    /// The file to which QEMU's standard error is appended. `None` for this process's standard error.
+    /// The file to which QEMU's standard error is appended. `None` for this process's standard
+    /// error.
     pub log: Option<PathBuf>,
-    /// Arguments after all others that do not change the machine, such as those of a packet gate.
+    /// Arguments that come after all others and do not change the machine, such as those of a
+    /// packet gate.
     pub added: Vec<String>,
-    /// Called as soon as QEMU is started, in the calling thread. A caller that needs its rights only
-    /// for the start gives them up here.
+    /// A function that is called in the calling thread as soon as QEMU is started. A caller that
+    /// needs its rights only for the start gives them up there.
     pub spawned: Option<fn()>,
 }
 
@@ -123,14 +126,14 @@ pub struct Restored {
 }
 
 impl Restored {
-    /// The time from the call of [`start`] until the VM ran, or with `paused` until it could run, in
-    /// nanoseconds.
+    /// Returns the time from the call of [`start`] until the VM ran, or with `paused` until it
+    /// could run, in nanoseconds.
     pub fn ready_ns(&self) -> u64 {
         self.ready_ns
     }
 
-    /// The time of copying the RAM out of the store, in nanoseconds. QEMU starts at the same time.
-    /// `None` for a lazy restore.
+    /// Returns the time of copying the RAM out of the store, in nanoseconds. QEMU starts at the
+    /// same time. `None` for a lazy restore.
     pub fn filled_ns(&self) -> Option<u64> {
         self.filled_ns
     }
@@ -140,8 +143,9 @@ impl Restored {
         self.vm.pid()
     }
 
-    /// The exit status of QEMU; `None` if it runs. For a lazy restore this call also releases the VM
-    /// once all pages are there, so call it from time to time. Errors: those of [`Lazy::settle`].
+    /// Returns the exit status of QEMU; `None` if it runs. For a lazy restore this call also
+    /// releases the VM once all pages are there, so call it from time to time. Errors: those of
+    /// [`Lazy::settle`].
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         if let Some(lazy) = &mut self.lazy {
             lazy.settle()?;
@@ -149,17 +153,17 @@ impl Restored {
         self.vm.try_wait()
     }
 
-    /// The server of the RAM of a lazy restore; `None` for another restore.
+    /// Returns the server of the RAM of a lazy restore; `None` for another restore.
     pub fn lazy(&self) -> Option<&Lazy> {
         self.lazy.as_ref()
     }
 
-    /// Ends QEMU.
+    /// Ends QEMU as [`Vm::kill`] does. Errors: those of [`Vm::kill`].
     pub fn kill(&mut self) -> Result<()> {
         self.vm.kill()
     }
 
-    /// The VM.
+    /// Returns the handle of the VM.
     pub fn vm(&mut self) -> &mut Vm {
         &mut self.vm
     }
@@ -169,13 +173,15 @@ impl Restored {
         (self.vm, self.lazy)
     }
 
-    /// The VM alone. Do not call this for a lazy restore before all of its RAM is there.
+    /// Returns the handle of the VM, and drops the rest. Do not call this for a lazy restore before
+    /// all of its RAM is there.
     pub fn into_vm(self) -> Vm {
         self.vm
     }
 }
 
-/// Starts QEMU as planned, loads RAM from `ram` and devices from `device_state`, and resumes the VM.
+/// Starts QEMU as planned, loads RAM from `ram` and devices from `device_state`, and resumes the
+/// VM.
 ///
 /// Errors: [`Error::Exited`] if QEMU ends meanwhile (its standard error says why),
 /// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`.
@@ -184,9 +190,9 @@ pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Res
     start_with(plan, &Ram::Eager(ram), device_state)
 }
 
-/// As [`start`], but the VM runs before its RAM is there, and waits for each missing page that it
-/// touches. The calling thread must live until all pages are there ([`lazy::Residency`]): until
-/// then the kernel ends QEMU together with the thread.
+/// Starts QEMU as [`start`] does, but the VM runs before its RAM is there, and waits for each
+/// missing page that it touches. The calling thread must live until all pages are there
+/// ([`lazy::Residency`]): until then the kernel ends QEMU together with the thread.
 ///
 /// Errors: those of [`start`]; [`Error::Memory`] if the kernel does not let this process serve
 /// QEMU's memory.

@@ -36,7 +36,8 @@ const SECRETS: [&str; 4] =
 /// The signals that a terminal sends to a whole process group at a key press.
 const TERMINAL_KEYS: [Signal; 2] = [Signal::SIGINT, Signal::SIGQUIT];
 
-/// Starts `command`, which inherits `descriptors` under their own numbers and has Ctrl-C and Ctrl-\ blocked.
+/// Starts `command`, which inherits `descriptors` under their own numbers and has Ctrl-C and Ctrl-\
+/// blocked.
 pub fn start(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
     for secret in SECRETS {
         command.env_remove(secret);
@@ -73,7 +74,7 @@ fn inheriting(
     set(FdFlags::CLOEXEC).and(child)
 }
 
-/// The number under which a child that inherits `fd` finds it.
+/// Returns the number under which a child that inherits `fd` finds it.
 pub fn number(fd: &OwnedFd) -> i32 {
     fd.as_fd().as_raw_fd()
 }

@@ -30,8 +30,8 @@ pub(crate) fn stood_still(device_state: &[u8]) -> Option<String> {
 }
 
 impl Qmp {
-    /// Resumes a VM whose state was loaded from a checkpoint, unless it stood still in the
-    /// checkpoint although no client had paused it.
+    /// Resumes a VM whose state was loaded from a checkpoint. Leaves it paused if it stood still in
+    /// the checkpoint although no client had paused it. Error: QEMU does not answer.
     pub fn start_loaded(&mut self) -> Result<()> {
         match self.status()? {
             status if STATES.contains(&status.name()) => Ok(()),
@@ -41,7 +41,7 @@ impl Qmp {
 }
 
 impl RunStatus {
-    /// QEMU's name.
+    /// Returns the name that QEMU gives this run state.
     pub fn name(&self) -> &str {
         match self {
             Self::Running => "running",

@@ -72,7 +72,7 @@ pub(crate) struct BlockedWrite {
 }
 
 impl StatePipe {
-    /// A new pipe.
+    /// Creates a new pipe.
     pub fn new() -> Result<Self> {
         let operation = "make a pipe for device state";
         let flags = PipeFlags::CLOEXEC | PipeFlags::NONBLOCK | PipeFlags::DIRECT;
@@ -93,17 +93,17 @@ impl StatePipe {
         Ok(Self { read_end, write_end, filler_end, copy, inode, passed, full_pages, fillers })
     }
 
-    /// The end that QEMU is given.
+    /// Returns the end that QEMU is given.
     pub fn write_end(&self) -> &OwnedFd {
         &self.write_end
     }
 
-    /// The end from which the state comes. It is readable when QEMU has written.
+    /// Returns the end from which the state comes. It is readable when QEMU has written.
     pub fn read_end(&self) -> &OwnedFd {
         &self.read_end
     }
 
-    /// A second descriptor of the read end, for the watchdog's process.
+    /// Returns a second descriptor of the read end, for the watchdog's process.
     pub fn duplicate(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.read_end, 3)
             .map_err(Error::io("duplicate the pipe for device state"))
@@ -204,8 +204,8 @@ impl StatePipe {
         }
     }
 
-    /// Makes room for `write`, which is not the last piece, and appends what had to be read for it to
-    /// `state`. QEMU goes on, and stops at its next piece.
+    /// Makes room for `write`, which is not the last piece, and appends what had to be read for it
+    /// to `state`. QEMU goes on, and stops at its next piece.
     pub fn admit(&mut self, write: &[u8], state: &mut Vec<u8>) -> Result<()> {
         self.free(write.len().div_ceil(SLOT_BYTES), state)
     }
@@ -259,8 +259,8 @@ impl StatePipe {
         }
     }
 
-    /// The write into this pipe for which the main thread of `process` waits, and of which the pipe
-    /// holds nothing; `None` if it runs or waits for something else.
+    /// Returns the write into this pipe for which the main thread of `process` waits, and of which
+    /// the pipe holds nothing; `None` if it runs or waits for something else.
     pub fn blocked_write(&self, process: &Process, call: &File) -> Result<Option<BlockedWrite>> {
         // A thread that a read has just woken still counts as waiting, with the write that has room
         // now. When the pipe is full again, that write is complete, and the thread waits with another.
@@ -287,7 +287,7 @@ impl BlockedWrite {
         Some(Self { call, descriptor: argument()?, buffer: argument()?, count: argument()? })
     }
 
-    /// The bytes that QEMU writes, from the memory of `process`.
+    /// Returns the bytes that QEMU writes, from the memory of `process`.
     pub fn content(&self, process: &Process) -> Result<Vec<u8>> {
         let mut content = Vec::new();
         let mut append = |at: u64, len_bytes: u64| -> Result<()> {

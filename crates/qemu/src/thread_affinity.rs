@@ -68,7 +68,7 @@ impl SingleCore {
         Some(placed)
     }
 
-    /// The core of all threads, if it was claimed.
+    /// Returns the core of all threads, if it was claimed.
     pub fn core(&self) -> Option<u32> {
         u32::try_from(self.claim.as_ref()?.core()).ok()
     }

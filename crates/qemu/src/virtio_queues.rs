@@ -23,7 +23,7 @@ const CARDS: &[&str] = &["virtio-net"];
 /// More queues than any device has.
 const QUEUES_MAX: u64 = 1024;
 
-/// The queues of a machine's virtio devices that have requests.
+/// The queues of a machine's virtio devices that carry requests.
 #[derive(Clone, Debug, Default)]
 pub struct VirtioQueues(Vec<(String, u64)>);
 
@@ -61,8 +61,8 @@ impl VirtioQueues {
         Ok(Self(queues))
     }
 
-    /// Whether a request is under way in one of them; of a VM that runs, whether one was a moment
-    /// ago.
+    /// Returns whether a request is under way in one of the queues. If the VM runs, the answer
+    /// tells whether one was a moment ago. Error: QEMU does not answer.
     pub fn are_busy(&self, qmp: &mut Qmp) -> Result<bool> {
         for (path, queue) in &self.0 {
             let status = qmp.execute(

@@ -64,7 +64,7 @@ pub struct LaunchOptions {
     pub run_dir: PathBuf,
 }
 
-/// A QEMU, started here or attached to.
+/// A QEMU that Keyframe has started or attached to.
 pub struct Vm {
     lifetime: Lifetime,
     qmp: Qmp,
@@ -121,7 +121,7 @@ impl Vm {
     }
 
     /// Launches a VM as [`Self::launch`]; the kernel ends the VM when the thread that started it
-    /// ends, and so when this process ends.
+    /// ends, and so when this process ends. Errors: those of [`Self::launch`].
     pub fn launch_mortal(invocation: &Invocation, options: &LaunchOptions) -> Result<Self> {
         Self::launch_by(invocation, options, keyframe_kernel::child_setup::kill_with_parent)
     }
@@ -214,20 +214,21 @@ impl Vm {
         self.single_core = single_core;
     }
 
-    /// Keeps `what` alive as long as the VM.
+    /// Keeps `what` alive for as long as this handle of the VM.
     pub fn accompany(&mut self, what: impl Any + Send + Sync) {
         self.kept.push(Box::new(what));
     }
 
-    /// Decides whether QEMU may answer its monitor some milliseconds late from now on, which disturbs
-    /// the guest less. Has no effect on a VM that neither records nor replays.
+    /// Decides whether QEMU may answer its monitor some milliseconds late from now on, which
+    /// disturbs the guest less. Has no effect on a VM that neither records nor replays.
     pub fn may_answer_late(&self, late: bool) {
         if let Some(single_core) = &self.single_core {
             single_core.let_run_late(late);
         }
     }
 
-    /// The core on which all threads of a recording or replaying VM run. `None` for other VMs.
+    /// Returns the core on which all threads of a recording or replaying VM run. `None` for other
+    /// VMs.
     pub fn core(&self) -> Option<u32> {
         self.single_core.as_ref()?.core()
     }
@@ -237,9 +238,9 @@ impl Vm {
         self.lifetime.pid()
     }
 
-    /// Fails with [`Error::Hidden`] if the command is a script that added options for disks, networks
-    /// or consoles before it started QEMU. Keyframe has not seen these. Only a launched VM can have
-    /// such options.
+    /// Fails with [`Error::Hidden`] if the command is a script that added options for disks,
+    /// networks or consoles before it started QEMU. Keyframe has not seen these. Only a launched VM
+    /// can have such options.
     pub fn require_whole_line(&self) -> Result<()> {
         let Origin::Launched { .. } = self.origin else { return Ok(()) };
         let path = format!("/proc/{}/cmdline", self.pid());
@@ -254,12 +255,13 @@ impl Vm {
         }
     }
 
-    /// True if another program started it.
+    /// Returns true if another program started this QEMU.
     pub fn is_attached(&self) -> bool {
         matches!(self.origin, Origin::Attached { .. } | Origin::Libvirt { .. })
     }
 
-    /// What a watchdog of this VM uses: see [`crate::watchdog::Watchdog::spawn`].
+    /// Returns what a watchdog of this VM uses: see [`crate::watchdog::Watchdog::spawn`]. Error: a
+    /// descriptor cannot be copied.
     pub fn watched(&self) -> Result<Watched> {
         let monitor = match &self.origin {
             Origin::Launched { watchdog, .. } => WatchedMonitor::Own(watchdog.clone()),
@@ -283,22 +285,23 @@ impl Vm {
         &self.origin
     }
 
-    /// The monitor.
+    /// Returns the connection to QEMU's monitor.
     pub fn qmp(&mut self) -> &mut Qmp {
         &mut self.qmp
     }
 
-    /// The command line as the user gave it.
+    /// Returns the command line as the user gave it.
     pub fn user_command(&self) -> &[String] {
         &self.user_command
     }
 
-    /// The command line with which QEMU runs.
+    /// Returns the command line with which QEMU runs.
     pub fn full_command(&self) -> &[String] {
         &self.full_command
     }
 
-    /// All properties of this machine that prevent exact checkpoints, or may prevent them.
+    /// Returns all properties of this machine that prevent exact checkpoints, or may prevent them.
+    /// Error: QEMU does not answer.
     pub fn audit(&mut self) -> Result<Vec<AuditFinding>> {
         let machine_type = self.machine_type()?;
         let disks = match (&self.origin, &self.server) {
@@ -321,34 +324,37 @@ impl Vm {
         audit::require_savable(&mut self.qmp)
     }
 
-    /// Declares that the caller serves the disks of this restored VM at `socket`.
+    /// Tells the audit that the caller serves the disks of this restored VM at the socket `socket`,
+    /// so that it does not report them.
     pub fn mind_server(&mut self, socket: PathBuf) {
         self.server = Some(socket);
     }
 
-    /// Declares that the caller captures the disks behind these nodes, or that the user left them
-    /// out. The audit does not report them.
+    /// Tells the audit that the caller captures the disks behind the block nodes `nodes`, or that
+    /// the user left them out, so that it does not report them.
     pub fn mind_nodes(&mut self, nodes: Vec<String>) {
         self.minded = nodes;
     }
 
-    /// True if the machine has a device that discards guest RAM (balloon, virtio-mem).
+    /// Returns true if the machine has a device that discards guest RAM (balloon, virtio-mem).
+    /// Error: QEMU does not answer.
     pub fn discards_ram(&mut self) -> Result<bool> {
         audit::discards(&mut self.qmp)
     }
 
-    /// The machine's type with aliases resolved (`pc-i440fx-7.2`).
+    /// Returns the machine's type with aliases resolved (`pc-i440fx-7.2`). Error: QEMU does not
+    /// answer.
     pub fn machine_type(&mut self) -> Result<String> {
         machine_type(&mut self.qmp)
     }
 
-    /// The features of the processor model that the guest does not have, because the accelerator or
-    /// the host lacks them.
+    /// Returns the features of the processor model that the guest does not have, because the
+    /// accelerator or the host lacks them. Error: QEMU does not answer.
     pub fn cpu_lacks(&mut self) -> Result<Vec<String>> {
         accelerator_check::lacking(&mut self.qmp)
     }
 
-    /// The number of virtual CPUs.
+    /// Returns the number of virtual CPUs. Error: QEMU does not answer.
     pub fn cpus(&mut self) -> Result<u32> {
         let answer = self.qmp.execute("query-cpus-fast", None)?;
         match answer.as_array().and_then(|all| u32::try_from(all.len()).ok()) {
@@ -357,13 +363,15 @@ impl Vm {
         }
     }
 
-    /// The arguments for the memory that was plugged in since the start. A restore makes this machine
-    /// of [`Vm::user_command`] followed by them. Empty if no memory was plugged in.
+    /// Returns the arguments for the memory that was plugged in since the start. A restore makes
+    /// this machine of [`Vm::user_command`] followed by them. Empty if no memory was plugged in.
+    /// Error: QEMU does not answer.
     pub fn plugged_memory(&mut self) -> Result<Vec<String>> {
         hotplug::memory_words(&mut self.qmp, &hotplug::arguments(&self.user_command))
     }
 
-    /// The RAM blocks with their addresses in QEMU's memory. Those of memory backends come first.
+    /// Returns the RAM blocks with their addresses in QEMU's memory. Those of memory backends come
+    /// first. Error: QEMU does not answer.
     pub fn ram_blocks(&mut self) -> Result<Vec<HostBlock>> {
         // Memory may have been plugged in: the layout is from now on that of these blocks.
         self.backends = None;
@@ -371,13 +379,14 @@ impl Vm {
         find_ram_blocks(&mut self.qmp, pid)
     }
 
-    /// The RAM blocks as they are now, in the same order, without their addresses.
+    /// Returns the RAM blocks as they are now, in the order of [`Vm::ram_blocks`], without their
+    /// addresses. Error: QEMU does not answer.
     pub fn ram_layout(&mut self) -> Result<RamLayout> {
         self.asked_for_ram(ramblock::layout)
     }
 
     /// Returns [`Vm::ram_layout`], and true if the machine has a device that discards guest RAM,
-    /// from its start or plugged in since.
+    /// from its start or plugged in since. Error: QEMU does not answer.
     pub fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool)> {
         self.asked_for_ram(ramblock::layout_and_discards)
     }
@@ -397,7 +406,8 @@ impl Vm {
         answer
     }
 
-    /// The state of all devices. The VM should be paused.
+    /// Returns the state of all devices. The VM should be paused. Error: QEMU refuses or does not
+    /// answer.
     pub fn save_devices(&mut self) -> Result<Vec<u8>> {
         self.state.rewind()?;
         self.qmp.save_devices(&self.state.target())?;
@@ -406,28 +416,31 @@ impl Vm {
         self.note_standstill(state)
     }
 
-    /// The end of QEMU; `None` if it runs.
+    /// Returns how QEMU has ended; `None` if it runs. Error: the kernel does not tell.
     pub fn ended(&mut self) -> Result<Option<VmExit>> {
         self.lifetime.ended()
     }
 
-    /// Returns [`Vm::ended`] as an exit status. The status of an attached QEMU is known only to its
-    /// parent; the result is then success.
+    /// Returns QEMU's exit status; `None` if it runs. The status of an attached QEMU is known only
+    /// to its parent; the result is then success. Error: the kernel does not tell.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         Ok(self.ended()?.map(|ended| ended.status()))
     }
 
-    /// Waits at most `timeout` for QEMU's end; `None` if it still runs then. The status is that of
-    /// [`Vm::try_wait`].
+    /// Waits at most `timeout` for QEMU's end, and returns the status as [`Vm::try_wait`] does;
+    /// `None` if QEMU still runs then. Error: the kernel does not tell.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
         Ok(self.lifetime.wait(timeout)?.map(|ended| ended.status()))
     }
 
-    /// Waits for QEMU's end after the guest has shut down ([`crate::QmpEvent::Shutdown`]). `None` if
-    /// QEMU stays (`-no-shutdown`). The status is that of [`Vm::try_wait`].
+    /// Waits for QEMU's end after the guest has shut down ([`crate::QmpEvent::Shutdown`]), and
+    /// returns the status as [`Vm::try_wait`] does; `None` if QEMU stays (`-no-shutdown`).
     ///
-    /// QEMU 7.2 can hang in `monitor_cleanup` if a command is in progress while the guest shuts down.
-    /// Its disks are flushed and closed by then. This function kills such a QEMU and returns success.
+    /// QEMU 7.2 can hang in `monitor_cleanup` if a command is in progress while the guest shuts
+    /// down. Its disks are flushed and closed by then. This function kills such a QEMU and returns
+    /// success.
+    ///
+    /// Error: QEMU does not answer.
     pub fn finish_shutdown(&mut self) -> Result<Option<ExitStatus>> {
         let before = self.qmp.set_timeout(Duration::from_millis(500));
         let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
@@ -448,7 +461,7 @@ impl Vm {
     }
 
     /// Ends QEMU. It first asks QEMU to quit, so that QEMU resets the terminal. If that fails, it
-    /// kills a QEMU that Keyframe started.
+    /// kills a QEMU that Keyframe started. Error: QEMU does not end.
     pub fn kill(&mut self) -> Result<()> {
         if self.ended()?.is_some() {
             return Ok(());
@@ -469,7 +482,8 @@ impl Vm {
         self.lifetime.kill().map(drop)
     }
 
-    /// Leaves the guest running, with everything that it needs. Returns QEMU's pid.
+    /// Drops this handle and leaves the guest running, with everything that it needs. Returns
+    /// QEMU's process id.
     pub fn keep(mut self) -> u32 {
         // Not dropped, so that nothing of it is ended.
         std::mem::take(&mut self.kept).into_iter().for_each(std::mem::forget);

@@ -35,7 +35,7 @@ impl From<Error> for VmmError {
     }
 }
 
-/// The abilities of a VM that Keyframe starts under QEMU.
+/// Returns the abilities of a VM that Keyframe starts under QEMU.
 pub fn capabilities() -> Capabilities {
     Capabilities::all(VmmKind::Qemu)
 }
@@ -252,10 +252,10 @@ impl PauseWatchdog for Watchdog {
     }
 }
 
-/// Restores checkpoints under QEMU.
+/// Restores checkpoints under QEMU: the [`Restorer`] of this crate.
 #[derive(Clone, Debug, Default)]
 pub struct QemuRestorer {
-    /// Choices that only QEMU has. Those that are in [`PlanOptions`] too are ignored.
+    /// The options that only QEMU has. Those that are in [`PlanOptions`] too are ignored.
     pub options: RestoreOptions,
 }
 

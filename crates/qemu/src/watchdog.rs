@@ -150,7 +150,8 @@ impl Dog {
     }
 }
 
-/// Runs the watchdog process: watches the VM until `commands` or QEMU end.
+/// Runs the watchdog process: watches the VM until `commands`, the orders of the engine, or QEMU
+/// end. Writes answers to `reports`.
 ///
 /// Errors: the monitor cannot be reached; an order cannot be parsed. An armed watchdog fires before
 /// it returns an error.
@@ -320,8 +321,8 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         self.reach.forget_engine()
     }
 
-    /// Ends QEMU after the engine has ended between two states. QEMU does not answer while it loads a
-    /// state, so this may take some time.
+    /// Ends QEMU after the engine has ended between two states. QEMU does not answer while it loads
+    /// a state, so this may take some time.
     fn put_down(&mut self) -> Result<()> {
         self.reach.take_over()?;
         let until = Instant::now() + RESCUE_MAX;
@@ -350,12 +351,12 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     }
 }
 
-/// True if the watchdog has ended the pause.
+/// Whether the watchdog has ended the pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Fired(pub bool);
 
-/// The engine's handle of its watchdog.
+/// The engine's handle to its watchdog process.
 pub struct Watchdog {
     child: Child,
     stdin: Option<ChildStdin>,
@@ -366,13 +367,14 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog as `command`, followed by the arguments that [`Watched::parse`] reads, and
-    /// waits until it is ready.
+    /// Starts the watchdog as `command`, followed by the arguments that [`Watched::parse`] reads,
+    /// and waits until it is ready. Error: the process cannot be started, or does not answer.
     pub fn spawn(command: &mut Command, watched: &Watched) -> Result<Self> {
         Self::spawn_by(command, &watched.words(), &watched.inherited())
     }
 
     /// Starts the watchdog as [`Watchdog::spawn`], with the arguments and descriptors of `resumer`.
+    /// Error: the process cannot be started, or does not answer.
     pub fn spawn_resumer(command: &mut Command, resumer: &Resumer) -> Result<Self> {
         Self::spawn_by(command, &resumer.words, &resumer.descriptors.iter().collect::<Vec<_>>())
     }
@@ -392,8 +394,8 @@ impl Watchdog {
         }
     }
 
-    /// A handle of the watchdog process `child` with its pipes. Waits until the watchdog has its
-    /// monitor.
+    /// Creates a handle of the watchdog process `child` with its pipes. Waits until the watchdog
+    /// has its monitor.
     ///
     /// The process must be in a process group of its own, so that Ctrl-C does not end it together
     /// with the engine. Error: [`Error::Watchdog`] if it ends or does not answer.
@@ -410,49 +412,52 @@ impl Watchdog {
     }
 
     /// Starts watching: the watchdog resumes the VM unless it is disarmed within `limit`. Call it
-    /// before `stop`.
+    /// before `stop`. Error: the watchdog has ended or does not answer.
     pub fn arm(&mut self, limit: Duration) -> Result<()> {
         self.is_for_pipe = false;
         self.order(&format!("A{}\n", limit.as_millis()))
     }
 
-    /// As [`Watchdog::arm`], for a one-command pause: the watchdog empties the pipe for which QEMU
-    /// waits.
+    /// Starts watching a one-command pause: unless disarmed within `limit`, the watchdog empties
+    /// the pipe for which QEMU waits. Error: the watchdog has ended or does not answer.
     pub fn arm_for_pipe(&mut self, limit: Duration) -> Result<()> {
         self.is_for_pipe = true;
         self.order(&format!("P{}\n", limit.as_millis()))
     }
 
-    /// Has the watchdog end the pause for which it was armed last.
+    /// Has the watchdog end the pause for which it was armed last. Error: the watchdog has ended or
+    /// does not answer.
     pub fn fire_now(&mut self) -> Result<()> {
         if self.is_for_pipe { self.arm_for_pipe(Duration::ZERO) } else { self.arm(Duration::ZERO) }
     }
 
-    /// Stops watching. Call it after `cont`. [`Fired`] says whether the watchdog has resumed the VM
-    /// since it was armed.
+    /// Stops watching. Call it after `cont`. Returns whether the watchdog has resumed the VM since
+    /// it was armed. Error: the watchdog has ended or does not answer.
     pub fn disarm(&mut self) -> Result<Fired> {
         self.ask("D\n", ANSWER_TIMEOUT)
     }
 
     /// Forbids the paused VM to run until the watchdog is armed or disarmed: if the engine ends
-    /// meanwhile, the watchdog ends QEMU. [`Fired`] says whether the watchdog has resumed the VM
-    /// since it was armed.
+    /// meanwhile, the watchdog ends QEMU. Returns whether the watchdog has resumed the VM since it
+    /// was armed.
+    ///
+    /// Error: the watchdog has ended or does not answer.
     pub fn between(&mut self) -> Result<Fired> {
         self.ask("B\n", ANSWER_TIMEOUT)
     }
 
-    /// The id of the process.
+    /// Returns the process id of the watchdog.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Ends the process at once. It resumes no VM any more.
+    /// Ends the watchdog's process at once. It resumes no VM any more.
     pub fn kill(mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
-    /// Disarms and ends the watchdog.
+    /// Disarms the watchdog and ends its process.
     pub fn end(mut self) {
         // If it does not answer, the end of its input disarms it after one more check of the VM.
         let _ = self.disarm();

@@ -53,7 +53,7 @@ struct Progress {
     header: AnalysisHeader,
 }
 
-/// An analysis of a subject by a tool, in a directory.
+/// An analysis of a subject by a tool, with its directory.
 pub struct Analysis<'a> {
     subject: AnalysisSubject<'a>,
     tool: &'a dyn Tool,
@@ -76,7 +76,8 @@ impl<'a> Analysis<'a> {
     ///
     /// # Errors
     ///
-    /// The range is empty, `out` holds something else or is locked, or QEMU's version has no plugin.
+    /// The range is empty, `out` holds something else or is locked, or QEMU's version has no
+    /// plugin.
     pub fn new(
         subject: AnalysisSubject<'a>,
         tool: &'a dyn Tool,
@@ -97,7 +98,8 @@ impl<'a> Analysis<'a> {
         Ok(Self { _lock: Some(lock), ..this })
     }
 
-    /// Joins the analysis that another process has begun in `out`, which is absolute.
+    /// Joins the analysis that another process has begun in `out`, which is absolute. Errors: the
+    /// directory is of another analysis, or cannot be read.
     pub fn join(
         subject: AnalysisSubject<'a>,
         tool: &'a dyn Tool,
@@ -137,18 +139,18 @@ impl<'a> Analysis<'a> {
         self.progress().header.intervals.clone()
     }
 
-    /// Returns its directory.
+    /// Returns the analysis' directory.
     pub fn out(&self) -> &Path {
         &self.out
     }
 
-    /// Returns the tool's name; for the tool of a third party the name of its manifest's file.
+    /// Returns the tool's name, or for the tool of a third party the name of its manifest's file.
     pub fn tool_name(&self) -> String {
         let stem = PathBuf::from(&self.progress().header.tool);
         stem.file_stem().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Returns true if the interval's part was there when the queue was made.
+    /// Returns true if the part of interval `index` was there when the queue was made.
     pub fn is_old(&self, index: u32) -> bool {
         self.old.contains(&index)
     }
@@ -159,7 +161,7 @@ impl<'a> Analysis<'a> {
         self.intervals().iter().filter(|one| self.is_old(one.index)).map(Interval::len).sum()
     }
 
-    /// Returns the size of the VM's RAM.
+    /// Returns the size of the VM's RAM in bytes. Error: the checkpoint cannot be read.
     pub fn ram_bytes(&self) -> Result<u64> {
         let store = self.subject.store();
         let first = self.intervals().first().map(|one| one.begin.checkpoint);
@@ -168,7 +170,8 @@ impl<'a> Analysis<'a> {
         Ok(sealed.map_or(0, |sealed| sealed.meta.ram.len_bytes()))
     }
 
-    /// Returns interval `index`. Looks for new intervals if it is not known yet.
+    /// Returns interval `index`. Looks for new intervals if it is not known yet. Errors: there is
+    /// no such interval; the recording cannot be read.
     pub fn interval(&self, index: u32) -> Result<Interval> {
         let find = || {
             let progress = self.progress();

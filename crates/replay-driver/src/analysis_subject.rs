@@ -8,7 +8,7 @@ use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Store;
 use std::sync::atomic::AtomicBool;
 
-/// What is analysed.
+/// The object of an analysis.
 #[derive(Clone, Copy)]
 pub enum AnalysisSubject<'a> {
     /// A complete recording. Its replays show what has happened.
@@ -19,7 +19,7 @@ pub enum AnalysisSubject<'a> {
     Unrecorded(&'a UnrecordedRun),
 }
 
-/// The intervals of a subject that exist at a time.
+/// The intervals of a subject that exist at present.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct KnownIntervals {
     /// The intervals, by instruction.
@@ -28,11 +28,12 @@ pub struct KnownIntervals {
     pub is_complete: bool,
 }
 
-/// How a caller follows and ends replays.
+/// The means by which a caller follows and ends replays.
 pub struct ReplayControl<'a> {
-    /// Becomes true when the user asks for an end.
+    /// A flag that becomes true when the user asks for an end.
     pub interrupted: &'a AtomicBool,
-    /// Is called now and then with the number of the instruction that QEMU has reached.
+    /// A function that is called now and then with the number of the instruction that QEMU has
+    /// reached.
     pub on_progress: &'a mut dyn FnMut(u64),
 }
 
@@ -46,7 +47,7 @@ impl<'a> AnalysisSubject<'a> {
         }
     }
 
-    /// Returns the store of its checkpoints.
+    /// Returns the store of the subject's checkpoints.
     pub fn store(self) -> &'a Store {
         match self {
             Self::Recorded(recording) => &recording.store,
@@ -64,12 +65,13 @@ impl<'a> AnalysisSubject<'a> {
         }
     }
 
-    /// Returns true if an analysis shows only what may have happened.
+    /// Returns true if an analysis of the subject shows only what may have happened.
     pub fn is_approximate(self) -> bool {
         matches!(self, Self::Unrecorded(_))
     }
 
-    /// Returns its intervals. If `needs_exact_ends`, each ends where a replay can stop and go on.
+    /// Returns the subject's intervals. If `needs_exact_ends`, each ends where a replay can stop
+    /// and go on. Error: the recording or its log cannot be read.
     pub fn intervals(self, needs_exact_ends: bool) -> Result<KnownIntervals> {
         match self {
             Self::Recorded(recording) => {
@@ -83,7 +85,8 @@ impl<'a> AnalysisSubject<'a> {
         }
     }
 
-    /// Returns for each of `intervals` how much work its replay is, in instructions.
+    /// Returns the work of the replay of each of `intervals`, in instructions
+    /// ([`Interval::effort`]). Error: the recording or its log cannot be read.
     pub fn efforts(self, intervals: &[Interval]) -> Result<Vec<u64>> {
         match self {
             Self::Recorded(recording) => recording.efforts(intervals),

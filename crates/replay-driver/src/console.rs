@@ -15,6 +15,8 @@ const CONSOLE_BYTES_MAX: u64 = 1 << 30;
 /// Returns the lines of the guest's console. The first call replays the recording for them, `jobs`
 /// intervals at a time (as many as there are cores if `None`), and keeps them in the recording's
 /// directory. `events` learns how far these replays are.
+///
+/// Errors: a replay fails; the file with the lines is damaged or cannot be written.
 pub fn console(
     recording: &ReplayableRecording,
     jobs: Option<u64>,

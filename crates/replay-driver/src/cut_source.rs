@@ -13,14 +13,15 @@ const LOOK_EVERY: Duration = Duration::from_millis(10);
 /// How often it is checked that the recorder still runs.
 const CHECK_EVERY: Duration = Duration::from_millis(500);
 
-/// Tells a replay its next cut. All instructions are counted from the recording's beginning.
+/// The source of a replay's cuts. All instructions are counted from the recording's beginning.
 pub trait CutSource {
-    /// Returns the next cut behind `icount`. Returns `None` if the log ends before it, or if
-    /// `interrupted` became true during the wait for it.
+    /// Returns the next cut after `icount`. Returns `None` if the log ends before it, or if
+    /// `interrupted` became true during the wait for it. Error: the log cannot be read.
     fn next_cut(&mut self, icount: u64, interrupted: &AtomicBool) -> Result<Option<u64>>;
 
-    /// Returns the first instruction behind the next answer of a disk at which a replay can stop;
-    /// `None` as above.
+    /// Returns the first instruction after the next answer of a disk at which a replay can stop.
+    /// Returns `None` if the log ends before it, or if `interrupted` became true during the wait
+    /// for it. Error: the log cannot be read.
     fn next_after_disk_answer(
         &mut self,
         icount: u64,
@@ -28,13 +29,13 @@ pub trait CutSource {
     ) -> Result<Option<u64>>;
 
     /// Returns true if there is a checkpoint of `icount` already. A cut that waits for a disk's
-    /// answer can move behind the next cut, which then has no checkpoint of its own.
+    /// answer can move past the next cut, which then has no checkpoint of its own.
     fn has_checkpoint_at(&self, icount: u64) -> bool;
 }
 
 /// The cuts in a complete log.
 pub struct CompleteLogCuts<'a> {
-    /// The cuts, in rising order.
+    /// The cuts, in rising order, as instructions.
     pub cuts: &'a [u64],
     /// The log's index.
     pub log_index: &'a LogIndex,
@@ -68,7 +69,7 @@ pub struct GrowingLogCuts {
 }
 
 impl GrowingLogCuts {
-    /// Finds the cuts in `growing`, the log of `recording`.
+    /// Creates the source of the cuts in `growing`, the log of `recording`.
     pub fn new(growing: GrowingLog, recording: Recording) -> Self {
         Self { growing, recording, has_ended: false }
     }

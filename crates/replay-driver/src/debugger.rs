@@ -53,7 +53,7 @@ struct StubState {
     points: BTreeSet<Breakpoint>,
 }
 
-/// Waits for debuggers at a TCP port.
+/// Serves debuggers that connect to a TCP port.
 pub struct Debugger<'a> {
     listener: TcpListener,
     port: u16,
@@ -82,13 +82,13 @@ impl<'a> Debugger<'a> {
         Ok(Self { listener, port, recording, extra, events })
     }
 
-    /// Returns the port.
+    /// Returns the number of the port at which it listens.
     pub fn port(&self) -> u16 {
         self.port
     }
 
     /// Serves one debugger after the other. Returns when one kills the VM, QEMU ends, or
-    /// `interrupted` becomes true.
+    /// `interrupted` becomes true. Errors: the socket fails; the replay fails.
     pub fn serve(self, paused: PausedReplay, interrupted: &AtomicBool) -> Result<()> {
         let context = DebugContext {
             recording: self.recording,

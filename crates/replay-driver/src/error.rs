@@ -10,7 +10,7 @@ pub use qemu::ReplayError;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What the functions of this crate return.
+/// The result of this crate's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// An error of a replay or of an analysis. The sources tell the cause;
@@ -18,16 +18,16 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// QEMU, or the command line for it, is at fault.
+    /// An error of QEMU, or of the command line for it.
     #[error(transparent)]
     Qemu(#[from] keyframe_qemu::Error),
-    /// An interface of the kernel is at fault.
+    /// An error of an interface of the kernel.
     #[error(transparent)]
     Kernel(#[from] keyframe_kernel::Error),
-    /// The recording is at fault.
+    /// An error of the recording.
     #[error(transparent)]
     Recording(#[from] keyframe_replay::Error),
-    /// The store is at fault.
+    /// An error of the store.
     #[error("{source}")]
     Store {
         /// The store's directory or address.
@@ -38,28 +38,28 @@ pub enum Error {
     /// Pages of a checkpoint cannot be read.
     #[error(transparent)]
     CheckpointPages(keyframe_store::Error),
-    /// The process that serves disks, or an image of a disk, is at fault.
+    /// An error of the process that serves disks, or of the image of a disk.
     #[error(transparent)]
     VmDisks(#[from] keyframe_vm_disks::Error),
     /// The disks of a replay cannot be read.
     #[error(transparent)]
     Disk(#[from] keyframe_disk::Error),
-    /// The session that takes checkpoints of a replay is at fault.
+    /// An error of the session that takes checkpoints of a replay.
     #[error(transparent)]
     Session(#[from] keyframe_session::Error),
-    /// The connection to a debugger, or to QEMU's gdbstub, is at fault.
+    /// An error of the connection to a debugger, or to QEMU's gdbstub.
     #[error(transparent)]
     Gdb(#[from] keyframe_gdb::Error),
-    /// The analysis tool is at fault.
+    /// An error of the analysis tool.
     #[error(transparent)]
     Tool(#[from] keyframe_analysis::Error),
-    /// The queue of intervals, or one of its workers, is at fault.
+    /// An error of the queue of intervals, or of one of its workers.
     #[error(transparent)]
     Cluster(#[from] keyframe_cluster::Error),
     /// A replay did not do what was asked for.
     #[error(transparent)]
     Replay(#[from] ReplayError),
-    /// An analysis, or its directory, is at fault.
+    /// An error of an analysis, or of its directory.
     #[error(transparent)]
     Analysis(#[from] AnalysisError),
     /// The operating system refused an operation.
@@ -112,7 +112,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// An error of `store`.
+    /// Creates an error of `store`.
     pub fn store(store: &Path, source: keyframe_store::Error) -> Self {
         Self::Store { store: store.to_owned(), source }
     }

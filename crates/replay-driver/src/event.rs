@@ -6,7 +6,7 @@ pub use keyframe_units::{EventSink, NoEvents};
 use std::path::PathBuf;
 
 /// The sink of a replay's events, which its threads share.
-pub type SharedEventSink = keyframe_units::SharedEventSink<ReplayEvent>;
+pub type SharedReplayEventSink = keyframe_units::SharedEventSink<ReplayEvent>;
 
 /// An event of a replay or an analysis.
 #[derive(Debug)]
@@ -20,12 +20,12 @@ pub enum ReplayEvent {
     },
     /// Replays begin.
     ReplaysBegin {
-        /// Number of instructions that they execute, all together.
+        /// The number of instructions that they execute, all together.
         instructions: u64,
     },
     /// Replays have advanced.
     Replayed {
-        /// Number of instructions since the last such event.
+        /// The number of instructions since the last such event.
         instructions: u64,
     },
     /// The part of an interval could not be made or written.
@@ -47,7 +47,8 @@ pub enum ReplayEvent {
         /// The reason.
         error: Error,
     },
-    /// A debugger wants to write registers or memory, which is refused. Told once for a debugger.
+    /// A debugger wants to write registers or memory, which is refused. The event occurs once for
+    /// each debugger.
     DebuggerWriteRefused,
     /// A replay under a debugger has diverged from its log.
     DivergedUnderDebugger {

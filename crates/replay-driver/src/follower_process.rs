@@ -12,14 +12,16 @@ use std::time::Duration;
 /// How often the process is checked for its end.
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// The process. It outlives its recording for a moment only: if the recorder has ended, it follows
-/// to the log's end and ends. Dropping this ends it.
+/// A process that follows a recording and takes its checkpoints. It outlives its recording for a
+/// moment only: if the recorder has ended, it follows to the log's end and ends. Dropping this ends
+/// it.
 pub struct FollowerProcess {
     child: Child,
 }
 
 impl FollowerProcess {
-    /// Starts the process, which takes a checkpoint `every` so often into `store`.
+    /// Starts the process, which follows `recording` and takes a checkpoint into `store` after each
+    /// `every` of the recording's time. Error: the process cannot be started.
     pub fn start(recording: &Path, every: Duration, store: &Path) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         let every = humantime::format_duration(every).to_string();
@@ -38,8 +40,9 @@ impl FollowerProcess {
         Ok(Self { child })
     }
 
-    /// Waits until it has followed a recording that has ended. Ends it when `interrupted` becomes
-    /// true. Returns true if it has reached the recording's end.
+    /// Waits until the process has followed a recording that has ended. Ends the process when
+    /// `interrupted` becomes true. Returns true if it has reached the recording's end. Error: the
+    /// process has failed.
     pub fn finish(mut self, interrupted: &AtomicBool) -> Result<bool> {
         let mut is_signalled = false;
         loop {

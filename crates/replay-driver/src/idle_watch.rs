@@ -23,17 +23,17 @@ pub struct IdleWatch {
     cpu_time: Duration,
 }
 
-/// What [`IdleWatch::look`] has found.
+/// The result of [`IdleWatch::look`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Idleness {
     /// True if the QEMU was on a processor for less than half of the time since the last look.
     pub is_idle: bool,
-    /// How long to wait until the next look.
+    /// The time to wait until the next look.
     pub wait: Duration,
 }
 
 impl IdleWatch {
-    /// Watches the QEMU with this process id.
+    /// Begins to watch the QEMU with the process id `pid`.
     pub fn new(pid: u32) -> Self {
         let cpu_time = process_cpu_time(pid).unwrap_or_default();
         Self { pid, looked_at: Instant::now(), cpu_time }

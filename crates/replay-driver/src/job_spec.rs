@@ -1,7 +1,7 @@
 //! What a worker on another node needs to know to make parts of an analysis: `OUT/order.json`.
 
 use crate::error::{AnalysisError, Error, Result};
-use crate::event::SharedEventSink;
+use crate::event::SharedReplayEventSink;
 use crate::{
     Analysis, AnalysisHeader, AnalysisSubject, LiveRecording, ReplayableRecording, UnrecordedRun,
 };
@@ -13,20 +13,21 @@ use std::path::{Path, PathBuf};
 /// The longest file that is read here, in bytes: some million intervals.
 const BYTES_MAX: u64 = 1 << 30;
 
-/// An analysis, as its workers need to know it. All paths are absolute, and the same on each node.
+/// The description of an analysis for its workers. All paths are absolute, and the same on each
+/// node.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JobSpec {
     /// The recording, or the store of a run that was not recorded.
     pub subject: PathBuf,
-    /// The part of the run that was not recorded; `None` for a recording.
+    /// The part of the run if the subject is a run that was not recorded; `None` for a recording.
     pub captured: Option<RunSelection>,
     /// The store of the recording's checkpoints, if it is not the one that the recording names.
     pub store: Option<PathBuf>,
-    /// The key file of the store.
+    /// The key file of the store; `None` if the store is not encrypted.
     pub key_file: Option<PathBuf>,
-    /// True if the recording may still be made.
+    /// True if the recording may still be in progress.
     pub follow: bool,
-    /// How often an interval is tried.
+    /// The number of times that an interval is tried.
     pub tries: u32,
 }
 
@@ -52,7 +53,7 @@ pub enum OpenedSubject {
 }
 
 impl OpenedSubject {
-    /// Borrows it for an analysis.
+    /// Borrows the subject for an analysis.
     pub fn subject(&self) -> AnalysisSubject<'_> {
         match self {
             Self::Recorded(recording) => AnalysisSubject::Recorded(recording),
@@ -63,7 +64,8 @@ impl OpenedSubject {
 }
 
 /// Returns the tool with this name. A name that ends with `.toml` is the path of the manifest of a
-/// third party's tool.
+/// third party's tool. Errors: there is no such tool; it does not take the arguments; the manifest
+/// cannot be read.
 pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
     let is_manifest = Path::new(name).extension().is_some_and(|extension| extension == "toml");
     let tool = if is_manifest {
@@ -75,13 +77,13 @@ pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
 }
 
 impl JobSpec {
-    /// Opens its subject.
+    /// Opens the subject of the analysis.
     ///
     /// # Errors
     ///
     /// A recording that is not followed must have ended. One that is followed must have begun:
     /// [`Error::NoStoreYet`] otherwise.
-    pub fn open(&self, key: &KeyArg, events: SharedEventSink) -> Result<OpenedSubject> {
+    pub fn open(&self, key: &KeyArg, events: SharedReplayEventSink) -> Result<OpenedSubject> {
         if self.follow {
             let live = LiveRecording::open(&self.subject, self.store.as_deref(), key, events)?;
             let live = live.ok_or_else(|| Error::NoStoreYet(self.subject.clone()))?;
@@ -98,14 +100,16 @@ impl JobSpec {
         }
     }
 
-    /// Writes it into the directory `out` of its analysis.
+    /// Writes the description into `out`, the directory of its analysis. Error: the file cannot be
+    /// written.
     pub fn write(&self, out: &Path) -> Result<()> {
         let path = out.join("order.json");
         let text = serde_json::to_string_pretty(self).unwrap_or_default();
         std::fs::write(&path, text).map_err(|e| Error::file("write", &path, e))
     }
 
-    /// Reads the one in the directory `out` of an analysis.
+    /// Reads the description in `out`, the directory of an analysis. Error: the file cannot be
+    /// read, or is not a job specification.
     pub fn read(out: &Path) -> Result<Self> {
         read_json(&out.join("order.json"))
     }

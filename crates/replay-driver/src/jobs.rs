@@ -8,7 +8,8 @@ use std::cmp::Reverse;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// Returns an error if the user has asked for an end of an analysis, which can be continued later.
+/// Returns an error if the user has asked for an end of an analysis, which can be continued later:
+/// [`AnalysisError::Interrupted`].
 pub fn check_interrupted(interrupted: &AtomicBool) -> Result<()> {
     if interrupted.load(Ordering::Relaxed) {
         return Err(AnalysisError::Interrupted.into());
@@ -26,6 +27,8 @@ pub fn core_count() -> usize {
 /// `interrupted` became true. Intervals with the most work begin first, so that all jobs end at
 /// about the same time (longest processing time first: Graham, Bounds on multiprocessing timing
 /// anomalies, 1969).
+///
+/// Error: the recording's log cannot be read.
 pub fn for_each_interval<T: Send>(
     recording: &ReplayableRecording,
     intervals: &[Interval],

@@ -48,13 +48,14 @@ pub use analysis::{
 };
 pub use analysis_subject::{AnalysisSubject, KnownIntervals, ReplayControl};
 pub use compare::{
-    ComparedDisks, Difference, compare_disks, compare_ram, compare_ram_with_checkpoint,
+    ComparedDisks, Difference, DifferencePlace, compare_disks, compare_ram,
+    compare_ram_with_checkpoint,
 };
 pub use console::console;
 pub use cut_source::{CompleteLogCuts, CutSource, GrowingLogCuts};
 pub use debugger::Debugger;
 pub use error::{AnalysisError, Error, ReplayError, Result};
-pub use event::{EventSink, NoEvents, ReplayEvent, SharedEventSink};
+pub use event::{EventSink, NoEvents, ReplayEvent, SharedReplayEventSink};
 pub use follower_process::FollowerProcess;
 pub use job_spec::{JobSpec, OpenedSubject, RunSelection, tool};
 pub use live_recording::LiveRecording;

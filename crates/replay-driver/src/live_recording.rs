@@ -9,7 +9,7 @@
 //! After its end it is a recording like all others, and its last intervals appear.
 
 use crate::error::{Error, Result};
-use crate::event::SharedEventSink;
+use crate::event::SharedReplayEventSink;
 use crate::{KnownIntervals, ReplayableRecording, checkpoints_in};
 use keyframe_locks::IgnorePoison;
 use keyframe_replay::cut_points::CutSpacing;
@@ -20,7 +20,7 @@ use keyframe_store_keys::KeyArg;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// A recording that may still be made.
+/// A recording that may still be in progress.
 pub struct LiveRecording {
     /// The recording, as it was when it was opened.
     pub recording: Recording,
@@ -29,19 +29,20 @@ pub struct LiveRecording {
     /// The store that the caller named.
     named_store: Option<PathBuf>,
     key: KeyArg,
-    events: SharedEventSink,
+    events: SharedReplayEventSink,
     growing: Mutex<Option<GrowingLog>>,
     ended: OnceLock<Arc<ReplayableRecording>>,
 }
 
 impl LiveRecording {
     /// Opens the recording at `path` with the store that it names, or with `store`. Returns `None`
-    /// if the recording has just begun, and the store that it names does not exist yet.
+    /// if the recording has just begun, and the store that it names does not exist yet. Errors: the
+    /// recording or the store cannot be opened.
     pub fn open(
         path: &Path,
         store: Option<&Path>,
         key: &KeyArg,
-        events: SharedEventSink,
+        events: SharedReplayEventSink,
     ) -> Result<Option<Self>> {
         let recording = Recording::open(path)?;
         let place = store.map_or_else(|| recording.store_path(), Path::to_owned);
@@ -85,8 +86,8 @@ impl LiveRecording {
         Ok(Some(Arc::clone(self.ended.get_or_init(|| Arc::new(recording)))))
     }
 
-    /// Returns its complete intervals. If `needs_exact_ends`, each ends where a replay can stop and
-    /// go on.
+    /// Returns the recording's complete intervals. If `needs_exact_ends`, each ends where a replay
+    /// can stop and go on. Error: the log or the store cannot be read.
     pub fn intervals(&self, needs_exact_ends: bool) -> Result<KnownIntervals> {
         if let Some(recording) = self.ended()? {
             let intervals = recording.intervals_for_tool(needs_exact_ends)?;
@@ -107,8 +108,8 @@ impl LiveRecording {
         Ok(KnownIntervals { intervals, is_complete: false })
     }
 
-    /// Returns for each of `intervals`, which are complete, how much work its replay is
-    /// ([`Interval::effort`]).
+    /// Returns the work of the replay of each of `intervals`, which are complete, in instructions
+    /// ([`Interval::effort`]). Error: the log cannot be read.
     pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>> {
         if let Some(recording) = self.ended()? {
             return recording.efforts(intervals);

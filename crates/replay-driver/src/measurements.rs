@@ -11,7 +11,7 @@ use crate::error::{AnalysisError, Result};
 use crate::event::{EventSink, ReplayEvent};
 use crate::{ReplayableRecording, previous_timings, sealed_checkpoints_in};
 use keyframe_model::simulation::SimulatedInterval;
-use keyframe_model::{Constants, Fit, fit_slowdown};
+use keyframe_model::{Constants, SlowdownFit, TimedSimulation, fit_slowdown};
 use keyframe_replay::RecordingMeta;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Sealed;
@@ -23,21 +23,22 @@ use std::path::Path;
 /// Below that, the length of an interval says little about how long its simulation takes.
 const R_SQUARED_MIN: f64 = 0.5;
 
-/// An interval, as a cluster would get it.
+/// The measurements of one interval, as a cluster needs them.
 #[derive(Clone, Debug)]
 pub struct MeasuredInterval {
-    /// When it could be simulated, in seconds since the recording began: its end's checkpoint is
-    /// sealed. If that was taken later, from a replay: its end is recorded, by its instructions.
+    /// The time at which it could be simulated, in seconds since the recording began: its end's
+    /// checkpoint is sealed. If that checkpoint was taken later, from a replay, it is the time at
+    /// which its end was recorded, by its instructions.
     pub ready_s: f64,
     /// Its part of the recorded time, by its instructions, in seconds.
     pub length_s: f64,
     /// The time of its simulation, in seconds; `None` if it is not done yet.
     pub took_s: Option<f64>,
-    /// All of the RAM.
+    /// The number of bytes of all RAM.
     pub ram_bytes: f64,
-    /// The bytes in the store for its checkpoint and those before it.
+    /// The number of bytes in the store for its checkpoint and those before it.
     pub stored_bytes: f64,
-    /// The bytes that the store got since the checkpoint of the interval before.
+    /// The number of bytes that the store got since the checkpoint of the interval before.
     pub new_bytes: f64,
 }
 
@@ -46,15 +47,15 @@ pub struct MeasuredInterval {
 pub struct RecordingMeasurements {
     /// The recording's time without its pauses, in seconds.
     pub recorded_s: f64,
-    /// Checkpoints that were taken while it was recorded.
+    /// The number of checkpoints that were taken while it was recorded.
     pub checkpoints: u64,
-    /// Their mean pause, in seconds.
+    /// The mean pause of these checkpoints, in seconds; `None` if there are none.
     pub pause_s: Option<f64>,
-    /// Intervals of the analysis.
+    /// The number of intervals of the analysis.
     pub intervals: u64,
-    /// The line through them.
-    pub fit: Option<Fit>,
-    /// All of them, and those that are not done.
+    /// The line through the times of the intervals; `None` if it cannot be fitted.
+    pub fit: Option<SlowdownFit>,
+    /// All intervals, those that are not done included.
     #[serde(skip)]
     pub pieces: Vec<MeasuredInterval>,
 }
@@ -95,9 +96,9 @@ impl RecordingMeasurements {
             if head.recording != meta.id {
                 return Err(AnalysisError::AnotherRecording(dir.to_owned()).into());
             }
-            let pairs = timed_pairs(&head.intervals, &done, each_s);
-            measurements.intervals = pairs.len() as u64;
-            let fit = fit_slowdown(&pairs);
+            let times = timed_simulations(&head.intervals, &done, each_s);
+            measurements.intervals = times.len() as u64;
+            let fit = fit_slowdown(&times);
             measurements.fit =
                 Some(fit.ok_or_else(|| AnalysisError::NoIntervalDone(dir.to_owned()))?);
             took_s = done.iter().map(|one| (one.index, one.wall_ns as f64 / 1e9)).collect();
@@ -154,11 +155,17 @@ fn pauses_s(checkpoints: &[(RecordedCheckpoint, Sealed)]) -> Vec<f64> {
 }
 
 /// The recorded time and the time of the simulation of each interval that is done, in seconds.
-fn timed_pairs(intervals: &[Interval], done: &[IntervalTiming], each_s: f64) -> Vec<(f64, f64)> {
+fn timed_simulations(
+    intervals: &[Interval],
+    done: &[IntervalTiming],
+    each_s: f64,
+) -> Vec<TimedSimulation> {
     let length = |index: u32| intervals.iter().find(|i| i.index == index).map(Interval::len);
-    let pair =
-        |one: &IntervalTiming| Some((length(one.index)? as f64 * each_s, one.wall_ns as f64 / 1e9));
-    done.iter().filter_map(pair).collect()
+    let timed = |one: &IntervalTiming| {
+        let recorded_s = length(one.index)? as f64 * each_s;
+        Some(TimedSimulation { recorded_s, simulated_s: one.wall_ns as f64 / 1e9 })
+    };
+    done.iter().filter_map(timed).collect()
 }
 
 fn pieces(

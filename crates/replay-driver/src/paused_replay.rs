@@ -18,24 +18,24 @@ use std::ffi::OsString;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicBool;
 
-/// A replay that reaches an instruction.
+/// The route of a replay: where it begins, and where it stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplayRoute {
     /// The checkpoint to begin with.
     pub begin: RecordedCheckpoint,
     /// The instruction before which the replay stops.
     pub icount: u64,
-    /// The same, for QEMU.
+    /// The stop, in the form that QEMU needs.
     pub until: Until,
 }
 
 impl ReplayRoute {
-    /// Finds the route to `icount`. For the recording's beginning it leads to the first
+    /// Finds the route to instruction `icount`. For the recording's beginning it leads to the first
     /// instruction before which a replay can stop. `checkpoints` are the recording's.
     ///
     /// # Errors
     ///
-    /// [`Error::NoInstruction`] if `icount` lies behind the recording's end.
+    /// [`Error::NoInstruction`] if `icount` lies after the recording's end.
     pub fn to(
         recording: &ReplayableRecording,
         checkpoints: &[RecordedCheckpoint],
@@ -51,10 +51,10 @@ impl ReplayRoute {
     }
 }
 
-/// How a replay that is to stop is started.
+/// The options of a replay that is to stop.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PauseOptions<'a> {
-    /// Words for QEMU's command line.
+    /// Words to append to QEMU's command line.
     pub extra: &'a [OsString],
     /// True if debuggers can connect.
     pub has_gdbstub: bool,
@@ -62,7 +62,7 @@ pub struct PauseOptions<'a> {
 
 /// A replay that has stopped before an instruction.
 pub struct PausedReplay {
-    /// Its QEMU.
+    /// The QEMU that replays.
     pub replay: Replay,
     /// The directory of the gdbstub's socket.
     stub: Option<tempfile::TempDir>,
@@ -73,7 +73,8 @@ const STUB_SOCKET: &str = "gdb.sock";
 
 impl PausedReplay {
     /// Replays `route`, and calls `on_progress` now and then with the instruction that QEMU has
-    /// reached. Returns `None` if `interrupted` became true.
+    /// reached. Returns `None` if `interrupted` became true. Errors: those of [`Replay::start`] and
+    /// [`Replay::arrive`].
     pub fn at(
         recording: &ReplayableRecording,
         route: ReplayRoute,
@@ -100,7 +101,7 @@ impl PausedReplay {
         }
     }
 
-    /// Returns the instruction before which it has stopped.
+    /// Returns the instruction before which the replay has stopped. Error: QEMU does not answer.
     pub fn icount(&mut self) -> Result<u64> {
         let qmp = self.replay.restored().vm().qmp();
         // No other code takes these events.
@@ -108,7 +109,7 @@ impl PausedReplay {
         Ok(qmp.icount()?)
     }
 
-    /// Connects to its gdbstub.
+    /// Connects to the gdbstub of the replay's QEMU.
     ///
     /// # Errors
     ///

@@ -40,19 +40,18 @@ use std::time::Duration;
 /// The name of the disks' socket.
 const DISKS_SOCKET: &str = "disks.sock";
 
-/// How to replay.
+/// The options of a replay.
 #[derive(Clone, Debug)]
 pub struct ReplayOptions {
-    /// Words for QEMU's command line, behind the recorded ones.
+    /// Words for QEMU's command line, after the recorded ones.
     pub extra: Vec<OsString>,
-    /// The file that receives the guest's serial output.
+    /// The file that receives the guest's serial output; `None` to discard it.
     pub console: Option<PathBuf>,
-    /// The file to which QEMU's messages are added. Without one they go to this process's standard
-    /// error.
+    /// The file to which QEMU's messages are appended; `None` for this process's standard error.
     pub log: Option<PathBuf>,
     /// True if pages of RAM are loaded when the guest touches them, not all before it runs.
     pub lazy: bool,
-    /// How long the replay may stay at one instruction before it counts as diverged.
+    /// The time for which the replay may stay at one instruction before it counts as diverged.
     pub patience: Duration,
 }
 
@@ -66,12 +65,13 @@ impl Default for ReplayOptions {
 pub struct Replay {
     vm: RunningVm,
     stepper: ReplayStepper,
-    /// The checkpoint that it began with.
+    /// The checkpoint that the replay began with.
     pub loaded: Arc<LoadedCheckpoint>,
 }
 
 impl Replay {
-    /// Starts QEMU at `checkpoint`, and lets it run to `until`.
+    /// Starts QEMU at `checkpoint` of `recording`, and lets it run to `until`. Errors: the
+    /// checkpoint or the log cannot be read; QEMU cannot be started, or refuses the state.
     pub fn start(
         recording: &ReplayableRecording,
         checkpoint: RecordedCheckpoint,
@@ -90,17 +90,18 @@ impl Replay {
         Ok(Self { vm: RunningVm { restored, disks }, stepper, loaded })
     }
 
-    /// Returns its QEMU.
+    /// Returns the replay's QEMU.
     pub fn restored(&mut self) -> &mut Restored {
         &mut self.vm.restored
     }
 
-    /// Returns its disks; `None` if the VM has none.
+    /// Returns the replay's disks; `None` if the VM has none.
     pub fn served(&mut self) -> Option<&mut ServedDisks> {
         self.vm.disks.as_mut().map(|disks| &mut disks.served)
     }
 
-    /// Waits until it has reached its target ([`ReplayStepper::arrive`]).
+    /// Waits until the replay has reached its target, as [`ReplayStepper::arrive`] does. Errors:
+    /// the replay departs from the recording; QEMU ends early or does not answer.
     pub fn arrive(
         &mut self,
         interrupted: &AtomicBool,
@@ -109,7 +110,8 @@ impl Replay {
         self.stepper.arrive(&mut self.vm.restored, interrupted, on_progress)
     }
 
-    /// Lets it run on to `until`, and waits until it is there ([`ReplayStepper::go_on`]).
+    /// Lets the replay run on to `until`, and waits until it is there, as [`ReplayStepper::go_on`]
+    /// does. Errors: the replay departs from the recording; QEMU ends early or does not answer.
     pub fn go_on(
         &mut self,
         until: Until,
@@ -119,7 +121,8 @@ impl Replay {
         self.stepper.go_on(&mut self.vm.restored, until, interrupted, on_progress)
     }
 
-    /// Ends QEMU in good order, so that a plugin writes its results.
+    /// Ends QEMU in good order, so that a plugin writes its results. Error: QEMU or the process of
+    /// its disks does not end in good order.
     pub fn end(self) -> Result<()> {
         self.vm.end()
     }
@@ -162,12 +165,12 @@ pub(crate) struct ReplayDisks {
 }
 
 impl ReplayDisks {
-    /// Returns the path of their socket.
+    /// Returns the path of the socket at which the disks are served.
     pub fn socket(&self) -> PathBuf {
         self.folder.path().join(DISKS_SOCKET)
     }
 
-    /// Returns their server, for QEMU's command line.
+    /// Returns the server of the disks, for QEMU's command line.
     pub fn server(&self) -> DiskServer {
         DiskServer { socket: self.socket(), prefix: String::new() }
     }
@@ -180,7 +183,8 @@ pub(crate) struct RunningVm {
 }
 
 impl RunningVm {
-    /// Ends QEMU in good order, then the process of its disks.
+    /// Ends QEMU in good order, then the process of its disks. Error: QEMU or the process of its
+    /// disks does not end in good order.
     pub fn end(mut self) -> Result<()> {
         let killed = self.restored.kill().map_err(Error::from);
         let closed = self.disks.take().map_or(Ok(()), |disks| disks.served.end(false).map(drop));

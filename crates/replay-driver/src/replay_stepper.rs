@@ -15,20 +15,20 @@ use std::time::{Duration, Instant};
 /// How often QEMU is asked for its instruction. Each question takes the lock under which the
 /// virtual processor runs.
 const ASK_EVERY: Duration = Duration::from_millis(500);
-/// How long a replay may stay at one instruction and one place in its log. An idle guest's clock
-/// jumps, so that no replay waits for real time.
+/// The default time for which a replay may stay at one instruction and one place in its log. An
+/// idle guest's clock jumps, so that no replay waits for real time.
 pub const PATIENCE: Duration = Duration::from_secs(30);
 /// Lines of the registers that a divergence is reported with.
 const REGISTER_LINES: usize = 6;
 /// How long QEMU may take to end after the last instruction.
 const END_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Why a replay has stopped.
+/// The reason why a replay has stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopReason {
-    /// It has reached the instruction that was its target.
+    /// The replay has reached the instruction that was its target.
     Target,
-    /// It has reached the log's end, at which the recorded VM was shut down.
+    /// The replay has reached the log's end, at which the recorded VM was shut down.
     LogEnd,
     /// The user asked for an end.
     Interrupted,
@@ -36,9 +36,9 @@ pub enum StopReason {
 
 /// A QEMU that replays.
 pub trait ReplayingVm {
-    /// Returns how it ended; `None` while it runs.
+    /// Returns the exit status of the QEMU; `None` while it runs. Error: the kernel does not tell.
     fn ended(&mut self) -> keyframe_qemu::Result<Option<ExitStatus>>;
-    /// Returns the handle of its VM.
+    /// Returns the handle of the VM.
     fn vm(&mut self) -> &mut Vm;
 }
 
@@ -69,19 +69,19 @@ impl ReplayingVm for Vm {
 pub struct ReplayStepper {
     /// The instruction at which it last stopped.
     pub icount: u64,
-    /// Its target.
+    /// The target of the replay.
     pub until: Until,
-    /// Instructions at which it stops for a moment on its way, in rising order.
+    /// The instructions at which it stops for a moment on its way, in rising order.
     pub holds: Arc<[u64]>,
-    /// The log that QEMU reads.
+    /// The path of the log that QEMU reads.
     pub log: PathBuf,
-    /// How long it may stay at one instruction and one place in its log before it counts as
-    /// diverged.
+    /// The time for which it may stay at one instruction and one place in its log before it counts
+    /// as diverged.
     pub patience: Duration,
 }
 
 impl ReplayStepper {
-    /// Returns where it stops next: at its target, or at a hold before that.
+    /// Returns where the replay stops next: at its target, or at a hold before that.
     pub fn next_stop(&self) -> Until {
         let next = self.holds.partition_point(|hold| *hold <= self.icount);
         match (self.holds.get(next), self.until) {
@@ -92,7 +92,7 @@ impl ReplayStepper {
     }
 
     /// Lets a paused replay run on to `until`, and waits until it is there, as
-    /// [`ReplayStepper::arrive`] does.
+    /// [`ReplayStepper::arrive`] does. Errors: those of [`ReplayStepper::arrive`].
     pub fn go_on(
         &mut self,
         replay: &mut impl ReplayingVm,
@@ -115,7 +115,7 @@ impl ReplayStepper {
         Ok(qmp.cont()?)
     }
 
-    /// Waits until it has reached its target. `on_progress` is called now and then with the
+    /// Waits until the replay has reached its target. `on_progress` is called now and then with the
     /// instruction that QEMU has reached.
     ///
     /// # Errors

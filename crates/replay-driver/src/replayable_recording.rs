@@ -59,7 +59,7 @@ impl ReplayableRecording {
         Ok(Self { recording, store, log, log_index: OnceLock::new(), holds: OnceLock::new() })
     }
 
-    /// Makes one of a recording that is still being made. `store` is for its checkpoints.
+    /// Makes the value for a recording that is still being made. Its checkpoints go to `store`.
     pub fn growing(recording: &Recording, store: Store) -> Self {
         let log = recording.live_log();
         Self {
@@ -71,8 +71,8 @@ impl ReplayableRecording {
         }
     }
 
-    /// Makes one of a recording that takes its checkpoints while it is being made. `log_index` is
-    /// the index of its log so far.
+    /// Makes the value for a recording that takes its checkpoints while it is being made.
+    /// `log_index` is the index of its log so far.
     pub fn so_far(recording: &Recording, store: Store, log_index: LogIndex) -> Self {
         let (log, holds) = (recording.live_log(), Arc::<[u64]>::from(log_index.holds()));
         let (log_index, holds) = (OnceLock::from(log_index), OnceLock::from(holds));
@@ -84,7 +84,7 @@ impl ReplayableRecording {
         self.log.path()
     }
 
-    /// Returns the index of the log. The first call reads the log.
+    /// Returns the index of the log, which the first call reads. Error: the log cannot be read.
     pub fn log_index(&self) -> Result<&LogIndex> {
         if let Some(log_index) = self.log_index.get() {
             return Ok(log_index);
@@ -93,7 +93,8 @@ impl ReplayableRecording {
         Ok(self.log_index.get_or_init(|| read))
     }
 
-    /// Returns for each of `intervals` how much work its replay is ([`Interval::effort`]).
+    /// Returns the work of the replay of each of `intervals`, in instructions
+    /// ([`Interval::effort`]). Error: the log cannot be read.
     pub fn efforts(&self, intervals: &[Interval]) -> Result<Vec<u64>> {
         let log_index = self.log_index()?;
         Ok(intervals.iter().map(|interval| interval.effort(log_index)).collect())
@@ -102,6 +103,8 @@ impl ReplayableRecording {
     /// Returns the instructions at which a replay must stop for a moment ([`LogIndex::holds`]).
     /// There are none in a recording that is still being made: the follower takes its checkpoints,
     /// so that the recorded VM is never paused.
+    ///
+    /// Error: the log cannot be read.
     pub fn holds(&self) -> Result<Arc<[u64]>> {
         if let Some(holds) = self.holds.get() {
             return Ok(Arc::clone(holds));
@@ -112,9 +115,11 @@ impl ReplayableRecording {
         Ok(Arc::clone(self.holds.get_or_init(|| found)))
     }
 
-    /// Returns true if a replay to its end runs until QEMU ends with the log. If false, the replay
-    /// stops before the last instruction at which it can: where the machine was asked to shut
-    /// down, before the log breaks off, or before an instruction during which QEMU ended.
+    /// Returns true if a replay to the recording's end runs until QEMU ends with the log. If false,
+    /// the replay stops before the last instruction at which it can: where the machine was asked to
+    /// shut down, before the log breaks off, or before an instruction during which QEMU ended.
+    ///
+    /// Error: the log cannot be read.
     pub fn ends_with_log(&self) -> Result<bool> {
         let (meta, log_index) = (&self.recording.meta, self.log_index()?);
         let is_whole =
@@ -122,7 +127,7 @@ impl ReplayableRecording {
         Ok(is_whole && !log_index.ends_with_shutdown())
     }
 
-    /// Returns the last instruction before which a replay can stop.
+    /// Returns the last instruction before which a replay can stop. Error: the log cannot be read.
     pub fn last_stop(&self) -> Result<u64> {
         let end = self.recording.meta.instructions;
         let end = if self.recording.meta.ending == RecordingEnding::Complete {
@@ -133,13 +138,14 @@ impl ReplayableRecording {
         Ok(self.log_index()?.end().min(end))
     }
 
-    /// Returns the target of a replay to `icount`.
+    /// Returns the target of a replay to instruction `icount`, in the form that QEMU needs. Error:
+    /// the log cannot be read.
     pub fn until(&self, icount: u64) -> Result<Until> {
         let is_end = icount >= self.last_stop()? && self.ends_with_log()?;
         Ok(if is_end { Until::LogEnd } else { Until::Instruction(icount) })
     }
 
-    /// Returns its checkpoints, by instruction.
+    /// Returns the recording's checkpoints, by instruction.
     ///
     /// # Errors
     ///
@@ -155,7 +161,7 @@ impl ReplayableRecording {
         Ok(checkpoints)
     }
 
-    /// Returns its intervals.
+    /// Returns the recording's intervals.
     ///
     /// # Errors
     ///
@@ -173,8 +179,9 @@ impl ReplayableRecording {
         Ok(all)
     }
 
-    /// Returns its intervals for a tool, with ends at which each replay shows the tool the same. If
-    /// `needs_exact_ends`, each ends where a replay can stop and go on.
+    /// Returns the recording's intervals for a tool, with ends at which each replay shows the tool
+    /// the same. If `needs_exact_ends`, each ends where a replay can stop and go on. Error: the log
+    /// cannot be read.
     pub fn intervals_for_tool(&self, needs_exact_ends: bool) -> Result<Vec<Interval>> {
         let all = self.intervals()?;
         let all = if self.ends_with_log()? {
@@ -185,13 +192,14 @@ impl ReplayableRecording {
         if needs_exact_ends { self.with_unambiguous_ends(&all) } else { Ok(all) }
     }
 
-    /// Returns `all` with ends at which a replay can stop and go on.
+    /// Returns `all` with ends at which a replay can stop and go on. Error: the log cannot be read.
     pub fn with_unambiguous_ends(&self, all: &[Interval]) -> Result<Vec<Interval>> {
         Ok(with_unambiguous_ends(all, self.log_index()?))
     }
 }
 
-/// Returns the checkpoints of `recording` in `store`, by instruction.
+/// Returns the checkpoints of `recording` in `store`, by instruction. Error: the store cannot be
+/// read.
 pub fn checkpoints_in(store: &Store, recording: &Recording) -> Result<Vec<RecordedCheckpoint>> {
     Ok(sealed_checkpoints_in(store, recording)?
         .into_iter()
@@ -199,7 +207,8 @@ pub fn checkpoints_in(store: &Store, recording: &Recording) -> Result<Vec<Record
         .collect())
 }
 
-/// Returns the checkpoints of `recording` in `store` with their metadata, by instruction.
+/// Returns the checkpoints of `recording` in `store` with their metadata, by instruction. Error:
+/// the store cannot be read.
 pub fn sealed_checkpoints_in(
     store: &Store,
     recording: &Recording,
@@ -215,7 +224,8 @@ pub fn sealed_checkpoints_in(
     Ok(all)
 }
 
-/// Copies checkpoints to another store. Those that it has already are left as they are.
+/// Copies `checkpoints` from the store `from` to the store `to`. Those that it has already are left
+/// as they are. Errors: a checkpoint cannot be read; `to` cannot be written or is in use.
 pub fn copy_checkpoints(
     from: &Store,
     checkpoints: &[RecordedCheckpoint],
@@ -226,7 +236,8 @@ pub fn copy_checkpoints(
 }
 
 /// Moves the first checkpoint of a recording that was followed from its own store into `store`,
-/// which holds the others. The recording must have ended.
+/// which holds the others. The recording must have ended. Errors: a store cannot be opened, read or
+/// written.
 pub fn adopt_first_checkpoint(recording: &Recording, store: &Store, key: &KeyArg) -> Result<()> {
     let place = recording.first_store_path();
     if !place.exists() {

@@ -36,7 +36,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// How long a simulation may stay at one instruction.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A run in a store.
+/// A run in a store that was not recorded, whose intervals can be simulated.
 pub struct UnrecordedRun {
     /// The store.
     pub store: Store,
@@ -44,8 +44,8 @@ pub struct UnrecordedRun {
     pub run: String,
     /// The version of the QEMU that ran the VM.
     pub qemu_version: String,
-    /// The intervals between consecutive checkpoints of the run. Their lengths in instructions are
-    /// how long the guest ran between them.
+    /// The intervals between consecutive checkpoints of the run. An interval's length in
+    /// instructions is the time for which the guest ran, by the clock that the simulation uses.
     pub intervals: Vec<Interval>,
 }
 
@@ -83,7 +83,8 @@ impl UnrecordedRun {
         Ok(Self { store, run, qemu_version, intervals })
     }
 
-    /// Starts a paused VM at `checkpoint`.
+    /// Starts a paused VM at `checkpoint`. Errors: the checkpoint cannot be read; QEMU cannot be
+    /// started, or refuses the state.
     pub fn start(&self, checkpoint: CheckpointId, options: ReplayOptions) -> Result<SimulatedVm> {
         // A guest that shuts down leaves QEMU paused, so that the tool can write its results.
         let mut extra = options.extra;
@@ -122,9 +123,9 @@ pub struct SimulatedVm {
 }
 
 impl SimulatedVm {
-    /// Lets it run until `interval` is over in the guest's time, which is its instructions and the
-    /// time in which it slept. `on_progress` is called with the instruction that it has reached.
-    /// Returns false if `interrupted` became true before.
+    /// Lets the VM run until `interval` is over in the guest's time, which is its instructions and
+    /// the time in which it slept. `on_progress` is called with the instruction that it has
+    /// reached. Returns false if `interrupted` became true before.
     ///
     /// # Errors
     ///
@@ -177,7 +178,8 @@ impl SimulatedVm {
         threads.first().copied().ok_or(Error::Replay(ReplayError::NoCpuThread))
     }
 
-    /// Ends QEMU in good order, so that a plugin writes what it has.
+    /// Ends QEMU in good order, so that a plugin writes what it has. Error: QEMU does not end in
+    /// good order.
     pub fn end(self) -> Result<()> {
         self.vm.end()
     }

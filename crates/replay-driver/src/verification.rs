@@ -8,7 +8,8 @@
 //! ```
 
 use crate::compare::{
-    ComparedDisks, Difference, compare_disks, compare_ram, compare_ram_with_checkpoint,
+    ComparedDisks, Difference, DifferencePlace, compare_disks, compare_ram,
+    compare_ram_with_checkpoint,
 };
 use crate::error::{Error, Result};
 use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason};
@@ -39,37 +40,37 @@ pub struct IntervalCheck {
     pub compared_at: Option<u64>,
     /// True if the replay got to the interval's end and nothing differed.
     pub exact: bool,
-    /// Number of pages of RAM that differ.
+    /// The number of pages of RAM that differ.
     pub differing_pages: u64,
-    /// The first of them: RAM block, offset in it in bytes.
-    pub first_differing: Vec<(String, u64)>,
-    /// Number of blocks of 4096 bytes of disks that differ.
+    /// The first 16 of them.
+    pub first_differing: Vec<DifferencePlace>,
+    /// The number of blocks of 4096 bytes of disks that differ.
     pub differing_blocks: u64,
-    /// The first of them: disk, offset in it in bytes.
-    pub first_differing_blocks: Vec<(String, u64)>,
-    /// Why the replay did not get to the interval's end, at its last try.
+    /// The first 16 of them.
+    pub first_differing_blocks: Vec<DifferencePlace>,
+    /// The reason why the replay did not get to the interval's end, at its last try.
     pub error: Option<String>,
-    /// How often it was tried.
+    /// The number of times that it was tried.
     pub tries: u32,
-    /// Why the tries before the last did not get to the interval's end.
+    /// The reason of each try before the last, which did not get to the interval's end.
     pub failed_tries: Vec<String>,
-    /// From QEMU's start to its end, of all tries.
+    /// The time from QEMU's start to its end, of all tries together, in nanoseconds.
     pub wall_ns: u64,
 }
 
 /// The limits that end a replay before its target.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckLimits<'a> {
-    /// True once the user wants an end.
+    /// A flag that becomes true once the user wants an end.
     pub interrupted: &'a AtomicBool,
-    /// How long a replay may stand still.
+    /// The time for which a replay may stand still.
     pub patience: Duration,
-    /// How often an interval is tried whose replay does not get to its end.
+    /// The number of times that an interval is tried whose replay does not get to its end.
     pub tries: u32,
 }
 
-/// Replays `interval` and compares its end with the next checkpoint. Tells `progress` the number of
-/// instructions that it has replayed since the last call. Errors are in the result.
+/// Replays `interval` and compares its end with the next checkpoint. Calls `progress` with the
+/// number of instructions that it has replayed since the last call. Errors are in the result.
 pub fn check_interval(
     source: &ReplayableRecording,
     interval: &Interval,
@@ -158,8 +159,8 @@ fn replayed(
 }
 
 /// Compares after an end at whose instruction the log has an event: an interrupt, a disk's answer.
-/// The checkpoint may lie before that event and the replay's stop after it, or the other way. So one
-/// replay from the interval's beginning and one from the checkpoint at its end run to the next
+/// The checkpoint may lie before that event and the replay's stop after it, or the other way. So
+/// one replay from the interval's beginning and one from the checkpoint at its end run to the next
 /// instruction without an event, without a stop before it, and are compared there.
 fn compare_after_end(
     source: &ReplayableRecording,

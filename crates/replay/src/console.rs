@@ -21,9 +21,9 @@ const LINE_BYTES_MAX: usize = 4096;
 /// A line of a console.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConsoleLine {
-    /// Instructions that ran before its first byte was written.
+    /// The number of instructions that ran before its first byte was written.
     pub first: u64,
-    /// Instructions that ran before its last byte was written.
+    /// The number of instructions that ran before its last byte was written.
     pub last: u64,
     /// The line without its end, invalid UTF-8 replaced.
     pub text: String,
@@ -34,7 +34,7 @@ pub struct ConsoleLine {
 pub struct Console {
     /// The lines in order.
     pub lines: Vec<ConsoleLine>,
-    /// Trailing bytes of the console's file that the log has no events for.
+    /// The number of trailing bytes of the console's file that the log has no events for.
     pub unplaced_bytes: u64,
 }
 
@@ -46,7 +46,8 @@ struct PartialLine {
 }
 
 impl Console {
-    /// Splits `output`, the console's file, into lines and places them by the events of `log`.
+    /// Splits `output`, the contents of the console's file, into lines and places them by the
+    /// events of `log`.
     ///
     /// Errors: those of [`LogReader::next_event`].
     pub fn new<R: Read>(mut log: LogReader<R>, output: &[u8]) -> Result<Self> {
@@ -86,7 +87,7 @@ impl Console {
         }
     }
 
-    /// The first line that contains `marker`.
+    /// Returns the first line that contains `marker`; `None` if no line does.
     pub fn find(&self, marker: &str) -> Option<&ConsoleLine> {
         self.lines.iter().find(|line| line.text.contains(marker))
     }

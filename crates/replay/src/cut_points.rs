@@ -22,18 +22,18 @@ const CUTS_MAX: usize = 1 << 20;
 /// The distance between two cut points.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CutSpacing {
-    /// In instructions, at least one.
+    /// A number of instructions, at least one.
     Instructions(u64),
-    /// By the host's clock during the recording.
+    /// A time by the host's clock during the recording.
     Time(Duration),
 }
 
 /// A reading of the host's clock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClockReading {
-    /// Instructions that had run by then.
+    /// The number of instructions that had run by then.
     pub icount: u64,
-    /// The clock, in nanoseconds.
+    /// The clock's value, in nanoseconds.
     pub ns: i64,
 }
 
@@ -115,7 +115,7 @@ fn for_each_reading(
     }
 }
 
-/// Finds cut points in a log that is read event by event.
+/// Finds cut points in a log while the log is read event by event.
 #[derive(Clone, Debug)]
 pub struct CutFinder {
     spacing: CutSpacing,
@@ -131,13 +131,13 @@ pub struct CutFinder {
 }
 
 impl CutFinder {
-    /// Finds cut points from the log's beginning on.
+    /// Creates a finder that begins at the log's beginning.
     pub fn new(spacing: CutSpacing) -> Self {
         let pending = VecDeque::new();
         Self { spacing, pending, count: 0, last_cut: None, last_reading: None, due_ns: 0 }
     }
 
-    /// Whether cut points depend on the log's times.
+    /// Returns whether the cut points depend on the log's times.
     pub fn is_by_time(&self) -> bool {
         matches!(self.spacing, CutSpacing::Time(_))
     }

@@ -11,7 +11,7 @@ pub enum Error {
     /// A file could not be read or written.
     #[error("cannot {operation} {}", path.display())]
     Io {
-        /// The operation that failed, a verb.
+        /// The operation that failed, as a verb such as "read".
         operation: &'static str,
         /// The file.
         path: PathBuf,
@@ -35,7 +35,7 @@ pub enum Error {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// Byte offset of the problem.
+        /// The byte offset of the problem in the file.
         offset: u64,
         /// What is invalid.
         problem: String,
@@ -47,7 +47,8 @@ pub enum Error {
         path: PathBuf,
         /// What is different.
         how: String,
-        /// When it was last modified before the recording, in nanoseconds since 1970.
+        /// The time at which it had last been modified before the recording, in nanoseconds since
+        /// 1970.
         modified_ns: i64,
     },
     /// The recording has no times, so it cannot be cut or searched by time.

@@ -86,12 +86,12 @@ impl GrowingLog {
         }))
     }
 
-    /// Tells that nothing more will be written, so the whole file can be read.
+    /// Declares that nothing more will be written, so that the whole file can be read.
     pub fn end(&mut self) {
         self.has_ended = true;
     }
 
-    /// Reads the events that QEMU has written since the last call. Returns whether there were any.
+    /// Reads the events that QEMU has written since the last call. Returns true if there were any.
     ///
     /// Errors: [`Error::Io`]; [`Error::Damaged`]; [`Error::TooManyCuts`].
     pub fn refresh(&mut self) -> Result<bool> {
@@ -154,17 +154,17 @@ impl GrowingLog {
         Ok(len >= until || self.has_ended)
     }
 
-    /// Instructions that have been read so far.
+    /// Returns the number of instructions in the events that have been read so far.
     pub fn icount(&self) -> u64 {
         self.icount
     }
 
-    /// The last instruction at which a replay may stop so far.
+    /// Returns the last instruction at which a replay of the events so far may stop.
     pub fn last_stop(&self) -> u64 {
         self.index.end().saturating_sub(1)
     }
 
-    /// The index of the events so far. Instructions that are unambiguous in it remain so.
+    /// Returns the index of the events so far. Instructions that are unambiguous in it remain so.
     pub fn index(&self) -> &LogIndex {
         &self.index
     }
@@ -174,7 +174,7 @@ impl GrowingLog {
         self.cut_finder.next_cut(&self.index)
     }
 
-    /// Whether QEMU has written its end event.
+    /// Returns whether QEMU has written its end event.
     pub fn is_complete(&self) -> bool {
         self.is_complete
     }

@@ -18,9 +18,9 @@ const EVENT_EFFORT: u64 = 1_000;
 /// A checkpoint of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RecordedCheckpoint {
-    /// Instructions that had run when it was taken.
+    /// The number of instructions that had run when it was taken.
     pub icount: u64,
-    /// Its id in the recording's store.
+    /// The checkpoint's id in the recording's store.
     pub checkpoint: CheckpointId,
 }
 
@@ -41,19 +41,20 @@ pub struct Interval {
 }
 
 impl Interval {
-    /// Returns the length in instructions.
+    /// Returns the interval's length in instructions.
     pub fn len(&self) -> u64 {
         self.end_icount.saturating_sub(self.from_icount)
     }
 
-    /// The expected time of its replay, in instructions without an event. `log` is the index of the
-    /// recording's log.
+    /// Returns the expected work of the interval's replay, in instructions without an event: an
+    /// event counts as many instructions. `log` is the index of the recording's log.
     pub fn effort(&self, log: &LogIndex) -> u64 {
         let events = log.count(self.from_icount..self.end_icount);
         self.len().saturating_add(events.saturating_mul(EVENT_EFFORT))
     }
 
-    /// Whether it has no instruction. The functions of this module return no such interval.
+    /// Returns whether the interval has no instruction. The functions of this module return no such
+    /// interval.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

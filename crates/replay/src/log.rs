@@ -36,19 +36,19 @@ use std::path::Path;
 
 /// The first bytes of a complete log.
 pub const HEADER: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
-/// Bytes before the first event.
+/// The number of bytes before the first event.
 pub const HEADER_BYTES: u64 = 12;
 
 /// The totals of a log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LogSummary {
-    /// Instructions up to the shutdown request, or else up to the log's end.
+    /// The number of instructions up to the shutdown request, or else up to the log's end.
     pub instructions: u64,
-    /// Number of events.
+    /// The number of events.
     pub events: u64,
-    /// Bytes up to the end of the last whole event.
+    /// The number of bytes up to the end of the last whole event.
     pub bytes: u64,
-    /// Whether the log has QEMU's end event.
+    /// True if the log has QEMU's end event.
     pub is_complete: bool,
 }
 
@@ -78,7 +78,7 @@ pub fn open(path: &Path) -> Result<LogReader<File>> {
 }
 
 /// Makes the log of a killed QEMU readable: writes the missing header and cuts an incomplete last
-/// event off. Returns whether the header was missing.
+/// event off. Returns true if the header was missing.
 ///
 /// Errors: [`Error::Io`]; [`Error::Damaged`] for a file that is not a log.
 pub fn repair(path: &Path) -> Result<bool> {

@@ -45,7 +45,7 @@ impl LogTimeRecorder {
         Ok(Self { stop, thread: Some(thread) })
     }
 
-    /// Observes the log a last time and stops.
+    /// Observes the log a last time and ends the thread.
     ///
     /// Error: [`Error::Io`] if some of the times could not be written.
     pub fn end(mut self) -> Result<()> {
@@ -74,12 +74,12 @@ fn record_times(log: &Path, mut file: File, path: &Path, stopped: &Receiver<()>)
     }
 }
 
-/// A line of `REC/times`.
+/// A line of the file of a log's times, `REC/times`: how long the log was at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LogTime {
-    /// Nanoseconds since QEMU created the log.
+    /// The number of nanoseconds since QEMU created the log.
     pub ns: i64,
-    /// Bytes of the log that QEMU had written by then.
+    /// The number of bytes of the log that QEMU had written by then.
     pub bytes: u64,
 }
 
@@ -125,10 +125,10 @@ impl LogTimes {
         Ok(self.next)
     }
 
-    /// Consumes the next time if QEMU had written fewer than `bytes` by then, and returns its
-    /// nanoseconds.
+    /// Consumes the next time if QEMU had written fewer than `bytes` bytes by then, and returns its
+    /// nanoseconds; `None` otherwise.
     ///
-    /// Errors: as [`LogTimes::peek`].
+    /// Errors: those of [`LogTimes::peek`].
     pub fn next_before(&mut self, bytes: u64) -> Result<Option<i64>> {
         let next = self.peek()?.filter(|next| next.bytes < bytes);
         Ok(next.map(|next| {

@@ -35,7 +35,7 @@ const META: &str = "recording.json";
 /// The longest `recording.json` that is read, in bytes.
 const META_BYTES_MAX: u64 = 16 << 20;
 
-/// A recording.
+/// The directory of a recording.
 #[derive(Clone, Debug)]
 pub struct Recording {
     path: PathBuf,
@@ -53,7 +53,7 @@ pub struct ReadableLog {
 }
 
 impl ReadableLog {
-    /// The path of the log.
+    /// Returns the path of the log.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -96,20 +96,20 @@ impl Recording {
         Ok(Self { path, lock: None, meta })
     }
 
-    /// The recording's directory.
+    /// Returns the recording's directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether the recording is still being made: by the command that records it, or by a QEMU that
-    /// has outlived that command.
+    /// Returns whether the recording is still being made: by the command that records it, or by a
+    /// QEMU that has outlived that command.
     ///
     /// Error: [`Error::Io`].
     pub fn is_in_progress(&self) -> Result<bool> {
         Ok(self.is_recorder_running()? || is_open_in_any_process(&self.log_path()))
     }
 
-    /// Whether the command that makes the recording still runs.
+    /// Returns whether the command that makes the recording still runs.
     ///
     /// Error: [`Error::Io`].
     pub fn is_recorder_running(&self) -> Result<bool> {
@@ -121,7 +121,7 @@ impl Recording {
         }
     }
 
-    /// Whether the log no longer grows. Reads `recording.json` anew.
+    /// Returns whether the log no longer grows. Reads `recording.json` anew.
     ///
     /// Errors: those of [`Recording::open`].
     pub fn has_ended(&self) -> Result<bool> {
@@ -129,22 +129,22 @@ impl Recording {
         Ok(has_ending || !self.is_recorder_running()?)
     }
 
-    /// The path of the log while QEMU writes it.
+    /// Returns the path of the log while QEMU writes it.
     pub fn log_path(&self) -> PathBuf {
         self.path.join("replay.log")
     }
 
-    /// The path of the log's times.
+    /// Returns the path of the file with the log's times.
     pub fn times_path(&self) -> PathBuf {
         self.path.join("times")
     }
 
-    /// The path of the console's output.
+    /// Returns the path of the file with the console's output.
     pub fn console_path(&self) -> PathBuf {
         self.path.join("console.log")
     }
 
-    /// The path of the store with the recording's checkpoints.
+    /// Returns the path of the store with the recording's checkpoints.
     pub fn store_path(&self) -> PathBuf {
         match &*self.meta.store {
             OWN_STORE => self.path.join("store"),
@@ -152,8 +152,8 @@ impl Recording {
         }
     }
 
-    /// The path of the store that holds the first checkpoint while a second QEMU follows the
-    /// recording. The second QEMU's checkpoints go to [`Recording::store_path`].
+    /// Returns the path of the store that holds the first checkpoint while a second QEMU follows
+    /// the recording. The second QEMU's checkpoints go to [`Recording::store_path`].
     pub fn first_store_path(&self) -> PathBuf {
         self.path.join("first")
     }
@@ -225,27 +225,28 @@ impl Recording {
     }
 
     /// Calls [`Recording::end`] for a QEMU that did not fail, then [`Recording::pack`].
+    /// `duration_ns` is the recording's duration in nanoseconds.
     ///
-    /// Errors: theirs.
+    /// Errors: those of both.
     pub fn finish(&mut self, duration_ns: u64) -> Result<LogSummary> {
         let summary = self.end(duration_ns, false)?;
         self.pack()?;
         Ok(summary)
     }
 
-    /// The size of the log on disk, in bytes; 0 if there is none.
+    /// Returns the size of the log on disk, in bytes; 0 if there is none.
     pub fn stored_log_bytes(&self) -> u64 {
         let len = |path: PathBuf| std::fs::metadata(path).map(|metadata| metadata.len());
         len(self.packed_path()).or_else(|_| len(self.log_path())).unwrap_or(0)
     }
 
-    /// The log while QEMU writes it.
+    /// Returns the log as QEMU writes it, for a reader that follows it.
     pub fn live_log(&self) -> ReadableLog {
         ReadableLog { path: self.log_path(), _unpacked: None }
     }
 
-    /// The complete log for a replay: unpacked into a temporary directory, and with its clock
-    /// readings corrected ([`icount_warp`]). The packed log stays as QEMU wrote it.
+    /// Returns the complete log for a replay: unpacked into a temporary directory, and with its
+    /// clock readings corrected ([`icount_warp`]). The packed log stays as QEMU wrote it.
     ///
     /// Errors: [`Error::Io`]; [`Error::Damaged`].
     pub fn readable_log(&self) -> Result<ReadableLog> {

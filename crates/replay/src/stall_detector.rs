@@ -37,7 +37,8 @@ pub struct StallDetector {
 }
 
 impl StallDetector {
-    /// Observes a replay that begins at instruction `icount` and may stand still for `limit`.
+    /// Creates a detector for a replay that begins at instruction `icount` and may stand still for
+    /// `limit`.
     pub fn new(icount: u64, limit: Duration) -> Self {
         Self {
             icount,

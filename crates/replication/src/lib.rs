@@ -42,7 +42,8 @@ pub use witness::{GROUPS_MAX, GroupState, OwnerMode, Witness, WitnessReply, Witn
 
 use std::fmt;
 
-/// The most paths between two nodes: path 0 carries data and messages, path 1 heartbeats alone.
+/// The largest number of paths between two nodes: path 0 carries data and messages, path 1
+/// heartbeats alone.
 pub const PATHS_MAX: usize = 2;
 
 /// The number of a node in a group. The driver chooses it at random.
@@ -65,7 +66,7 @@ impl Term {
     /// The term of the first primary.
     pub const FIRST: Self = Self(1);
 
-    /// The term of the node that takes over from this term's primary.
+    /// Returns the term of the node that takes over from this term's primary.
     #[must_use]
     pub fn next(self) -> Self {
         Self(self.0.saturating_add(1))
@@ -83,7 +84,7 @@ macro_rules! display_number {
 }
 display_number!(NodeId "{:016x}", GroupId "{:032x}", Term "{}", SessionId "{:016x}");
 
-/// How it is decided which node goes on if both may be alive.
+/// The rule that decides which node goes on if both may be alive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arbitration {
     /// A third host decides; both nodes ask it.
@@ -97,11 +98,11 @@ pub enum Arbitration {
 /// The settings of one node. All but `node` and `instance` must be the same on both nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplicationConfig {
-    /// This node.
+    /// The number of this node.
     pub node: NodeId,
-    /// This process: a random number, chosen at each start.
+    /// The number of this process: a random number, chosen at each start.
     pub instance: u64,
-    /// The VM.
+    /// The protected VM.
     pub group: GroupId,
     /// A peer counts as lost after this time without a message on any path.
     pub detection_ns: u64,
@@ -114,7 +115,7 @@ pub struct ReplicationConfig {
     pub retry_ns: u64,
     /// A standby counts as lost after this time without a data path, even if it answers heartbeats.
     pub data_ns: u64,
-    /// How the surviving node is decided.
+    /// The rule that decides which node survives.
     pub arbitration: Arbitration,
     /// The number of paths, 1 or 2.
     pub paths: u8,
@@ -123,7 +124,7 @@ pub struct ReplicationConfig {
 }
 
 impl ReplicationConfig {
-    /// Derives all times from `detection_ns`, with two paths and no further settings.
+    /// Creates the settings for two paths. Derives all times from `detection_ns`; `digest` is 0.
     pub fn new(
         node: NodeId,
         instance: u64,

@@ -13,9 +13,9 @@ use crate::{Epoch, GroupId, NodeId, SessionId, Term};
 
 /// The version of the protocol. Both nodes must have the same.
 pub const PROTOCOL_VERSION: u8 = 1;
-/// The most bytes of a reason; a longer text is cut.
+/// The largest number of bytes of a reason; a longer text is cut.
 pub const REASON_BYTES_MAX: usize = 512;
-/// The most bytes of an encoded message.
+/// The largest number of bytes of an encoded message.
 pub const MESSAGE_BYTES_MAX: usize = REASON_BYTES_MAX + 64;
 
 /// The role of a node.
@@ -50,7 +50,7 @@ pub struct Hello {
     pub complete: Option<Epoch>,
 }
 
-/// Why a node refuses its peer.
+/// The reason why a node refuses its peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PeerRefusal {
     /// The peer protects another VM.
@@ -76,7 +76,8 @@ pub enum PeerMessage {
         term: Term,
         /// The session.
         session: SessionId,
-        /// The newest heartbeat so far: those up to it belong to the time before.
+        /// The number of the newest heartbeat so far. Heartbeats up to it belong to the time before
+        /// the session.
         sequence: u64,
     },
     /// The sender refuses its peer.
@@ -85,21 +86,21 @@ pub enum PeerMessage {
     Heartbeat {
         /// The number of the heartbeat, counted over all paths.
         sequence: u64,
-        /// When it was sent, by the primary's clock.
+        /// The time at which it was sent, by the primary's clock, in nanoseconds.
         sent_ns: u64,
         /// The primary's term.
         term: Term,
         /// The session; `None` if the primary runs alone.
         session: Option<SessionId>,
-        /// Not 0 if output is held, so that the standby may take over. With a witness it is the
-        /// generation of the pairing.
+        /// The number of the standby's right to take over, or 0 if it has none because output is
+        /// not held. With a witness it is the generation of the pairing.
         pairing: u64,
     },
     /// The standby is alive, and leaves the VM to the primary for the detection time.
     HeartbeatAck {
         /// The heartbeat's number.
         sequence: u64,
-        /// When the heartbeat was sent, by the primary's clock.
+        /// The time at which the heartbeat was sent, by the primary's clock, in nanoseconds.
         sent_ns: u64,
         /// The heartbeat's session.
         session: SessionId,
@@ -133,14 +134,14 @@ pub enum PeerMessage {
         /// Its term.
         term: Term,
     },
-    /// The standby can take no more epochs. The epoch that it holds is whole.
+    /// The standby can take no more epochs. The epoch that it holds stays whole.
     Sick {
         /// The session.
         session: SessionId,
         /// The reason, for users.
         reason: String,
     },
-    /// The VM has shut down; as the standby's answer: it will not take over.
+    /// The VM has shut down. As the standby's answer: it will not take over.
     Bye {
         /// The session.
         session: SessionId,

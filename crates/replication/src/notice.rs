@@ -2,7 +2,7 @@
 
 use crate::{Epoch, NodeId, PeerRefusal, Term};
 
-/// Why a primary has lost its standby, or does not trust it any more.
+/// The reason why a primary has lost its standby, or does not trust it any more.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum StandbyLossReason {
     /// No message arrived for the detection time.

@@ -96,7 +96,7 @@ struct Exposure {
     solo_sent: bool,
 }
 
-/// The state machine of a primary.
+/// The state machine of a primary. It does no I/O: it turns events into actions.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 pub struct Primary {
@@ -118,7 +118,7 @@ pub struct Primary {
     /// The first heartbeat that disarms the standby: an answer to it or to a later one with pairing
     /// 0 means that the standby can no longer take over.
     disarm_from: Option<u64>,
-    /// Why this node asks for the right to run alone, if it does.
+    /// The reason why this node asks for the right to run alone, if it does.
     asking: Option<StandbyLossReason>,
     /// The newest generation of the witness' state that this node has seen.
     generation: u64,
@@ -265,7 +265,7 @@ impl Primary {
         if at <= self.now_ns { self.now_ns.saturating_add(self.config.heartbeat_ns) } else { at }
     }
 
-    /// The state, as users see it.
+    /// Returns the primary's state, as users see it.
     pub fn state(&self) -> PrimaryState {
         match self.phase {
             Phase::Ended => PrimaryState::Ended,
@@ -280,22 +280,23 @@ impl Primary {
         }
     }
 
-    /// True if this node asks for the right to run the VM without its standby.
+    /// Returns true if this node asks for the right to run the VM without its standby.
     pub fn is_leaving_standby(&self) -> bool {
         self.asking.is_some()
     }
 
-    /// The term in which this node runs the VM.
+    /// Returns the term in which this node runs the VM.
     pub fn term(&self) -> Term {
         self.term
     }
 
-    /// The session with a standby, if there is one.
+    /// Returns the session with a standby; `None` if there is none.
     pub fn session(&self) -> Option<SessionId> {
         self.peer.as_ref().map(|peer| peer.session)
     }
 
-    /// The newest epoch of this session that the standby has acknowledged.
+    /// Returns the newest epoch of this session that the standby has acknowledged; `None` before
+    /// the first one.
     pub fn acknowledged(&self) -> Option<Epoch> {
         self.peer.as_ref().and_then(|peer| peer.acked)
     }

@@ -49,7 +49,7 @@ enum Phase {
     Active,
 }
 
-/// The state machine of a standby.
+/// The state machine of a standby. It does no I/O: it turns events into actions.
 #[derive(Debug)]
 #[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 pub struct Standby {
@@ -76,7 +76,7 @@ pub struct Standby {
     applied: Option<Epoch>,
     /// The number of epochs that are being applied.
     applying: u32,
-    /// Why it can take no more epochs of this session, if it cannot.
+    /// The reason why it can take no more epochs of this session, if it cannot.
     sick: Option<String>,
     hello_at_ns: u64,
     open_request: Option<WitnessRequest>,
@@ -185,7 +185,7 @@ impl Standby {
         if at <= self.now_ns { self.now_ns.saturating_add(self.config.heartbeat_ns) } else { at }
     }
 
-    /// The state, as users see it.
+    /// Returns the standby's state, as users see it.
     pub fn state(&self) -> StandbyState {
         match self.phase {
             Phase::Alone => StandbyState::Alone,
@@ -197,17 +197,17 @@ impl Standby {
         }
     }
 
-    /// The newest term that it knows. The driver keeps it for the next start.
+    /// Returns the newest term that the standby knows. The driver keeps it for the next start.
     pub fn term(&self) -> Term {
         self.term
     }
 
-    /// The session with a primary, if there is one.
+    /// Returns the session with a primary; `None` if there is none.
     pub fn session(&self) -> Option<SessionId> {
         self.session
     }
 
-    /// The newest applied epoch.
+    /// Returns the newest applied epoch; `None` if there is none.
     pub fn held(&self) -> Option<Epoch> {
         self.held
     }

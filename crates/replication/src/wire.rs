@@ -3,7 +3,7 @@
 use keyframe_bytes::{ByteReader, ReadError};
 use thiserror::Error;
 
-/// Why bytes are not a message.
+/// The reason why bytes are not a valid message.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 pub enum DecodeError {
     /// The message is too short or too long.
@@ -45,7 +45,7 @@ pub enum DecodeError {
     },
 }
 
-/// Reads the version, which must be `known`.
+/// Reads the version, which must be `known`. Error: the bytes have ended, or name another version.
 pub fn read_version(reader: &mut ByteReader<'_>, known: u8) -> Result<(), DecodeError> {
     match reader.u8()? {
         version if version == known => Ok(()),
@@ -53,7 +53,8 @@ pub fn read_version(reader: &mut ByteReader<'_>, known: u8) -> Result<(), Decode
     }
 }
 
-/// Reads a number if the byte before it is 1, and nothing if that is 0.
+/// Reads a number if the byte before it is 1, and nothing if that is 0. Error: the bytes have
+/// ended, or the first one is neither 0 nor 1.
 pub fn read_optional(
     reader: &mut ByteReader<'_>,
     field: &'static str,
@@ -65,19 +66,19 @@ pub fn read_optional(
     }
 }
 
-/// The error for `value`, the byte that was read last.
+/// Returns the error for `value`, the byte that was read last.
 pub fn unknown_value(reader: &ByteReader<'_>, field: &'static str, value: u8) -> DecodeError {
     DecodeError::UnknownValue { field, value, at: reader.position().saturating_sub(1) }
 }
 
-/// Appends `numbers`.
+/// Appends each of `numbers` in 8 bytes, little-endian.
 pub fn put(out: &mut Vec<u8>, numbers: &[u64]) {
     for number in numbers {
         out.extend_from_slice(&number.to_le_bytes());
     }
 }
 
-/// Appends the form that [`read_optional`] reads.
+/// Appends `number` in the form that [`read_optional`] reads.
 pub fn put_optional(out: &mut Vec<u8>, number: Option<u64>) {
     out.push(u8::from(number.is_some()));
     put(out, number.as_slice());

@@ -21,12 +21,12 @@ use crate::{GroupId, NodeId, PROTOCOL_VERSION, SessionId, Term};
 use keyframe_bytes::ByteReader;
 use std::collections::BTreeMap;
 
-/// The most groups that a witness serves.
+/// The largest number of groups that a witness serves.
 pub const GROUPS_MAX: usize = 4096;
 /// The version of the persisted state.
 const STATE_VERSION: u8 = 1;
 
-/// The right to run the VM, and to take it over.
+/// The rights of the owner and its standby to run the VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnerMode {
     /// The owner alone may run the VM.
@@ -68,7 +68,7 @@ pub enum WitnessRequest {
         /// The generation that the asking node has seen.
         generation: u64,
     },
-    /// The owner has a standby that holds all output that clients saw.
+    /// The owner reports that a standby holds all output that clients saw, and may take over.
     Paired {
         /// The VM.
         group: GroupId,
@@ -96,7 +96,8 @@ pub enum WitnessRequest {
         /// The session of the pairing.
         session: SessionId,
     },
-    /// A user forced the asking node to take over from the owner of `term` or of an earlier term.
+    /// The asking node reports that a user forced it to take over from the owner of `term` or of an
+    /// earlier term.
     Forced {
         /// The VM.
         group: GroupId,
@@ -105,7 +106,7 @@ pub enum WitnessRequest {
         /// The term of the owner that it took over from.
         term: Term,
     },
-    /// Asks for the state.
+    /// A node asks for the group's state.
     State {
         /// The VM.
         group: GroupId,
@@ -121,14 +122,14 @@ pub struct WitnessReply {
     pub state: Option<GroupState>,
 }
 
-/// The state of a witness: all groups that it knows.
+/// The state machine of a witness, with the state of all groups that it knows. It does no I/O.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Witness {
     groups: BTreeMap<GroupId, GroupState>,
 }
 
 impl Witness {
-    /// Handles a request. Returns the answer, and whether the state has changed. If it has, the
+    /// Handles a request. Returns the answer, and true if the state has changed. If it has, the
     /// driver must persist it before it sends the answer.
     pub fn handle(&mut self, request: WitnessRequest) -> (WitnessReply, bool) {
         let group = request.group();
@@ -141,7 +142,7 @@ impl Witness {
         (WitnessReply { group, state: new.or(old) }, new.is_some())
     }
 
-    /// Returns the state of a group.
+    /// Returns the state of a group; `None` if the witness does not know it.
     pub fn state(&self, group: GroupId) -> Option<GroupState> {
         self.groups.get(&group).copied()
     }
@@ -196,7 +197,8 @@ impl Witness {
         }
     }
 
-    /// Decodes a persisted state, which must be all of `bytes`.
+    /// Decodes a persisted state, which must be all of `bytes`. Error: the bytes are malformed, or
+    /// of another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, STATE_VERSION)?;
@@ -241,7 +243,7 @@ impl GroupState {
 }
 
 impl WitnessRequest {
-    /// The VM of the request.
+    /// Returns the VM of the request.
     pub fn group(&self) -> GroupId {
         match self {
             Self::Solo { group, .. }
@@ -252,7 +254,7 @@ impl WitnessRequest {
         }
     }
 
-    /// Appends its bytes to `out`.
+    /// Appends the request's bytes to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let kind = match self {
             Self::Solo { .. } => 1,
@@ -276,7 +278,8 @@ impl WitnessRequest {
         }
     }
 
-    /// Decodes one request, which must be all of `bytes`.
+    /// Decodes one request, which must be all of `bytes`. Error: the bytes are malformed, or of
+    /// another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, PROTOCOL_VERSION)?;
@@ -317,7 +320,7 @@ impl WitnessRequest {
 }
 
 impl WitnessReply {
-    /// Appends its bytes to `out`.
+    /// Appends the reply's bytes to `out`.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.push(PROTOCOL_VERSION);
         out.extend_from_slice(&self.group.0.to_le_bytes());
@@ -327,7 +330,8 @@ impl WitnessReply {
         }
     }
 
-    /// Decodes one reply, which must be all of `bytes`.
+    /// Decodes one reply, which must be all of `bytes`. Error: the bytes are malformed, or of
+    /// another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, PROTOCOL_VERSION)?;

@@ -14,12 +14,13 @@ pub struct Cadence {
 }
 
 impl Cadence {
-    /// A cadence whose first checkpoint is due at once, and the others every `interval_ns`.
+    /// Creates a cadence whose first checkpoint is due at once, and the others every `interval_ns`.
     pub fn new(interval_ns: u64, now_ns: u64) -> Self {
         Self { interval_ns, due_ns: now_ns }
     }
 
-    /// The time at which the next checkpoint is due.
+    /// Returns the time at which the next checkpoint is due, in nanoseconds on the clock of
+    /// [`Cadence`].
     pub fn due_ns(&self) -> u64 {
         self.due_ns
     }

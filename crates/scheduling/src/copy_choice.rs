@@ -9,7 +9,7 @@ use crate::Round;
 /// The time to copy a page, as past checkpoints measured it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CopyCost {
-    /// Nanoseconds per page; 0 if unknown.
+    /// The time in nanoseconds per page; 0 if it is unknown.
     pub ns_per_page: u64,
 }
 
@@ -32,7 +32,7 @@ impl CopyCost {
     }
 }
 
-/// How to copy the pages of a checkpoint.
+/// The method to copy the pages of a checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CopyChoice {
     /// Most pages are copied before the pause.
@@ -42,7 +42,7 @@ pub enum CopyChoice {
     StopCopy,
 }
 
-/// The longest copy in the pause that is cheaper than pre-copy.
+/// The rule that chooses between pre-copy and copying in the pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyPolicy {
     /// The longest copy in the pause, in nanoseconds.
@@ -56,7 +56,8 @@ impl Default for CopyPolicy {
 }
 
 impl CopyPolicy {
-    /// Chooses for a checkpoint of about `dirty_pages` pages; `None` if their number is unknown.
+    /// Chooses the method for a checkpoint of about `dirty_pages` pages (`None` if their number is
+    /// unknown), which cost `cost` to copy.
     pub fn choose(&self, dirty_pages: Option<u64>, cost: &CopyCost) -> CopyChoice {
         match dirty_pages {
             Some(pages)

@@ -9,7 +9,8 @@
 pub struct Round {
     /// The number of dirty pages that its scan reported.
     pub pages: u64,
-    /// The time of its scan and copy, in which the guest wrote the next round's pages.
+    /// The time of its scan and copy in nanoseconds, in which the guest wrote the next round's
+    /// pages.
     pub duration_ns: u64,
 }
 
@@ -27,7 +28,7 @@ pub enum RoundDecision {
 pub struct PrecopyPolicy {
     /// The number of pages that the pause may copy: a round that finds no more is the last.
     pub target_pages: u64,
-    /// The most rounds. With 0 the pause copies everything.
+    /// The largest number of rounds. With 0 the pause copies everything.
     pub rounds_max: u32,
     /// A round must find at most this percentage of the previous round's pages. Otherwise the guest
     /// writes as fast as the rounds copy, and further rounds only cost it faults.
@@ -41,12 +42,12 @@ impl Default for PrecopyPolicy {
 }
 
 impl PrecopyPolicy {
-    /// The policy without rounds: the pause copies everything.
+    /// Returns the policy with no rounds, under which the pause copies everything.
     pub fn stop_copy() -> Self {
         Self { rounds_max: 0, ..Self::default() }
     }
 
-    /// Decides after the given rounds, oldest first.
+    /// Decides what follows after `rounds`, the rounds so far, oldest first.
     pub fn decide(&self, rounds: &[Round]) -> RoundDecision {
         if rounds.len() >= self.rounds_max as usize {
             return RoundDecision::Pause;

@@ -22,7 +22,8 @@ const PRUNE_PART: u64 = 5;
 /// The fewest forgotten checkpoints that are worth a prune.
 const FORGOTTEN_MIN: u64 = 4;
 
-/// The number of forgotten checkpoints since the last prune, and the time of the next one.
+/// Decides when a flight recorder prunes: knows the number of forgotten checkpoints since the last
+/// prune, and the time of the next one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PruneSchedule {
     look_ns: u64,
@@ -32,19 +33,20 @@ pub struct PruneSchedule {
 }
 
 impl PruneSchedule {
-    /// Creates the schedule of a recorder that keeps the checkpoints of the last `within_ns`.
+    /// Creates the schedule of a recorder that keeps the checkpoints of the last `within_ns`
+    /// nanoseconds.
     pub fn new(within_ns: u64) -> Self {
         let look_ns = (within_ns / LOOKS).clamp(LOOK_NS_MIN, LOOK_NS_MAX);
         Self { look_ns, forgotten: None, rest_until_ns: 0 }
     }
 
-    /// The time between two looks, in nanoseconds.
+    /// Returns the time between two looks, in nanoseconds.
     pub fn look_ns(&self) -> u64 {
         self.look_ns
     }
 
-    /// Records that a look forgot `forgotten` checkpoints and kept `kept`. Returns true if a prune
-    /// should follow.
+    /// Records that a look at `now_ns` forgot `forgotten` checkpoints and kept `kept`. Returns true
+    /// if a prune should follow.
     pub fn record_forgotten(&mut self, now_ns: u64, forgotten: u64, kept: u64) -> bool {
         let is_first = self.forgotten.is_none() && forgotten > 0;
         if let Some(sum) = &mut self.forgotten {
@@ -56,8 +58,8 @@ impl PruneSchedule {
         (is_first || enough) && now_ns >= self.rest_until_ns
     }
 
-    /// True if prunes are too slow: twice as many checkpoints wait for a prune as should, next to
-    /// `kept` others.
+    /// Returns true if prunes are too slow: twice as many checkpoints wait for a prune as should,
+    /// next to `kept` others.
     pub fn is_behind(&self, kept: u64) -> bool {
         self.forgotten.is_some_and(|sum| {
             sum >= FORGOTTEN_MIN * 2
@@ -65,7 +67,8 @@ impl PruneSchedule {
         })
     }
 
-    /// Records the end of a prune that began at `began_ns`. `all` is true if it removed everything.
+    /// Records the end of a prune that began at `began_ns` and ended at `now_ns`. `all` is true if
+    /// it removed everything that was forgotten.
     pub fn record_prune(&mut self, began_ns: u64, now_ns: u64, all: bool) {
         if all {
             self.forgotten = Some(0);

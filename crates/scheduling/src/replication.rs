@@ -43,44 +43,46 @@ pub use fixed::FixedInterval;
 pub use paper::{PaperParameters, PaperPolicy};
 pub use policy_name::{ReplicationPolicy, UnknownPolicy};
 
-/// The shortest time to the next look that a policy asks for, except at the end of its longest
-/// epoch. A look counts dirty pages, which takes time.
+/// The shortest time to the next look that a policy asks for, in nanoseconds; the end of its
+/// longest epoch can come sooner. A look counts dirty pages, which takes time.
 pub const LOOK_NS_MIN: u64 = 100_000;
-/// The longest time to the next look that a policy asks for.
+/// The longest time to the next look that a policy asks for, in nanoseconds.
 pub const LOOK_NS_MAX: u64 = 100_000_000;
 
 /// The state of the protected VM at a look.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct VmObservation {
-    /// The time now, on one monotonic clock that the caller chooses.
+    /// The time of the look in nanoseconds, on one monotonic clock that the caller chooses.
     pub now_ns: u64,
-    /// When the newest checkpoint's pause began; before the first one, when protection began.
+    /// The time at which the newest checkpoint's pause began; before the first one, the time at
+    /// which protection began.
     pub since_ns: u64,
     /// True if a checkpoint is captured and not acknowledged yet.
     pub in_flight: bool,
-    /// Pages written since the newest checkpoint, as counted at this look.
+    /// The number of pages written since the newest checkpoint, as counted at this look.
     pub dirty_pages: u64,
     /// The number of held packets that no captured checkpoint covers: sent since the newest one.
     pub packets_held: u64,
-    /// When the oldest of these packets arrived.
+    /// The time at which the oldest of these packets arrived; `None` if there are none.
     pub oldest_packet_ns: Option<u64>,
-    /// Bytes written to disks since the newest checkpoint.
+    /// The number of bytes written to disks since the newest checkpoint.
     pub disk_bytes_held: u64,
     /// True if the VM is paused by an early suspend.
     pub stopped: bool,
-    /// The total time in which the VM's virtual CPUs ran or waited for a core, since any fixed
-    /// time; `None` if unknown.
+    /// The total time in which the VM's virtual CPUs ran or waited for a core, in nanoseconds since
+    /// any fixed time; `None` if unknown.
     pub busy_ns: Option<u64>,
 }
 
 impl VmObservation {
-    /// The age of the epoch: the paper's `wait_time`, which also counts while a checkpoint is in
-    /// flight.
+    /// Returns the age of the epoch in nanoseconds: the paper's `wait_time`, which also counts
+    /// while a checkpoint is in flight.
     pub fn age_ns(&self) -> u64 {
         self.now_ns.saturating_sub(self.since_ns)
     }
 
-    /// Returns how long the oldest held packet has waited, in nanoseconds; 0 if none is held.
+    /// Returns the time for which the oldest held packet has waited, in nanoseconds; 0 if none is
+    /// held.
     pub fn waited_ns(&self) -> u64 {
         self.oldest_packet_ns.map_or(0, |oldest_ns| self.now_ns.saturating_sub(oldest_ns))
     }
@@ -89,15 +91,16 @@ impl VmObservation {
 /// The measurements of an acknowledged checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AcknowledgedEpoch {
-    /// The number of its pages.
+    /// The number of pages that it holds.
     pub pages: u64,
-    /// Its bytes on the wire, after compression, with those of disks.
+    /// The number of its bytes on the wire, after compression, with those of disks.
     pub wire_bytes: u64,
-    /// How long the VM was paused for it.
+    /// The time for which the VM was paused for it, in nanoseconds.
     pub pause_ns: u64,
-    /// From the end of the pause to the acknowledgement.
+    /// The time from the end of the pause to the acknowledgement, in nanoseconds.
     pub transfer_ns: u64,
-    /// The time from the beginning of the previous pause to the beginning of its own.
+    /// The time from the beginning of the previous pause to the beginning of its own, in
+    /// nanoseconds.
     pub epoch_ns: u64,
 }
 
@@ -106,7 +109,7 @@ pub struct AcknowledgedEpoch {
 pub enum ReplicationDecision {
     /// Do nothing now.
     Wait {
-        /// Look again after at most this long.
+        /// The longest time until the next look, in nanoseconds.
         look_in_ns: u64,
     },
     /// Take a checkpoint now. Only while none is in flight.
@@ -128,7 +131,7 @@ impl ReplicationDecision {
     }
 }
 
-/// Why a checkpoint is taken.
+/// The reason why a checkpoint is taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum EpochReason {
     /// The interval is over.
@@ -148,7 +151,7 @@ pub enum EpochReason {
 }
 
 impl EpochReason {
-    /// The reason's name for users.
+    /// Returns the reason's name for users, such as `packets`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Due => "due",
@@ -168,15 +171,15 @@ impl fmt::Display for EpochReason {
     }
 }
 
-/// Decides when a protected VM is checkpointed.
+/// A policy that decides when a protected VM is checkpointed.
 pub trait ReplicationScheduler: Send {
-    /// The policy's name with its parameters, for users.
+    /// Returns the policy's name with its parameters, for users.
     fn name(&self) -> String;
-    /// Decides at an observation. Observations must come in the order of time.
+    /// Decides what to do in the state `look`. States must come in the order of time.
     fn look(&mut self, look: &VmObservation) -> ReplicationDecision;
     /// Learns from a checkpoint that was just acknowledged. The caller looks again at once.
     fn acknowledged(&mut self, acked: &AcknowledgedEpoch);
-    /// The current estimates for users: names with units, and values.
+    /// Returns the current estimates for users: names with units, and values.
     fn describe(&self) -> Vec<(&'static str, f64)>;
 }
 

@@ -4,7 +4,7 @@
 /// Every this many copies, another number of threads is tried again.
 const LOOK_AGAIN_EVERY: u64 = 32;
 
-/// The measured speed of each number of threads.
+/// Chooses the number of threads of a copy by the measured speed of each number.
 #[derive(Clone, Debug)]
 pub struct ThreadChoice {
     /// Each number of threads with its nanoseconds per page; `None` until it was tried.
@@ -35,7 +35,7 @@ impl ThreadChoice {
         fastest.map_or(1, |(n, _)| *n)
     }
 
-    /// Records that copying `pages` pages with `threads` threads took `took_ns`.
+    /// Records that copying `pages` pages with `threads` threads took `took_ns` nanoseconds.
     pub fn learn(&mut self, threads: usize, pages: u64, took_ns: u64) {
         let ns = took_ns as f64 / pages.max(1) as f64;
         if let Some((_, mean)) = self.tried.iter_mut().find(|(n, _)| *n == threads) {

@@ -27,20 +27,20 @@ const TARGET_PAGES_MAX: u64 = 65_536;
 /// The limits that a user sets.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Budget {
-    /// The longest pause, in nanoseconds.
+    /// The longest pause, in nanoseconds; `None` for no limit.
     pub pause_ns: Option<u64>,
-    /// The largest share of the guest's time, for example 0.03 for 3 %.
+    /// The largest share of the guest's time, for example 0.03 for 3 %; `None` for no limit.
     pub overhead: Option<f64>,
 }
 
 /// The measurements of one checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckpointCost {
-    /// From the previous checkpoint to this one.
+    /// The time from the previous checkpoint to this one, in nanoseconds.
     pub interval_ns: u64,
-    /// The whole pause.
+    /// The duration of the whole pause, in nanoseconds.
     pub pause_ns: u64,
-    /// The part of the pause that copied pages.
+    /// The part of the pause that copied pages, in nanoseconds.
     pub copy_ns: u64,
     /// The number of pages copied in the pause.
     pub pause_pages: u64,
@@ -51,10 +51,10 @@ pub struct CheckpointCost {
     pub precopied: bool,
 }
 
-/// The chosen interval and target.
+/// The interval and the copying target that the tuner has chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Tuned {
-    /// The interval between checkpoints.
+    /// The interval between checkpoints, in nanoseconds.
     pub interval_ns: u64,
     /// The number of pages that pre-copy may leave to the pause.
     pub target_pages: u64,
@@ -62,24 +62,24 @@ pub struct Tuned {
     pub why: TuningReason,
 }
 
-/// Why an interval was chosen.
+/// The reason why an interval was chosen.
 #[derive(Clone, Debug, PartialEq)]
 pub enum TuningReason {
     /// The user asked for this interval.
     AsAsked,
     /// The interval is longer than asked, because a checkpoint costs the guest too much time.
     Overhead {
-        /// The cost of a checkpoint to the guest.
+        /// The cost of a checkpoint to the guest, in nanoseconds.
         cost_ns: u64,
     },
     /// The interval is shorter than asked, so that the pause has less to copy.
     Pause {
-        /// The time of copying in the pause.
+        /// The time of copying in the pause, in nanoseconds.
         copy_ns: u64,
     },
     /// No interval keeps the longest pause: a pause without copying exceeds it.
     Impossible {
-        /// The time of a pause without copying.
+        /// The time of a pause without copying, in nanoseconds.
         fixed_ns: u64,
     },
 }
@@ -127,8 +127,8 @@ pub struct Tuner {
 }
 
 impl Tuner {
-    /// Creates a tuner that keeps `budget`, and uses `interval_ns` if the budget allows it. A first
-    /// write costs `first_write_ns` on this host.
+    /// Creates a tuner that keeps `budget`, and uses an interval of `interval_ns` nanoseconds if
+    /// the budget allows it. A first write costs `first_write_ns` nanoseconds on this host.
     pub fn new(budget: Budget, interval_ns: u64, first_write_ns: u64) -> Self {
         Self {
             budget,

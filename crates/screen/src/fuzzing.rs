@@ -59,7 +59,7 @@ fn registers(bytes: &[u8]) -> (Registers, u64, &[u8]) {
     (registers, memory_bytes, source.0)
 }
 
-/// Draws the display that `bytes` describe.
+/// Draws the display whose registers and memory `bytes` describe.
 pub fn draw(bytes: &[u8]) {
     let (registers, memory_bytes, rest) = registers(bytes);
     let Ok(screen) = Screen::new(&registers, memory_bytes) else { return };

@@ -38,7 +38,7 @@ enum Format {
 }
 
 impl Linear {
-    /// The picture of a VGA; `None` in a mode of 16 colours, whose pixels lie in planes.
+    /// Returns the picture of a VGA; `None` in a mode of 16 colours, whose pixels lie in planes.
     pub fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Option<Self>, PictureProblem> {
         let bits = vga.vbe[vbe::BITS];
         let format = match bits {
@@ -68,7 +68,7 @@ impl Linear {
         Ok(Some(linear))
     }
 
-    /// The picture of a display without VGA.
+    /// Returns the picture of a display without VGA.
     pub fn of_bochs(bochs: &Bochs, memory_bytes: u64) -> Result<Self, PictureProblem> {
         let register = |number: usize| bochs.vbe[number];
         let (width, height) = (register(vbe::WIDTH), register(vbe::HEIGHT));

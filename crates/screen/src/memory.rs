@@ -10,13 +10,13 @@ pub(crate) struct Memory<'a> {
 }
 
 impl Memory<'_> {
-    /// The byte at an address; 0 if it is not in the part.
+    /// Returns the byte at an address; 0 if it is not in the part.
     pub fn byte(&self, address: u64) -> u8 {
         let at = (address % self.len_bytes.max(1)).checked_sub(self.first);
         at.and_then(|at| self.bytes.get(usize::try_from(at).ok()?)).copied().unwrap_or_default()
     }
 
-    /// The bytes from an address on.
+    /// Returns the bytes from an address on.
     pub fn chunk<const N: usize>(&self, address: u64) -> [u8; N] {
         let at = address.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
         let found = at.and_then(|at| self.bytes.get(at..)?.first_chunk());

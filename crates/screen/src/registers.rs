@@ -1,6 +1,6 @@
 //! The registers of the displays that can be drawn, and their meaning.
 
-/// Registers of the VBE interface.
+/// The number of registers of the VBE interface.
 pub const VBE_REGISTERS: usize = 10;
 
 /// Numbers of VBE registers.
@@ -45,7 +45,7 @@ pub struct Vga {
     pub vbe: [u16; VBE_REGISTERS],
     /// The address of a VBE mode's picture, in units of 4 bytes.
     pub vbe_start: u32,
-    /// Bytes from a line of a VBE mode to the next.
+    /// The number of bytes from a line of a VBE mode to the next.
     pub vbe_line_bytes: u32,
     /// True if the highest byte of a pixel comes first in memory.
     pub is_big_endian: bool,

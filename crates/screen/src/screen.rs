@@ -13,7 +13,7 @@ pub const PIXELS_MAX: u64 = 32 << 20;
 /// Bytes of a pixel in a [`Picture`].
 const PIXEL_BYTES: usize = 3;
 
-/// Why there is no picture.
+/// The reason why there is no picture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PictureProblem {
     /// The guest does not use the display yet.
@@ -22,15 +22,15 @@ pub enum PictureProblem {
     /// The picture has more than [`PIXELS_MAX`] pixels.
     #[error("a picture of {width} x {height} pixels is larger than is drawn")]
     TooLarge {
-        /// In pixels.
+        /// The width in pixels.
         width: u64,
-        /// In pixels.
+        /// The height in pixels.
         height: u64,
     },
     /// A mode that the display does not have.
     #[error("a mode with {bits} bits a pixel, which the display does not have")]
     Bits {
-        /// Bits of a pixel.
+        /// The number of bits of a pixel.
         bits: u16,
     },
     /// The lines do not fit into the display's memory.
@@ -44,11 +44,11 @@ pub enum PictureProblem {
 /// A picture, line by line from the top.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
-    /// In pixels.
+    /// The width in pixels.
     pub width: u32,
-    /// In pixels.
+    /// The height in pixels.
     pub height: u32,
-    /// Red, green and blue of each pixel.
+    /// Red, green and blue of each pixel, a byte each.
     pub rgb: Vec<u8>,
 }
 
@@ -71,7 +71,8 @@ pub(crate) enum Mode {
 }
 
 impl Screen {
-    /// The picture that `registers` describe in a memory of `memory_bytes` bytes.
+    /// Finds the picture that `registers` describe in a memory of `memory_bytes` bytes. Error: the
+    /// registers describe a mode that cannot be drawn, or one that the memory cannot hold.
     pub fn new(registers: &Registers, memory_bytes: u64) -> Result<Self, PictureProblem> {
         match registers {
             Registers::Bochs(bochs) => {
@@ -137,7 +138,7 @@ impl Screen {
         self.height
     }
 
-    /// The range of the display's memory that [`Self::draw`] needs.
+    /// Returns the range of the display's memory that [`Self::draw`] needs, in bytes.
     pub fn needs(&self) -> Range<u64> {
         self.needs.clone()
     }

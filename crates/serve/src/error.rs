@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 /// A result of the server.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a server does not serve.
+/// The reason why a server does not serve.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// There is nothing to serve.
@@ -17,7 +17,7 @@ pub enum Error {
         "{0} can be reached from other machines, and each of them could read the memory of the VMs"
     )]
     Open(SocketAddr),
-    /// A certificate or key that is none.
+    /// A file is not a certificate or key.
     #[error("{object}: {problem}")]
     Certificate {
         /// The file.
@@ -30,7 +30,7 @@ pub enum Error {
     Io {
         /// The file or address.
         object: String,
-        /// What was being done.
+        /// The operation, a participle such as "reading".
         operation: &'static str,
         /// The system's answer.
         source: io::Error,

@@ -23,7 +23,8 @@ pub struct ServerIdentity {
 }
 
 impl ServerIdentity {
-    /// The identity in these PEM files.
+    /// Reads the identity from PEM files: the certificate with its chain, and the key. Errors: a
+    /// file cannot be read, or is not PEM; the key is not the certificate's.
     pub fn of_files(certificate: &Path, key: &Path) -> Result<Self> {
         let bad = |path: &Path, problem: String| Error::Certificate {
             object: path.display().to_string(),
@@ -71,7 +72,7 @@ impl ServerIdentity {
         Ok(Self { is_own: true, ..Self::of_files(&path, &path)? })
     }
 
-    /// Makes a key and a certificate for this process alone.
+    /// Makes a key and a certificate for this process alone. Error: the certificate cannot be made.
     pub fn fresh() -> Result<Self> {
         let failed = |problem: String| Error::Certificate { object: NAME.into(), problem };
         let pem = made().map_err(|e| failed(e.to_string()))?;

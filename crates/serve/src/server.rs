@@ -30,7 +30,7 @@ const TIDY_EVERY: Duration = Duration::from_secs(60);
 pub struct ServerOptions {
     /// The address to listen on. With port 0 the system chooses a free port.
     pub listen: SocketAddr,
-    /// The token that clients must send. `None`: any client may read the store.
+    /// The token that clients must send; `None` if any client may read the store.
     pub token: Option<Zeroizing<Vec<u8>>>,
     /// The certificate by which clients recognize the server, and its key.
     pub identity: ServerIdentity,
@@ -41,14 +41,14 @@ pub struct ServerOptions {
 /// The counts of a server since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ServerReport {
-    /// Bytes of answers, without TLS around them.
+    /// The number of bytes of answers, without TLS around them.
     pub bytes_sent: u64,
-    /// Requests that were answered, greetings among them.
+    /// The number of requests that were answered, greetings among them.
     pub requests: u64,
-    /// Connections that clients made, refused ones included.
+    /// The number of connections that clients made, refused ones included.
     pub connections: u64,
-    /// Connections that the server refused: the client's token was wrong, too many connections were
-    /// open, or the host lacked the resources for one more.
+    /// The number of connections that the server refused: the client's token was wrong, too many
+    /// connections were open, or the host lacked the resources for one more.
     pub refused: u64,
 }
 

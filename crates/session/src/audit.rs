@@ -28,13 +28,15 @@ pub struct Audit {
 }
 
 impl Audit {
-    /// Copies go to `dir`, which is made.
+    /// Creates an audit that puts copies into the directory `dir`, which is made. Error: it cannot
+    /// be made.
     pub fn new(dir: PathBuf) -> std::io::Result<Self> {
         std::fs::create_dir_all(&dir)?;
         Ok(Self { dir, equal: VecDeque::new(), copy: Vec::new(), seq: None })
     }
 
-    /// Copies all of RAM to memory, in the pause. A copy to a disk could take seconds.
+    /// Copies all of RAM to memory, in the pause; a copy to a disk could take seconds. Errors: the
+    /// RAM cannot be read; no memory for the copy.
     pub fn copy(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
         self.seq = None;
         self.copy.resize(usize::try_from(ram.len_bytes())?, 0);
@@ -46,8 +48,9 @@ impl Audit {
         self.seq = Some(seq);
     }
 
-    /// Reads the sealed checkpoint back from the store and compares it with the copy. Returns the
-    /// pages that differ.
+    /// Reads checkpoint `id`, the sealed one of capture `seq`, back from the store and compares it
+    /// with the copy. Returns the pages that differ. Errors: the checkpoint cannot be read; a
+    /// differing copy cannot be written.
     pub fn compare(
         &mut self,
         store: &Store,

@@ -28,7 +28,8 @@ pub struct BudgetKeeper {
 }
 
 impl BudgetKeeper {
-    /// Makes the budget of a session; `None` if the options set no limit.
+    /// Makes the budget of a session; `None` if the options set no limit. Errors: an interval is
+    /// missing; the kernel cannot measure the cost of its write protection.
     pub fn new(options: &SessionOptions) -> Result<Option<Self>> {
         let pause_ns = options.max_pause.map(duration_ns);
         let budget = Budget { pause_ns, overhead: options.max_overhead };
@@ -44,7 +45,7 @@ impl BudgetKeeper {
     }
 
     /// Learns from a sealed checkpoint. Returns the interval and the copying target from now on,
-    /// and whether they have changed so much that users should know.
+    /// and true if they have changed so much that users should know.
     pub fn learn(&mut self, entry: &Entry) -> (Tuned, bool) {
         // The complete first one says nothing of those that follow.
         if entry.epoch > 0 {

@@ -143,11 +143,11 @@ pub struct EngineStatus {
     pub vm: String,
     /// The state of the VM.
     pub state: VmState,
-    /// QEMU's pid; for a group, the first member's.
+    /// The process id of QEMU; for a group, that of the first member.
     pub qemu_pid: u32,
-    /// The engine's pid.
+    /// The process id of the engine.
     pub engine_pid: u32,
-    /// The place of the store.
+    /// The path or address of the store.
     pub store: String,
     /// The interval, as given or as chosen by a budget. Absent if checkpoints are taken by command
     /// only.
@@ -170,10 +170,10 @@ pub struct EngineStatus {
     pub queued: u64,
     /// The newest sealed checkpoint.
     pub last: Option<keyframe_inspect::entry::Entry>,
-    /// The age of the newest sealed checkpoint.
+    /// The age of the newest sealed checkpoint; absent if there is none.
     pub last_age_ns: Option<u64>,
-    /// The monitor socket of QEMU that the engine uses; empty with libvirt. It is free again once the
-    /// engine has ended.
+    /// The monitor socket of QEMU that the engine uses; empty with libvirt. It is free again once
+    /// the engine has ended.
     pub qmp: String,
     /// The VMs of a group; empty for one VM alone.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
@@ -202,9 +202,9 @@ pub struct ReplicationStatus {
     pub term: u64,
     /// True if the other host is connected.
     pub connected: bool,
-    /// The newest epoch.
+    /// The newest epoch; absent if there is none.
     pub epoch: Option<u64>,
-    /// The newest epoch that the standby holds.
+    /// The newest epoch that the standby holds; absent if it holds none.
     pub acknowledged: Option<u64>,
     /// The number of epochs that this process has taken or received.
     pub epochs: u64,
@@ -214,11 +214,11 @@ pub struct ReplicationStatus {
     pub note: String,
     /// The number of pages of the newest epoch.
     pub pages: u64,
-    /// The bytes of the newest epoch on the wire.
+    /// The number of bytes of the newest epoch on the wire.
     pub wire_bytes: u64,
-    /// Bytes of all epochs on the wire.
+    /// The number of bytes of all epochs on the wire.
     pub all_wire_bytes: u64,
-    /// The uncompressed bytes of the pages of all epochs.
+    /// The number of uncompressed bytes of the pages of all epochs.
     pub all_raw_bytes: u64,
     /// The pause of the newest epoch.
     pub pause_ns: u64,
@@ -228,7 +228,7 @@ pub struct ReplicationStatus {
     pub epoch_ns: u64,
     /// The number of packets that wait for their epoch to reach the standby.
     pub held_packets: u64,
-    /// The bytes of these packets.
+    /// The number of bytes of these packets.
     pub held_bytes: u64,
     /// The number of packets that have left.
     pub passed_packets: u64,
@@ -250,8 +250,8 @@ pub struct ReplicationStatus {
     /// The number of pages of all epochs.
     #[serde(default)]
     pub all_pages: u64,
-    /// The additional time for which the VM was suspended early, because it wrote faster than the link
-    /// sends.
+    /// The additional time for which the VM was suspended early, because it wrote faster than the
+    /// link sends.
     #[serde(default)]
     pub all_suspended_ns: u64,
 }
@@ -280,7 +280,7 @@ pub struct RecompressorStatus {
     pub at_work: bool,
     /// The number of packs that it has recompressed.
     pub recompressed_packs: u64,
-    /// The bytes in packs that were still to recompress at its last look.
+    /// The number of bytes in packs that were still to recompress at its last look.
     pub cold_bytes: u64,
     /// The error of its last look. It looks again later.
     pub last_error: Option<String>,
@@ -291,7 +291,7 @@ pub struct RecompressorStatus {
 pub struct MemberStatus {
     /// The VM's name.
     pub name: String,
-    /// QEMU's pid.
+    /// The process id of QEMU.
     pub qemu_pid: u32,
     /// The monitor socket of QEMU that the engine uses; empty with libvirt.
     pub qmp: String,

@@ -7,16 +7,18 @@ use crate::control::server::SharedStatus;
 use keyframe_capture::{BoxError, CaptureObserver, CapturePhase, PageReader};
 use keyframe_units::RamLayout;
 
-/// The engine's observer.
+/// The engine's observer of captures: keeps the status up to date, injects faults, and makes the
+/// copies of an audit.
 pub struct CycleObserver {
     status: SharedStatus,
     fault: Option<Fault>,
-    /// Full copies, where asked for.
+    /// The audit, if one was asked for.
     pub audit: Option<Audit>,
 }
 
 impl CycleObserver {
-    /// Keeps `status` up to date, suffers `fault`, copies for `audit`.
+    /// Creates an observer that shows phases in `status`, injects `fault`, and copies RAM for
+    /// `audit`.
     pub fn new(status: SharedStatus, fault: Option<Fault>, audit: Option<Audit>) -> Self {
         Self { status, fault, audit }
     }

@@ -35,11 +35,11 @@ use std::path::PathBuf;
 /// The blocks of disks that a capture has cut, for the encoder.
 #[derive(Clone)]
 pub enum DiskCut {
-    /// Epochs of overlays.
+    /// The epochs of overlays that Keyframe serves.
     Served(ServedDiskReader, served::ServedCut),
-    /// Clones of images.
+    /// The clones of images.
     Cloned(ClonedCut),
-    /// Exports of QEMU.
+    /// The exports of QEMU.
     Fleeced(FleecedCut),
 }
 
@@ -54,7 +54,9 @@ impl std::fmt::Debug for DiskCut {
 }
 
 impl DiskCut {
-    /// Writes the cut blocks into the checkpoint in progress of `run`.
+    /// Writes the cut blocks into the checkpoint in progress of `run`. Calls `fault` before each
+    /// batch, for tests; its error fails the write. Errors: the blocks cannot be read; the store
+    /// cannot be written.
     pub fn put(
         &self,
         run: &mut Run,
@@ -77,7 +79,8 @@ impl DiskCut {
 }
 
 impl DiskCut {
-    /// Writes the cut blocks of served disks to `sink`.
+    /// Writes the cut blocks of served disks to `sink`. Error: the blocks cannot be read; those of
+    /// `sink`.
     pub fn put_into(&self, sink: &mut impl BlockSink) -> Result<(), BoxError> {
         match self {
             Self::Served(disks, cut) => disks.put(cut, sink, &mut || Ok(())),
@@ -86,99 +89,112 @@ impl DiskCut {
     }
 }
 
-/// The capture of a session's disks. The engine calls the methods in the order of the drawing above.
+/// The capture of a session's disks. The engine calls the methods in the order of the drawing
+/// above.
 pub trait DiskCapture: Send {
-    /// The metadata of the disks, for the run in the store.
+    /// Returns the metadata of the disks, for the run in the store.
     fn metas(&self) -> &[DiskMeta];
 
-    /// True while the disks are not ready for another capture, which would wait.
+    /// Returns true while the disks are not ready for another capture, which would wait.
     fn is_busy(&self) -> bool {
         false
     }
 
-    /// Drops the record of the writes until now: the next cut holds only later writes.
+    /// Drops the record of the writes until now: the next cut holds only later writes. Error: the
+    /// server of the disks, or QEMU, has failed; the capture then fails.
     fn begin_anew(&mut self) -> Result<(), BoxError> {
         Ok(())
     }
 
-    /// Whether [`DiskCapture::cut`] sends commands to the monitors of the paused VMs.
+    /// Returns whether [`DiskCapture::cut`] sends commands to the monitors of the paused VMs.
     fn cuts_by_monitor(&self) -> bool {
         false
     }
 
-    /// Bytes written since the last cut, if that is known.
+    /// Returns the number of bytes written since the last cut; `None` if it is unknown.
     fn written_bytes(&self) -> Option<u64> {
         None
     }
 
     /// Has the server answer the requests of the only guest on processor core `core`, if that is
-    /// possible: see [`keyframe_disk::Disks::answer_on`].
+    /// possible: see [`keyframe_disk::Disks::answer_on`]. Error: the server of the disks does not
+    /// answer.
     fn answer_on(&self, core: u32) -> Result<(), BoxError> {
         let _ = core;
         Ok(())
     }
 
-    /// Why no process serves the disks, if one could not be started at once.
+    /// Returns the reason why no process serves the disks, if one could not be started at once;
+    /// `None` if the disks are served.
     fn outage(&self) -> Option<String> {
         None
     }
 
-    /// Begins a capture, while the guests run.
+    /// Begins a capture, while the guests run. Error: the server of the disks, or QEMU, has failed;
+    /// the capture then fails.
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
 
-    /// Prepares the cut, just before the VMs are paused.
+    /// Prepares the cut, just before the VMs are paused. Error: the server of the disks, or QEMU,
+    /// has failed; the capture then fails.
     fn before_stop(&mut self) -> Result<(), BoxError> {
         Ok(())
     }
 
-    /// Cuts the disks, while all VMs are paused.
+    /// Cuts the disks, while all VMs are paused. Error: the server of the disks, or QEMU, has
+    /// failed; the capture then fails.
     fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError>;
 
-    /// Completes the cut, just before the VMs run again.
+    /// Completes the cut, just before the VMs run again. Error: the server of the disks, or QEMU,
+    /// has failed; the capture then fails.
     fn settled(&mut self) -> Result<(), BoxError> {
         Ok(())
     }
 
-    /// The VMs run again, or were never paused.
+    /// Called when the VMs run again, or after a capture that never paused them. Error: the server
+    /// of the disks, or QEMU, has failed; the capture then fails.
     fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
         let _ = members;
         Ok(())
     }
 
-    /// The capture has ended: it has number `seq`, or failed.
+    /// Called when the capture has ended: it has number `seq`, or failed if `seq` is `None`.
     fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
         let _ = (seq, members);
     }
 
-    /// The checkpoint of capture `seq` is sealed.
+    /// Called when the checkpoint of capture `seq` is sealed.
     fn sealed(&mut self, seq: u64, members: &mut [Member]) {
         let _ = (seq, members);
     }
 
-    /// The checkpoints of these captures are lost.
+    /// Called when the checkpoints of the captures `lost` are lost: the next cut covers their
+    /// blocks again.
     fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
         let _ = (lost, members);
     }
 
     /// Opens the disks of checkpoint `id` beside those that are served, for a rollback to it.
+    /// Errors: the checkpoint cannot be read; the server of the disks has failed.
     fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         let _ = (store, id, meta);
         Err(RollbackError::OwnDisks.into())
     }
 
     /// Exchanges the staged disks and the served ones. The VM is paused, and no request is in
-    /// flight.
+    /// flight. Error: the server of the disks has failed.
     fn exchange(&mut self) -> Result<(), BoxError> {
         Ok(())
     }
 
-    /// Notes that the served disks come from checkpoint `id` from now on.
+    /// Notes that the served disks come from checkpoint `id` from now on. Error: the description of
+    /// the overlays cannot be written.
     fn came_from(&mut self, id: CheckpointId) -> Result<()> {
         let _ = id;
         Ok(())
     }
 
-    /// Removes the staged disks, or those that they replaced.
+    /// Removes the staged disks, or those that they replaced. Error: the server of the disks has
+    /// failed.
     fn dismiss(&mut self) -> Result<()> {
         Ok(())
     }
@@ -194,12 +210,13 @@ pub trait DiskCapture: Send {
     }
 
     /// Ends the capture after the VMs have ended. Returns the directory of the guests' writes, if
-    /// they are not in the images.
+    /// they are not in the images. Error: the server of the disks does not end in good order.
     fn end(self: Box<Self>) -> Result<Option<PathBuf>> {
         Ok(None)
     }
 
-    /// Leaves the disks to VMs that run on. Returns the same directory.
+    /// Leaves the disks to VMs that run on. Returns the directory of the guests' writes, if they
+    /// are not in the images.
     fn keep(self: Box<Self>) -> Option<PathBuf> {
         None
     }

@@ -11,7 +11,7 @@ use keyframe_capture::{
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::JoinHandle;
 
-/// A running encoder.
+/// An encoder on a thread of its own.
 pub struct EncoderThread<S: CheckpointSink> {
     queue: Sender<EncoderMessage<S::Label>>,
     thread: JoinHandle<S>,
@@ -19,7 +19,7 @@ pub struct EncoderThread<S: CheckpointSink> {
 
 impl<S: CheckpointSink + 'static> EncoderThread<S> {
     /// Starts an encoder that feeds `sink`. It calls `watch` at each phase, and `report` with the
-    /// outcome of each capture.
+    /// outcome of each capture. Error: the thread cannot be started.
     pub fn start(
         sink: S,
         space_pages: u64,
@@ -41,8 +41,8 @@ impl<S: CheckpointSink + 'static> EncoderThread<S> {
         &mut self.queue
     }
 
-    /// Closes the queue, waits until it is worked off, and gives the sink back. Its reports have
-    /// been given.
+    /// Closes the queue, waits until the encoder has worked it off, and returns the sink. All
+    /// reports have been given by then. Error: the thread has panicked.
     pub fn finish(self) -> Result<S> {
         drop(self.queue);
         self.thread.join().map_err(|_| Error::EncoderPanicked)

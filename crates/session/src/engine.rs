@@ -60,9 +60,9 @@ const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
 
 /// A message to the engine's loop.
 pub enum EngineMessage {
-    /// A client of the control socket.
+    /// A request of a client of the control socket.
     Request(Pending),
-    /// The encoder.
+    /// A report of the encoder.
     Report(Box<EncodeReport<Sealed>>),
 }
 
@@ -113,7 +113,7 @@ impl EngineInputs {
     }
 }
 
-/// A running engine.
+/// The engine of a run: takes the checkpoints of its VMs, and answers requests.
 pub struct Engine<'a> {
     store: &'a Store,
     name: String,
@@ -164,7 +164,8 @@ pub struct Engine<'a> {
 }
 
 impl<'a> Engine<'a> {
-    /// An engine over a VM that is ready to run.
+    /// Creates an engine over a VM that is ready to run. Errors: the run cannot be begun in the
+    /// store; a thread cannot be started.
     pub fn new(store: &'a Store, parts: PreparedSession, options: SessionOptions) -> Result<Self> {
         let inputs = EngineInputs::of_process(&options)?;
         // All that the VM needs has been started: it does not inherit this.
@@ -235,7 +236,8 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// Runs the VM to its end, or until the run is ended.
+    /// Runs the VM to its end, or until the run is ended. Errors: what ended the run; a failed
+    /// teardown. In either case everything is released.
     pub fn run(mut self) -> Result<RunReport> {
         self.tell(&Event::Started(self.greeting()));
         if let Err(error) = self.begin() {

@@ -26,22 +26,22 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// QEMU, or the command line for it, is at fault.
+    /// An error of QEMU, or of the command line for it.
     #[error(transparent)]
     Qemu(#[from] keyframe_qemu::Error),
-    /// The VMM of a running VM is at fault.
+    /// An error of the VMM of a running VM.
     #[error(transparent)]
     Vmm(#[from] keyframe_vmm::VmmError),
     /// The VM cannot do what was asked.
     #[error(transparent)]
     Vm(#[from] crate::session_vm::SessionVmError),
-    /// An interface of the kernel is at fault.
+    /// An error of an interface of the kernel.
     #[error(transparent)]
     Kernel(#[from] keyframe_kernel::Error),
-    /// The networks between the VMs of a group are at fault.
+    /// An error of the networks between the VMs of a group.
     #[error(transparent)]
     Network(#[from] keyframe_net::Error),
-    /// The store is at fault.
+    /// An error of the store.
     #[error("{source}")]
     Store {
         /// The store's directory or address.
@@ -49,13 +49,13 @@ pub enum Error {
         /// What failed.
         source: keyframe_store::Error,
     },
-    /// The process that serves disks, or an image of a disk, is at fault.
+    /// An error of the process that serves disks, or of the image of a disk.
     #[error(transparent)]
     VmDisks(#[from] keyframe_vm_disks::Error),
     /// The contents of a checkpoint cannot be used.
     #[error(transparent)]
     Inspect(#[from] keyframe_inspect::Error),
-    /// A run directory is at fault.
+    /// An error of a run directory.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
     /// An engine could not be asked, or refused.
@@ -107,7 +107,7 @@ pub enum Error {
     /// A budget was given, but no interval that could be changed to keep it.
     #[error("a budget is kept by changing the interval; --interval none has none")]
     BudgetWithoutInterval,
-    /// The kernel or the user's rights lack what checkpoints need.
+    /// The name of each feature, and the reason why it is missing.
     #[error("this machine lacks what Keyframe needs: {}", listed(.missing))]
     MissingFeatures {
         /// The name of each feature, and why it is missing.
@@ -138,7 +138,7 @@ pub enum Error {
     InFlightPackets {
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// Why they cannot be read.
+        /// The reason why they cannot be read.
         source: keyframe_net::Error,
     },
     /// The encoder's thread panicked.
@@ -168,7 +168,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// An error of `store`.
+    /// Creates an error of `store`.
     pub fn store(store: &Path, source: keyframe_store::Error) -> Self {
         Self::Store { store: store.to_owned(), source }
     }
@@ -238,7 +238,8 @@ impl Error {
     }
 }
 
-/// An error and its sources in one line. A source whose text the line has already is left out.
+/// Returns an error and its sources in one line. A source whose text the line has already is left
+/// out.
 pub fn error_chain(error: &dyn std::error::Error) -> String {
     keyframe_units::error_chain(error)
 }

@@ -33,40 +33,40 @@ pub enum Event {
     Late {
         /// The checkpoint.
         id: u64,
-        /// How late it began, in nanoseconds.
+        /// The delay with which it began, in nanoseconds.
         backlog_ns: u64,
     },
     /// Checkpoints failed. The event is not repeated while the failure stays the same.
     Failed {
-        /// The reason, and how many.
+        /// The reason, and the number of checkpoints.
         failure: CheckpointFailure,
-        /// Number of pages that the next checkpoint has to copy.
+        /// The number of pages that the next checkpoint has to copy.
         owed_pages: u64,
     },
     /// A budget changed the interval.
     IntervalTuned {
         /// The new interval in nanoseconds.
         interval_ns: u64,
-        /// Why it changed.
+        /// The reason why it changed.
         why: TuningReason,
     },
-    /// Memory is short, so checkpoints use less of it, and may take longer. Told once.
+    /// Memory is short, so checkpoints use less of it, and may take longer. The event occurs once.
     MemoryShort(MemoryShortage),
     /// RAM was plugged or unplugged: a new run has begun.
     NewRun,
     /// A helper process has ended without an order, and was started again.
     HelperRestarted {
-        /// Which.
+        /// The kind of the helper process.
         helper: Helper,
-        /// The new process.
+        /// The process id of the new process.
         pid: u32,
     },
     /// A helper process has ended without an order, and could not be started again. It is tried
-    /// again. Repetitions of the same failure are not told.
+    /// again. The event is not repeated while the failure stays the same.
     HelperNotRestarted {
-        /// Which.
+        /// The kind of the helper process.
         helper: Helper,
-        /// Why.
+        /// The reason.
         error: SharedError,
     },
     /// No process serves the disks, so the VM was paused: its requests would wait for so long that
@@ -88,9 +88,9 @@ pub enum Event {
     AuditDiffers {
         /// The checkpoint.
         id: u64,
-        /// Number of pages that differ.
+        /// The number of pages that differ.
         pages: u64,
-        /// The first of them.
+        /// The first page that differs.
         first: PageIndex,
     },
     /// A checkpoint could not be compared with its copy.
@@ -125,7 +125,7 @@ pub enum Event {
     LeftoverOverlay {
         /// The earlier VM.
         vm: String,
-        /// When it was started.
+        /// The time at which it was started.
         began: jiff::Timestamp,
         /// The image.
         image: String,
@@ -173,14 +173,14 @@ pub enum Event {
     },
     /// QEMU reads the media of a recorded guest itself.
     MediaNotServed {
-        /// Why Keyframe does not serve them.
+        /// The reason why Keyframe does not serve them.
         error: SharedError,
     },
     /// A recording changes QEMU's command line.
     RecordingNote(String),
     /// The process keeps more rights than it needs.
     RightsKept {
-        /// Why they could not be given up.
+        /// The reason why they could not be given up.
         error: SharedError,
     },
     /// The flight recorder could not remove a clone of a forgotten checkpoint.
@@ -208,14 +208,14 @@ pub enum Event {
     },
     /// The run ends with packs that are not recompressed.
     NotRecompressed {
-        /// Their bytes.
+        /// The number of bytes of these packs.
         bytes: u64,
     },
     /// The checkpoints of `--count` cannot be reached.
     CountNotReached {
         /// The count.
         count: u64,
-        /// Checkpoints that were sealed.
+        /// The number of checkpoints that were sealed.
         sealed: u64,
     },
     /// A VM that was attached to has ended.
@@ -225,21 +225,21 @@ pub enum Event {
     },
     /// QEMU ended with a failure.
     QemuFailed {
-        /// How.
+        /// The exit status.
         exit: ExitStatus,
     },
     /// The session left a VM that it had attached to.
     Detached {
         /// The VM.
         vm: String,
-        /// Its QEMU.
+        /// The process id of its QEMU.
         qemu_pid: u32,
     },
     /// The session left a VM that it had launched.
     Kept {
         /// The VM.
         vm: String,
-        /// Its QEMU.
+        /// The process id of its QEMU.
         qemu_pid: u32,
         /// The socket of QEMU's monitor.
         monitor: PathBuf,
@@ -251,9 +251,9 @@ pub enum Event {
     },
     /// The session has ended.
     Finished {
-        /// Checkpoints that were sealed.
+        /// The number of checkpoints that were sealed.
         sealed: u64,
-        /// Checkpoints that failed.
+        /// The number of checkpoints that failed.
         failed: u64,
         /// True if QEMU ended with a failure.
         has_qemu_failed: bool,
@@ -273,7 +273,7 @@ pub struct SessionStart {
     pub interval: Option<Duration>,
     /// The store.
     pub store: PathBuf,
-    /// The name and the QEMU process of each VM.
+    /// The name and the process id of QEMU for each VM.
     pub vms: Vec<(String, u32)>,
     /// The time for which an attach stopped QEMU's main thread, in nanoseconds.
     pub attach_stopped_ns: Option<u64>,
@@ -283,9 +283,9 @@ pub struct SessionStart {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Helper {
-    /// It resumes the VM if the session dies in a pause.
+    /// The process that resumes the VM if the session dies in a pause.
     Watchdog,
-    /// It serves the disks.
+    /// The process that serves the disks.
     DiskServer,
 }
 

@@ -42,8 +42,8 @@ pub enum FaultKind {
     SlowEncoder,
     /// Copying takes 20 us more for each page, as on a machine with slow memory.
     SlowCopy,
-    /// The engine dies at the Nth step of a rollback: the VM stands; the disks are others; all is
-    /// loaded; it is whole.
+    /// The engine dies at the Nth step of a rollback: 1, the VM is paused; 2, the disks are
+    /// exchanged; 3, the whole state is loaded; 4, the VM is complete.
     KillRollback,
 }
 
@@ -113,7 +113,7 @@ impl Fault {
         let _ = self.victim.set((qemu_pid, monitor));
     }
 
-    /// Strikes where `phase` is its own and it is due.
+    /// Injects the fault if it belongs to `phase` and is due.
     pub fn reached(&self, phase: CapturePhase) {
         if self.kind == FaultKind::SlowEncoder && phase == CapturePhase::Encoding {
             std::thread::sleep(Duration::from_millis(500));
@@ -140,14 +140,15 @@ impl Fault {
         }
     }
 
-    /// Kills this process at this step of a rollback, if the fault says so and is due.
+    /// Kills this process at this step of a rollback, if the fault is of that kind and due.
     pub fn rolling_back(&self) {
         if self.kind == FaultKind::KillRollback && self.is_due() {
             die();
         }
     }
 
-    /// Returns the error of a call that must fail, if the fault is of this kind and due.
+    /// Returns the error of a call that must fail, if the fault is of `kind` and due; `None`
+    /// otherwise.
     pub fn strike(&self, kind: FaultKind) -> Option<BoxError> {
         if self.kind != kind || !self.is_due() {
             return None;

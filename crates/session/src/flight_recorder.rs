@@ -25,7 +25,7 @@ use crate::event::{Event, SharedEventSink};
 use keyframe_locks::IgnorePoison;
 use keyframe_scheduling::PruneSchedule;
 use keyframe_store::{
-    CheckpointId, Error as StoreError, Moment, PruneOptions, Retention, Sealed, Store,
+    CheckpointId, Error as StoreError, PruneOptions, Retention, RetentionCandidate, Sealed, Store,
 };
 use keyframe_units::{duration_ns, elapsed_ns};
 use keyframe_vm_disks::forget;
@@ -46,7 +46,7 @@ const ANSWER_WAIT: Duration = Duration::from_secs(20);
 /// The time that a prune gets to complete at the end of a run.
 const END_WAIT: Duration = Duration::from_secs(3);
 
-/// A running recorder. Dropping it ends it.
+/// A flight recorder at work, on a thread of its own. Dropping it ends the thread.
 pub struct FlightRecorder {
     stop: Option<Sender<()>>,
     ended: Receiver<()>,
@@ -55,7 +55,8 @@ pub struct FlightRecorder {
 
 impl FlightRecorder {
     /// Starts a recorder that forgets old checkpoints of the run of `vm` in `store` and shows its
-    /// state in `status`. Returns `None` if the options ask for no recorder.
+    /// state in `status`. Returns `None` if the options ask for no recorder. Error: the thread
+    /// cannot be started.
     pub fn start(
         store: &Store,
         vm: &str,
@@ -92,8 +93,8 @@ impl FlightRecorder {
         Ok(Some(Self { stop: Some(stop), ended, held }))
     }
 
-    /// Keeps a checkpoint for this run: a rollback goes to it, and the next checkpoint stands on
-    /// it.
+    /// Keeps checkpoint `id` for the rest of this run: a rollback goes to it, and the next
+    /// checkpoint builds on it.
     pub fn hold(&self, id: CheckpointId) {
         self.held.lock().ignore_poison().insert(id);
     }
@@ -125,7 +126,7 @@ struct Work {
     /// The newest checkpoint from before.
     before: Option<CheckpointId>,
     /// The run's checkpoints, by number; their tags are looked up each time.
-    known: BTreeMap<CheckpointId, Moment>,
+    known: BTreeMap<CheckpointId, RetentionCandidate>,
     held: Arc<Mutex<BTreeSet<CheckpointId>>>,
     schedule: PruneSchedule,
     born: Instant,
@@ -214,7 +215,7 @@ impl Work {
             }
             match self.store.sealed(*id) {
                 Ok(sealed) if sealed.meta.vm == self.vm => {
-                    self.known.insert(*id, Moment::from(&sealed));
+                    self.known.insert(*id, RetentionCandidate::from(&sealed));
                 }
                 Ok(_) | Err(StoreError::UnknownCheckpoint { .. }) => {}
                 Err(error) => return Err(self.failure(error)),
@@ -225,7 +226,7 @@ impl Work {
             let of = tags.remove(id).unwrap_or_default();
             (moment.tags, moment.pinned) = Sealed::split_tags(*id, &of);
         }
-        let moments: Vec<Moment> = self.known.values().cloned().collect();
+        let moments: Vec<RetentionCandidate> = self.known.values().cloned().collect();
         let mut standing: BTreeSet<CheckpointId> =
             forget::checkpoints_under_overlays(&self.store)?.into_keys().collect();
         standing.extend(self.held.lock().ignore_poison().iter());

@@ -71,9 +71,9 @@ impl RamSource for MemberRam {
     }
 }
 
-/// Returns the members of the group in checkpoint `id`, in their order, and the packets that were on
-/// their way between them. `device_state` is that of the checkpoint, `ram` reads the pages of all
-/// members.
+/// Returns the members of the group in checkpoint `id`, in their order, and the packets that were
+/// on their way between them. `device_state` is that of the checkpoint, `ram` reads the pages of
+/// all members.
 ///
 /// Errors: [`Error::MembersContradict`], [`Error::InFlightPackets`].
 pub fn members<'a>(
@@ -104,18 +104,20 @@ pub fn members<'a>(
 pub struct MovedLans(Vec<(PathBuf, PathBuf)>);
 
 impl MovedLans {
-    /// Makes it of pairs of absolute paths: the recorded socket of a network and the present one.
+    /// Makes the value from pairs of absolute paths: the recorded socket of a network and the
+    /// present one.
     pub fn new(moves: Vec<(PathBuf, PathBuf)>) -> Self {
         Self(moves)
     }
 
-    /// Returns the present socket of the network with the recorded socket `lan`.
+    /// Returns the present socket of the network whose recorded socket is `lan`; `lan` itself if it
+    /// has not moved.
     pub fn now(&self, lan: &str) -> String {
         let moved = self.0.iter().find(|(from, _)| from == Path::new(lan));
         moved.map_or_else(|| lan.to_owned(), |(_, to)| to.display().to_string())
     }
 
-    /// Returns the command line of `machine` with its links led to the present sockets.
+    /// Returns the command line of `machine` with its network links changed to the present sockets.
     pub fn line(&self, machine: &MachineMeta) -> Vec<String> {
         let directory = Path::new(&machine.working_directory);
         let lead = |line: Vec<String>, (from, to): &(PathBuf, PathBuf)| {

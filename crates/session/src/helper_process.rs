@@ -11,7 +11,7 @@
 //! threads or reads its arguments.
 
 use crate::error::{Error, Result, error_chain};
-use keyframe_confine::{Keep, capabilities_but, no_programs};
+use keyframe_confine::{KeptRights, capabilities_but, no_programs};
 use keyframe_qemu::watchdog::{self, Watched};
 use keyframe_vm_disks::layer::Layers;
 use std::ffi::OsString;
@@ -20,22 +20,22 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::process::exit;
 
-/// Runs a helper process and exits if the program was started as one. Returns otherwise.
+/// Runs a helper process and exits, if this program was started as one. Returns otherwise.
 pub fn run_if_asked() {
     let mut arguments = std::env::args_os().skip(1);
     let Some(first) = arguments.next() else { return };
     // A kernel that refuses to take rights away leaves the helper with the program's own.
     let ended = match first.to_str() {
         Some("__watchdog") => {
-            let _ = capabilities_but(Keep::Tracing);
+            let _ = capabilities_but(KeptRights::Tracing);
             watch(&arguments.collect::<Vec<_>>())
         }
         Some("__disks") => {
-            let _ = capabilities_but(Keep::Files).and_then(|()| no_programs());
+            let _ = capabilities_but(KeptRights::Files).and_then(|()| no_programs());
             serve_disks()
         }
         Some("__switch") => {
-            let _ = capabilities_but(Keep::Files).and_then(|()| no_programs());
+            let _ = capabilities_but(KeptRights::Files).and_then(|()| no_programs());
             switch()
         }
         _ => return,
@@ -50,8 +50,9 @@ pub fn run_if_asked() {
     }
 }
 
-/// Watches the VM that `words` describe, until the session at the other end of standard input
-/// ends. One word alone is the path of QEMU's monitor socket.
+/// Watches the VM that `words` describe, until the session at the other end of standard input ends.
+/// One word alone is the path of QEMU's monitor socket. Error: the words are invalid, or the VM
+/// cannot be resumed.
 pub fn watch(words: &[OsString]) -> Result<()> {
     let watched = match words {
         [path] => Watched::by_monitor(path.into()),
@@ -61,7 +62,7 @@ pub fn watch(words: &[OsString]) -> Result<()> {
 }
 
 /// Serves disks for the session at the other end of standard input, until that orders the end or
-/// its VM is gone.
+/// its VM is gone. Error: the requests cannot be read.
 pub fn serve_disks() -> Result<()> {
     let control = UnixStream::from(standard_input()?);
     let layers = Layers::default();
@@ -69,8 +70,8 @@ pub fn serve_disks() -> Result<()> {
         .map_err(|e| Error::VmDisks(keyframe_vm_disks::Error::Disk(e)))
 }
 
-/// Switches packets for the session at the other end of standard input, until that has ended and
-/// no VM is connected.
+/// Switches packets for the session at the other end of standard input, until that has ended and no
+/// VM is connected. Error: the requests cannot be read.
 pub fn switch() -> Result<()> {
     Ok(keyframe_net::serve(UnixStream::from(standard_input()?))?)
 }

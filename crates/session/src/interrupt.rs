@@ -6,7 +6,8 @@ use rustix::process::Signal;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-/// Returns a flag that SIGINT and SIGTERM set. SIGHUP still ends the process.
+/// Returns a flag that SIGINT and SIGTERM set. SIGHUP still ends the process. Error: the kernel
+/// refuses the handlers.
 pub fn interruption() -> Result<Arc<AtomicBool>> {
     flag_on(&[Signal::INT, Signal::TERM])
 }
@@ -17,6 +18,7 @@ const OTHER_END_SIGNALS: [Signal; 5] =
     [Signal::QUIT, Signal::USR1, Signal::USR2, Signal::ALARM, Signal::VTALARM];
 
 /// Returns a flag that SIGINT, SIGTERM, SIGHUP, SIGQUIT and the signals without a use here set.
+/// Error: the kernel refuses the handlers.
 pub fn interruption_or_hangup() -> Result<Arc<AtomicBool>> {
     flag_on(&[&END_SIGNALS[..], &OTHER_END_SIGNALS].concat())
 }

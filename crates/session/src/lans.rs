@@ -11,7 +11,7 @@
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink};
 use keyframe_capture::BoxError;
-use keyframe_net::{HOLD_MAX, InFlight, PortId, Remote};
+use keyframe_net::{HOLD_MAX, InFlight, PortId, StandInPort, SwitchRemote};
 use keyframe_qemu::cmdline::{NetworkLink, network_links, packet_holders};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -24,31 +24,33 @@ const QUIET_TIMEOUT: Duration = Duration::from_secs(3);
 /// The longest time in which restored VMs connect.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The switch of a group.
+/// The handle to the switch that connects the VMs of a group.
 pub struct Lans {
-    remote: Remote,
+    remote: SwitchRemote,
     held: bool,
 }
 
 impl Lans {
-    /// A switch of our own that listens at `paths`.
+    /// Starts a switch that listens at the sockets `paths`. Error: the process cannot be started,
+    /// or a socket cannot be made.
     pub fn start(paths: &[PathBuf]) -> Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__switch");
-        let mut remote = Remote::spawn(&mut command)?;
+        let mut remote = SwitchRemote::spawn(&mut command)?;
         for path in paths {
             remote.listen(path)?;
         }
         Ok(Self { remote, held: false })
     }
 
-    /// The switch of the user's (`keyframe switch`) with that control socket.
+    /// Takes control of the user's switch (`keyframe switch`) through its control socket `control`.
+    /// Error: no switch answers there.
     pub fn connect(control: &Path) -> Result<Self> {
-        Ok(Self { remote: Remote::connect(control)?, held: false })
+        Ok(Self { remote: SwitchRemote::connect(control)?, held: false })
     }
 
     /// Stops the delivery of packets and waits until all sent packets have arrived at the switch.
-    /// On failure delivery goes on.
+    /// After an error delivery goes on.
     pub fn hold(&mut self) -> Result<(), BoxError> {
         self.held = true;
         let quiet = self.remote.hold(HOLD_MAX).and_then(|()| self.remote.quiesce(QUIET_TIMEOUT));
@@ -58,7 +60,7 @@ impl Lans {
         Ok(quiet?)
     }
 
-    /// True if the switch has ended, or does not answer any more: its networks are dead.
+    /// Returns true if the switch has ended, or does not answer any more: its networks are dead.
     pub fn is_lost(&mut self) -> bool {
         self.remote.is_lost()
     }
@@ -80,6 +82,8 @@ impl Lans {
     /// Holds delivery and queues the packets of a checkpoint for restored VMs, once these are
     /// connected. `pids` pairs the process id of each recorded VM with that of the restored one.
     /// `now` returns the present socket of a recorded network.
+    ///
+    /// Error: the switch does not answer, or a recorded port has no VM.
     pub fn restore(
         &mut self,
         in_flight: &InFlight,
@@ -88,19 +92,20 @@ impl Lans {
     ) -> Result<()> {
         let stands_in = |port: &PortId| {
             let (_, pid) = pids.iter().find(|(then, _)| *then == port.pid)?;
-            Some((port.clone(), PortId { lan: now(&port.lan), pid: *pid, number: port.number }))
+            let present = PortId { lan: now(&port.lan), pid: *pid, number: port.number };
+            Some(StandInPort { recorded: port.clone(), present })
         };
-        let ports: Vec<(PortId, PortId)> =
+        let ports: Vec<StandInPort> =
             in_flight.ports.iter().filter_map(|recorded| stands_in(&recorded.port)).collect();
         let deadline = Instant::now() + CONNECT_TIMEOUT;
         loop {
             let there = self.remote.ports()?.ports;
-            let missing =
-                ports.iter().find(|(_, port)| !there.iter().any(|status| status.port == *port));
+            let is_there = |port: &StandInPort| there.iter().any(|one| one.port == port.present);
+            let missing = ports.iter().find(|port| !is_there(port));
             match missing {
                 None => break,
-                Some((_, port)) if Instant::now() >= deadline => {
-                    return Err(Error::NotConnected { port: port.to_string() });
+                Some(port) if Instant::now() >= deadline => {
+                    return Err(Error::NotConnected { port: port.present.to_string() });
                 }
                 Some(_) => std::thread::sleep(Duration::from_millis(2)),
             }
@@ -110,7 +115,8 @@ impl Lans {
         Ok(self.remote.restore(in_flight, &ports)?)
     }
 
-    /// The sockets of its networks, as far as VMs are connected to them.
+    /// Returns the sockets of the switch's networks to which VMs are connected. Error: the switch
+    /// does not answer.
     pub fn connected(&mut self) -> Result<Vec<PathBuf>> {
         let ports = self.remote.ports()?.ports;
         let mut lans: Vec<PathBuf> =

@@ -33,21 +33,21 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
-/// VMs that are ready to run, tracked, with a run in the store.
+/// VMs that are ready to run: tracked, and with a run in the store.
 pub struct PreparedSession {
     /// The VM's name, or the group's.
     pub name: String,
     /// The run directory.
     pub run_dir: RunDir,
-    /// The VMs and their watchdogs.
+    /// The VMs with their watchdogs, networks and disks.
     pub machines: Machines,
-    /// The capture.
+    /// The capture of their RAM.
     pub copying: RamCapture,
-    /// The store's end.
+    /// The sink that stores their checkpoints.
     pub sink: StoreSink,
-    /// Begins further runs.
+    /// The writer of the store, which begins further runs.
     pub writer: Writer,
-    /// The machines, for those.
+    /// The descriptions of the machines, for further runs.
     pub meta: MachineDescriptions,
 }
 
@@ -65,17 +65,19 @@ pub struct StartedVm {
     pub name: String,
     /// Its QEMU.
     pub vm: Vm,
-    /// The binary.
+    /// The QEMU binary.
     pub identity: QemuIdentity,
     /// The working directory of its QEMU.
     pub directory: PathBuf,
     /// The socket of its monitor, if Keyframe attached to the VM through one.
     pub monitor: Option<PathBuf>,
-    /// Whether the guest is to run, or runs already.
+    /// True if the guest is to run, or runs already.
     pub runs: bool,
 }
 
-/// Brings VMs up to just before their first instruction.
+/// Starts the VMs of `commands` and brings them up to just before their first instruction, with
+/// everything that their checkpoints in `store` need. Errors: a refused machine or option; QEMU
+/// does not start; the store is in use. VMs that were started are ended.
 pub fn launch(
     store: &Store,
     commands: CommandLines,
@@ -280,7 +282,8 @@ fn serve_disks(
     Ok(disks::serve(store, name, None, wanted, &socket).map(Some)?)
 }
 
-/// Ends VMs and their peripherals after `error`. Returns it with the errors of the teardown.
+/// Ends the VMs `found` and their peripherals after `error`. Returns `error` together with the
+/// errors of the teardown.
 pub fn end(found: Vec<StartedVm>, peripherals: Peripherals, error: Error) -> Error {
     let mut teardown = Teardown::after(error);
     for mut one in found {
@@ -291,7 +294,7 @@ pub fn end(found: Vec<StartedVm>, peripherals: Peripherals, error: Error) -> Err
 }
 
 /// Returns the name of the VM or the group, and the names of the members, from the names on their
-/// command lines.
+/// command lines. Errors: a name that cannot be one; two members with one name.
 pub fn names(
     wanted: &[Option<String>],
     is_group: bool,
@@ -315,7 +318,8 @@ pub fn names(
     Ok((options.name.clone().unwrap_or_else(|| "group".into()), members))
 }
 
-/// The right to write into `store`, for the VM or group of that name.
+/// Takes the writer's lock of `store` for the VM or group of that name. `command` and the name
+/// describe the holder to other processes. Errors: the store is in use, or cannot be written.
 pub fn lock(
     store: &Store,
     command: &str,
@@ -355,7 +359,8 @@ pub fn lock(
     Ok(writer)
 }
 
-/// The networks that `options` name.
+/// Opens the networks that `options` name; `None` if they name none. Error: the switch cannot be
+/// started or reached.
 pub fn open_lans(options: &SessionOptions) -> Result<Option<Lans>> {
     match &options.lans {
         LanChoice::None => Ok(None),
@@ -364,9 +369,9 @@ pub fn open_lans(options: &SessionOptions) -> Result<Option<Lans>> {
     }
 }
 
-/// VMs that were refused, and why.
+/// VMs that were refused, with the reason.
 pub struct RefusedVms {
-    /// Why.
+    /// The reason.
     pub error: Error,
     /// The VMs.
     pub found: Vec<StartedVm>,
@@ -476,7 +481,8 @@ fn prepare_parts(
     Ok((copying, sink, meta, watchdogs))
 }
 
-/// Refuses a kernel or a user that cannot do it, before anything is started.
+/// Fails with [`Error::MissingFeatures`] if the kernel or this user's rights lack what the options
+/// need. Called before anything is started.
 pub fn require_kernel(options: &SessionOptions) -> Result<()> {
     if options.tracker_kind()? == TrackerKind::Compare {
         // That one needs nothing but the right to read.
@@ -490,7 +496,8 @@ pub fn require_kernel(options: &SessionOptions) -> Result<()> {
     Err(Error::MissingFeatures { missing, fix })
 }
 
-/// Refuses a VM that cannot be checkpointed exactly, with all the reasons at once.
+/// Fails with [`Error::NotCheckpointable`] and all reasons at once if the VM cannot be checkpointed
+/// exactly. Warnings go to `events`.
 pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     let found = vm.audit()?;
     let is_refused = |finding: &AuditFinding| finding.severity == Severity::Refused;
@@ -501,7 +508,8 @@ pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     if refusals.is_empty() { Ok(()) } else { Err(Error::NotCheckpointable(refusals)) }
 }
 
-/// Describes the machine as it is now, with devices that were plugged in after its start.
+/// Describes the machine as it is now, with devices that were plugged in after its start. Error:
+/// QEMU does not answer.
 pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta> {
     let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {
@@ -528,14 +536,15 @@ pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
     Ok((with_plugged(vm.user_command()), with_plugged(vm.full_command())))
 }
 
-/// Starts the watchdog: a process of its own, which outlives a crash of this one. If it ends,
-/// another one is started.
+/// Starts the watchdog of a VM: a process of its own, which outlives a crash of this one. If it
+/// ends, another one is started. Error: the process cannot be started.
 pub fn spawn_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
     Ok(WatchdogKeeper::start(watchdog_starter(vm)?, Arc::clone(events))?)
 }
 
-/// As [`spawn_watchdog`], for a VM that runs already: the watchdog is started before the first
-/// pause, so that a host without room for one more process does not end the VM.
+/// Makes the watchdog of a VM that runs already, as [`spawn_watchdog`] does, but starts its process
+/// just before the first pause. So a host without room for one more process does not end the VM.
+/// Error: the VM's monitor cannot be handed on.
 pub fn late_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
     Ok(WatchdogKeeper::later(watchdog_starter(vm)?, Arc::clone(events)))
 }

@@ -66,71 +66,73 @@ use std::time::Duration;
 /// The networks that checkpoints of a group hold.
 #[derive(Clone, Debug, Default)]
 pub enum LanChoice {
-    /// None.
+    /// No networks.
     #[default]
     None,
-    /// A switch of our own, at these sockets.
+    /// Those of a switch that the session starts, which listens at these sockets.
     Own(Vec<PathBuf>),
-    /// The user's, with this control socket.
+    /// Those of the user's switch, with this control socket.
     Control(PathBuf),
 }
 
 /// The options of a session.
 pub struct SessionOptions {
-    /// Time between two checkpoints; `None`: checkpoints are taken by command only.
+    /// The time between two checkpoints; `None` if checkpoints are taken by command only.
     pub interval: Option<Duration>,
-    /// Number of checkpoints after which the session ends; `None`: no limit.
+    /// The number of checkpoints after which the session ends; `None` for no limit.
     pub count: Option<u64>,
-    /// The VM's name.
+    /// The name of the VM, or of the group; `None` for the name on its command line.
     pub name: Option<String>,
-    /// Whether a VM that still runs at the session's end is ended or left running.
+    /// What happens to a VM that still runs at the session's end.
     pub on_exit: OnExit,
     /// The strategy that copies pages.
     pub strategy: Strategy,
     /// The method that finds dirty pages.
     pub tracker: TrackerKind,
-    /// The longest pause that is asked for.
+    /// The longest pause that the user asks for; `None` for no limit.
     pub max_pause: Option<Duration>,
-    /// The largest part of the guest's time that is asked for.
+    /// The largest share of the guest's time that the user asks for, for example 0.03 for 3 %;
+    /// `None` for no limit.
     pub max_overhead: Option<f64>,
-    /// Threads that copy; none: as many as turn out to be fastest.
+    /// The number of threads that copy; `None` for as many as turn out to be fastest.
     pub copy_threads: Option<usize>,
-    /// Memory for pages between the copy and the store, in MiB; `None`: the RAM's size, at most a
-    /// quarter of the free memory.
+    /// The memory for pages between the copy and the store, in MiB; `None` for the RAM's size, but
+    /// at most a quarter of the free memory.
     pub staging_mib: Option<u64>,
-    /// Threads that encode; none: as many as suit the machine.
+    /// The number of threads that encode; `None` for as many as suit the machine.
     pub encode_threads: Option<usize>,
-    /// Memory for what changes are stored against.
+    /// The memory for the pages against which changes are stored, in MiB.
     pub encode_memory_mib: u64,
-    /// Memory for the index of deduplication.
+    /// The memory for the index of deduplication, in MiB.
     pub index_memory_mib: u64,
-    /// When checkpoints become durable.
+    /// The time at which checkpoints become durable.
     pub durability: keyframe_store::Durability,
-    /// The longest pause. The watchdog resumes a VM that stands still for longer.
+    /// The longest pause, after which the watchdog resumes the VM.
     pub pause_limit: Duration,
     /// The sink for the session's events.
     pub events: SharedEventSink,
-    /// Full copies for comparison.
+    /// The directory for full copies of RAM, with which each checkpoint is compared; `None` for no
+    /// such audit.
     pub audit: Option<PathBuf>,
     /// The method that captures disks.
     pub disk: DiskMethod,
-    /// Disks that stay out of them.
+    /// The disks that stay out of checkpoints.
     pub leave_out: ExcludedDisks,
     /// The networks between the members of a group.
     pub lans: LanChoice,
-    /// The age after which the running session forgets checkpoints; `None`: never.
+    /// The age after which the running session forgets checkpoints; `None` to keep all.
     pub keep_within: Option<Duration>,
-    /// The VM is recorded.
+    /// The options of the recording, if the VM is recorded or replays one.
     pub recorded: Option<RecordingOptions>,
-    /// When packs are recompressed.
+    /// The time at which packs are recompressed.
     pub recompress: Recompress,
-    /// A fault to suffer.
+    /// A fault to inject, for tests.
     pub fault: Option<Fault>,
 }
 
 impl SessionOptions {
-    /// The options of a session that takes a checkpoint each `interval`, with the defaults of
-    /// `keyframe run` for all else, and without an event sink.
+    /// Returns the options of a session that takes a checkpoint each `interval`, with the defaults
+    /// of `keyframe run` for all else, and without an event sink.
     pub fn every(interval: Option<Duration>, on_exit: OnExit) -> Self {
         Self {
             interval,
@@ -160,7 +162,8 @@ impl SessionOptions {
         }
     }
 
-    /// The tracker that the strategy needs, or an objection.
+    /// Returns the tracker that the strategy needs. Error: [`Error::CopyOnWriteTracker`] if
+    /// copy-on-write is asked for with another tracker.
     pub fn tracker_kind(&self) -> Result<TrackerKind> {
         match (self.tracker, self.strategy) {
             (TrackerKind::Auto, Strategy::Cow) => Ok(TrackerKind::Sync),
@@ -173,14 +176,15 @@ impl SessionOptions {
     }
 }
 
-/// Runs the VMs of `commands` under checkpoints into `store`, to their end.
+/// Launches the VMs of `commands`, and takes checkpoints of them into `store` until they end or the
+/// session is asked to end. Errors: those of the launch; what ended the run; a failed teardown.
 pub fn run(store: &Store, commands: CommandLines, options: SessionOptions) -> Result<RunReport> {
     budget::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;
     engine_over(store, parts, options)?.run()
 }
 
-/// Makes an engine over VMs whose guests have not run, or only replay. If that fails, the VMs are
+/// Makes an engine over VMs whose guests have not run, or only replay. After an error the VMs are
 /// ended.
 pub fn engine_over(
     store: &Store,
@@ -196,8 +200,9 @@ pub fn engine_over(
     })
 }
 
-/// Takes checkpoints of the running QEMUs with those process ids into `store`, until asked to end
-/// or the VMs end. Several are a group.
+/// Takes checkpoints of the running QEMUs of `vms` (process id and way to the monitor) into
+/// `store`, until asked to end or the VMs end. Several are a group. Errors: those of the
+/// attachment; what ended the run; a failed teardown.
 pub fn attach(
     store: &Store,
     vms: &[(u32, AttachOptions)],

@@ -43,7 +43,7 @@ pub struct Member {
     pub name: String,
     /// The VM and the watchdog of its pauses.
     pub vm: SessionVm,
-    /// Whether its guest runs, or is to.
+    /// True if its guest runs, or is to run.
     pub runs: bool,
     /// In which state it stands still. `None` if that is not known yet.
     standing: Option<RunState>,
@@ -57,7 +57,8 @@ pub struct Member {
 }
 
 impl Member {
-    /// A VM that has not ended.
+    /// Makes the member `name` of a session from a VM that has not ended. `runs` is true if its
+    /// guest runs, or is to run.
     pub fn new(name: String, vm: SessionVm, runs: bool) -> Self {
         Self {
             name,
@@ -72,14 +73,14 @@ impl Member {
         }
     }
 
-    /// The same VM, with the health of its watchdog.
+    /// Returns the same member, with the health of its watchdog.
     #[must_use]
     pub fn watched_by(self, watchdog: WatchdogHealth) -> Self {
         Self { watchdog, ..self }
     }
 }
 
-/// The networks and disks of VMs, which stop and resume together with them.
+/// The networks and disks of VMs, which are paused and resumed together with them.
 #[derive(Default)]
 pub struct Peripherals {
     /// The networks between them.
@@ -90,7 +91,8 @@ pub struct Peripherals {
 
 impl Peripherals {
     /// Ends the networks. Also ends the disks, unless the VMs keep running with them (`keeps`).
-    /// Returns the directory of the guests' writes, if they are not in the images.
+    /// Returns the directory of the guests' writes, if they are not in the images. Error: the disks
+    /// or the networks do not end in good order.
     pub fn release(self, keeps: bool) -> Result<Option<std::path::PathBuf>> {
         if let Some(lans) = self.lans {
             lans.end();
@@ -109,12 +111,12 @@ pub struct Machines {
     is_group: bool,
     /// The networks between them.
     lans: Option<Lans>,
-    /// Their disks.
+    /// The capture of the VMs' disks; `None` if no disk is captured.
     pub disks: Option<Box<dyn DiskCapture>>,
 }
 
 impl Machines {
-    /// One VM, or with `is_group` those of a group.
+    /// Makes the machines of a session from `members`: one VM, or with `is_group` those of a group.
     pub fn new(mut members: Vec<Member>, is_group: bool, peripherals: Peripherals) -> Self {
         if peripherals.disks.as_ref().is_some_and(|disks| disks.cuts_by_monitor()) {
             for member in &mut members {
@@ -140,12 +142,12 @@ impl Machines {
         self.disks.as_mut().map(|disks| (&mut **disks as &mut dyn DiskCapture, members))
     }
 
-    /// Whether they are a group.
+    /// Returns whether the VMs are a group.
     pub fn is_group(&self) -> bool {
         self.is_group
     }
 
-    /// True if another program started them.
+    /// Returns true if another program started the VMs.
     pub fn is_attached(&self) -> bool {
         self.members.iter().any(|m| m.vm.is_attached())
     }
@@ -156,7 +158,7 @@ impl Machines {
         self.members.first_mut()?.vm.mark()
     }
 
-    /// Whether any of them runs.
+    /// Returns whether any of the VMs runs.
     pub fn run(&self) -> bool {
         self.members.iter().any(|m| m.runs)
     }
@@ -168,7 +170,7 @@ impl Machines {
         standing.unwrap_or(&RunState::Paused)
     }
 
-    /// Resumes the launched VMs that are to run.
+    /// Resumes the launched VMs that are to run. Error: a VM does not answer.
     pub fn start(&mut self) -> Result<()> {
         for member in self.members.iter_mut().filter(|m| m.runs && !m.vm.is_attached()) {
             member.vm.vm_mut().resume()?;
@@ -194,7 +196,7 @@ impl Machines {
         }
     }
 
-    /// Drains the events of their monitors and updates their run states.
+    /// Drains the events of the VMs' monitors and updates their run states.
     pub fn look(&mut self) {
         for member in &mut self.members {
             let Ok(events) = member.vm.vm_mut().drain_events() else { continue };
@@ -216,7 +218,8 @@ impl Machines {
         }
     }
 
-    /// The exit status of the VMs once all have ended: the first failure, if one failed.
+    /// Returns the exit status of the VMs once all have ended: the first failure, if one failed;
+    /// `None` while one runs. Error: the kernel does not tell.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
             let vm = member.vm.vm_mut();
@@ -232,23 +235,24 @@ impl Machines {
         Ok(ends.and_then(|ends| ends.iter().find(|e| !e.success()).or(ends.first()).copied()))
     }
 
-    /// A member that has ended while others have not.
+    /// Returns the name of a member that has ended while others have not; `None` if there is none.
     pub fn lost(&self) -> Option<&str> {
         let lost = self.members.iter().find(|m| m.ended.is_some())?;
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
     }
 
-    /// True if the networks between the members are dead.
+    /// Returns true if the networks between the members are dead.
     pub fn have_lost_network(&mut self) -> bool {
         self.lans.as_mut().is_some_and(Lans::is_lost)
     }
 
-    /// True if a member has no watchdog, and none can be started.
+    /// Returns true if a member has no watchdog, and none can be started.
     pub fn have_lost_watchdog(&self) -> bool {
         self.members.iter().any(|member| member.watchdog.is_lost())
     }
 
-    /// The process id of a VMM that runs and has closed its monitor.
+    /// Returns the process id of a VMM that runs and has closed its monitor; `None` if there is
+    /// none.
     pub fn without_monitor(&mut self) -> Option<u32> {
         self.members.iter_mut().filter(|m| m.ended.is_none()).find_map(|member| {
             let state = member.vm.vm_mut().run_state();
@@ -299,7 +303,7 @@ impl Machines {
         results.into_iter().zip(&self.members).map(named).collect()
     }
 
-    /// Ends the watchdogs and returns the VMs with their names, and what stands beside them.
+    /// Ends the watchdogs. Returns the VMs with their names, and their networks and disks.
     pub fn into_vms(self) -> (Vec<NamedVm>, Peripherals) {
         let peripherals = Peripherals { lans: self.lans, disks: self.disks };
         (self.members.into_iter().map(|m| (m.name, m.vm.into_vm())).collect(), peripherals)
@@ -312,7 +316,8 @@ impl Machines {
     }
 }
 
-/// Returns the RAM blocks of all members as the layout of one VM.
+/// Returns the RAM blocks of all members as the layout of one VM. Error: the layouts together are
+/// too large, or two RAM blocks have one name.
 pub fn group_layout(
     members: &[(&str, RamLayout)],
 ) -> Result<RamLayout, keyframe_units::LayoutError> {

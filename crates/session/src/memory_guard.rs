@@ -42,12 +42,12 @@ impl GuestMemory {
     }
 }
 
-/// Memory is too short for what was asked for.
+/// Memory that is too short for what was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryShortage {
-    /// What the VMs leave, in bytes.
+    /// The memory that the VMs leave, in bytes.
     pub left_bytes: u64,
-    /// What remains for copied pages, in bytes.
+    /// The memory that remains for copied pages, in bytes.
     pub staging_bytes: u64,
     /// True if a memory cgroup is the limit, and not the host.
     pub is_limited: bool,
@@ -59,8 +59,8 @@ fn remaining(guests: &[GuestMemory]) -> RemainingMemory {
     memory_limits::remaining(&growth)
 }
 
-/// The sizes in bytes of the encoder's cache of pages and of the index: as `options` ask, or what
-/// `guests` leave for them.
+/// Returns the sizes in bytes of the encoder's cache of pages and of the index: as `options` ask,
+/// or what `guests` leave for them.
 pub fn cache_bytes(options: &SessionOptions, guests: &[GuestMemory]) -> (u64, u64) {
     let asked = (options.encode_memory_mib << 20, options.index_memory_mib << 20);
     let share_bytes = remaining(guests).bytes.saturating_sub(RESERVE_BYTES) / 4;
@@ -77,20 +77,21 @@ pub struct MemoryGuard {
 }
 
 impl MemoryGuard {
-    /// Guards the memory that `guests` need, where a pool without limits would hold `wanted_pages`.
+    /// Guards the memory that `guests` need, if a pool without limits would hold `wanted_pages`
+    /// pages.
     pub fn new(guests: Vec<GuestMemory>, wanted_pages: u64) -> Self {
         Self { guests, wanted_pages, has_told: false }
     }
 
-    /// What the VMs leave now, in bytes.
+    /// Returns the memory that the VMs leave now, in bytes.
     pub fn left_bytes(&self) -> u64 {
         remaining(&self.guests).bytes
     }
 
     /// Limits `pool` to the memory that the VMs leave now. Returns a shortage the first time that
-    /// the limit is too small. If the host's memory is the limit, that is less than half of the
-    /// pool's largest capacity. If a memory cgroup is the limit, that is less than half of the
-    /// pages that a pool without limits would hold.
+    /// the limit is too small, and `None` otherwise. If the host's memory is the limit, too small
+    /// is less than half of the pool's largest capacity. If a memory cgroup is the limit, it is
+    /// less than half of the pages that a pool without limits would hold.
     pub fn limit(&mut self, pool: &StagingPool) -> Option<MemoryShortage> {
         let left = remaining(&self.guests);
         let held_bytes = pool.held_pages() * PAGE_BYTES as u64;

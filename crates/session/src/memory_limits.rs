@@ -23,20 +23,21 @@ const UNKNOWN_BYTES: u64 = 1 << 30;
 pub struct ExpectedGrowth {
     /// The process.
     pub pid: u32,
-    /// How much more memory than now it is going to use, in bytes.
+    /// The number of bytes that it is going to use in addition to the present ones.
     pub bytes: u64,
 }
 
 /// Memory that this process may still use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemainingMemory {
-    /// In bytes.
+    /// The memory in bytes.
     pub bytes: u64,
     /// True if a memory cgroup leaves less than the host has.
     pub is_limited: bool,
 }
 
-/// What is left for this process. A cgroup with a limit keeps `growth` for those of its processes.
+/// Returns the memory that is left for this process. From a cgroup with a limit it subtracts
+/// `growth` of those processes that belong to that cgroup.
 pub fn remaining(growth: &[ExpectedGrowth]) -> RemainingMemory {
     let host = available(&read_to_string("/proc/meminfo").unwrap_or_default());
     let own = cgroups_of("self");
@@ -53,14 +54,15 @@ pub fn remaining(growth: &[ExpectedGrowth]) -> RemainingMemory {
     }
 }
 
-/// The memory that process `pid` has in use, in bytes, with huge pages; zero if it has ended.
+/// Returns the memory that process `pid` has in use, in bytes, with huge pages; zero if it has
+/// ended.
 pub fn resident_bytes(pid: u32) -> u64 {
     let status = read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     kib_of(&status, "VmRSS:").unwrap_or(0) + kib_of(&status, "HugetlbPages:").unwrap_or(0)
 }
 
 /// Makes this process the one that the kernel ends first if memory runs out. Processes that it
-/// starts later inherit that.
+/// starts later inherit that. Error: the kernel refuses.
 pub fn volunteer_as_victim() -> std::io::Result<()> {
     std::fs::write("/proc/self/oom_score_adj", "1000")
 }

@@ -18,7 +18,9 @@ use super::memory_guard::{GuestMemory, MemoryGuard};
 use crate::control::{Strategy as Name, TrackerKind};
 use crate::error::{Error, Result};
 use keyframe_capture::compare::CompareTracker;
-use keyframe_capture::group::{GroupFirstWriteMonitor, GroupFreezer, GroupReader, GroupTracker};
+use keyframe_capture::group::{
+    GroupFirstWriteMonitor, GroupFreezer, GroupReader, GroupTracker, MemberPort,
+};
 use keyframe_capture::parallel::ParallelPageReader;
 use keyframe_capture::strategy::{
     AutoStrategy, CopyOnWriteStrategy, CopyStrategy, ForkStrategy, PrecopyStrategy,
@@ -35,38 +37,41 @@ use std::sync::Arc;
 /// Pages of one MiB.
 const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
 
-/// Opens the RAM of a VM.
+/// Opens the RAM of a VM. Error: the VM does not answer, or its memory cannot be inspected.
 pub type OpenRam = fn(&mut dyn Vmm) -> Result<Box<dyn RamAccess>>;
 
-/// The RAM of one VM.
+/// The opened RAM of one VM.
 pub trait RamAccess: Send {
-    /// The RAM blocks.
+    /// Returns the layout of the VM's RAM blocks.
     fn layout(&self) -> &RamLayout;
 
-    /// True if devices of the VM can discard RAM, and the tracker sees that.
+    /// Returns true if devices of the VM can discard RAM, and the tracker sees that.
     fn watches_discards(&self) -> bool;
 
-    /// A reader of the RAM as it is at each read.
+    /// Returns a reader of the RAM as it is at each read.
     fn reader(&self) -> Arc<dyn PageReader>;
 
     /// Writes `content` to `page` of the paused VM's RAM. The tracker reports the page afterwards.
+    /// Error: the VM has ended, or its memory cannot be written.
     fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError>;
 
-    /// Begins to track writes by asynchronous write protection.
+    /// Begins to track writes by asynchronous write protection. Error: the kernel cannot track the
+    /// VM's memory.
     fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker>;
 
     /// Begins to track writes so that each first write waits for an answer, which copy-on-write
-    /// needs.
+    /// needs. Error: the kernel cannot track the VM's memory.
     fn track_first_writes(
         &self,
         events: &dyn EventSink<Event>,
     ) -> Result<(StartedTracker, Arc<dyn FirstWriteMonitor>)>;
 
-    /// Prepares to freeze the RAM by forking the VMM.
+    /// Prepares to freeze the RAM by forking the VMM. Error: the VM's memory cannot be frozen by a
+    /// fork.
     fn freezer(&self) -> Result<Box<dyn RamFreezer>>;
 }
 
-/// A tracker that has begun.
+/// A tracker that has begun to track.
 pub struct StartedTracker {
     /// The tracker.
     pub tracker: Box<dyn DirtyTracker>,
@@ -76,9 +81,9 @@ pub struct StartedTracker {
 
 /// The capture of the RAM of a session's VMs.
 pub struct RamCapture {
-    /// The capture.
+    /// The checkpoint cycle.
     pub cycle: CaptureCycle,
-    /// The ways to copy.
+    /// The strategies that these VMs allow.
     pub strategies: Strategies,
     /// The RAM blocks.
     pub layout: RamLayout,
@@ -93,7 +98,8 @@ pub struct RamCapture {
 
 impl RamCapture {
     /// Finds the RAM of `vms`, which are processes on this host, and begins to track it. Each VM
-    /// comes with its name; with `is_group`, the names tell the RAM blocks of a group apart.
+    /// comes with its name; with `is_group`, the names tell the RAM blocks of a group apart. Error:
+    /// the kernel cannot track a VM's memory.
     pub fn start(
         vms: &mut [(&str, &mut dyn Vmm)],
         is_group: bool,
@@ -102,7 +108,8 @@ impl RamCapture {
         Self::start_with(ProcessRam::open, vms, is_group, options)
     }
 
-    /// The same for VMs whose RAM `open` opens.
+    /// Begins to track the RAM of `vms` as [`Self::start`] does, with RAM that `open` opens.
+    /// Errors: those of [`Self::start`].
     pub fn start_with(
         open: OpenRam,
         vms: &mut [(&str, &mut dyn Vmm)],
@@ -148,7 +155,8 @@ impl RamCapture {
         Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns, memory, open })
     }
 
-    /// Begins anew with the RAM that `vms` have now, opened in the same way.
+    /// Begins anew with the RAM that `vms` have now, opened in the same way. Errors: those of
+    /// [`Self::start`].
     pub fn restart(
         &self,
         vms: &mut [(&str, &mut dyn Vmm)],
@@ -161,7 +169,11 @@ impl RamCapture {
 
 /// A reader of the RAM of all VMs, with the threads and the fault of `options`.
 fn reader(rams: &[Box<dyn RamAccess>], options: &SessionOptions) -> Result<Arc<dyn PageReader>> {
-    let all = rams.iter().map(|ram| (ram.layout().len_pages(), ram.reader())).collect();
+    let port = |ram: &Box<dyn RamAccess>| MemberPort {
+        len_pages: ram.layout().len_pages(),
+        port: ram.reader(),
+    };
+    let all = rams.iter().map(port).collect();
     let plain = one(all, |all| Arc::new(GroupReader::new(all)));
     let parallel: Arc<dyn PageReader> = match options.copy_threads {
         Some(1) => plain,
@@ -214,7 +226,8 @@ impl Tracking {
         for ram in rams {
             let started = ram.track_writes(events)?;
             stopped_ns = stopped_ns.max(started.stopped_ns);
-            trackers.push((ram.layout().len_pages(), started.tracker));
+            let len_pages = ram.layout().len_pages();
+            trackers.push(MemberPort { len_pages, port: started.tracker });
         }
         let tracker = one(trackers, |all| Box::new(GroupTracker::new(all)));
         Ok(Self { tracker, cow: None, stopped_ns })
@@ -226,8 +239,8 @@ impl Tracking {
             let (started, monitor) = ram.track_first_writes(events)?;
             stopped_ns = stopped_ns.max(started.stopped_ns);
             let len_pages = ram.layout().len_pages();
-            trackers.push((len_pages, started.tracker));
-            monitors.push((len_pages, monitor));
+            trackers.push(MemberPort { len_pages, port: started.tracker });
+            monitors.push(MemberPort { len_pages, port: monitor });
         }
         let monitor = one(monitors, |all| Arc::new(GroupFirstWriteMonitor::new(all)));
         let tracker = one(trackers, |all| Box::new(GroupTracker::new(all)));
@@ -235,15 +248,15 @@ impl Tracking {
     }
 }
 
-/// The only one as it is; several, each with the number of its pages, as `group` makes them one.
-fn one<T>(mut members: Vec<(u64, T)>, group: impl FnOnce(Vec<(u64, T)>) -> T) -> T {
+/// Returns the only port as it is; several ports as `group` makes them one.
+fn one<T>(mut members: Vec<MemberPort<T>>, group: impl FnOnce(Vec<MemberPort<T>>) -> T) -> T {
     match (members.pop(), members.is_empty()) {
-        (Some((_, only)), true) => only,
+        (Some(only), true) => only.port,
         (last, _) => group(members.into_iter().chain(last).collect()),
     }
 }
 
-/// The ways to copy that this VM allows.
+/// The strategies to copy pages that a VM allows.
 pub struct Strategies {
     auto: AutoStrategy,
     precopy: PrecopyStrategy,
@@ -257,13 +270,13 @@ pub struct Strategies {
 }
 
 impl Strategies {
-    /// A reader of the first VM's RAM as it is at each read.
+    /// Returns a reader of the first VM's RAM as it is at each read; `None` if there is no VM.
     pub fn ram(&self) -> Option<Arc<dyn PageReader>> {
         self.rams.first().map(|ram| ram.reader())
     }
 
     /// Writes a page of the first VM's RAM, while the VM is paused. The tracker reports the page
-    /// afterwards.
+    /// afterwards. Error: the VM has ended, or its memory cannot be written.
     pub fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError> {
         let ram = self.rams.first().ok_or(Error::NoVm)?;
         ram.write_page(page, content)
@@ -275,12 +288,12 @@ impl Strategies {
         self.auto.precopy.policy.target_pages = target_pages;
     }
 
-    /// Ends the trackers: the same RAM can have only one.
+    /// Ends the trackers, because the same RAM can have only one.
     pub fn untrack(&mut self) {
         (self.cow, self.fork) = (None, None);
     }
 
-    /// The strategy of that name, or why this VM does not allow it.
+    /// Returns the strategy with the name `name`. Error: the reason why this VM does not allow it.
     pub fn get(&mut self, name: Name) -> Result<&mut dyn CopyStrategy> {
         Ok(match name {
             Name::Auto => &mut self.auto,
@@ -303,8 +316,8 @@ impl Strategies {
 }
 
 /// A freezer of one VM's RAM, with the number of its pages.
-fn freezer(ram: &dyn RamAccess) -> Result<(u64, Box<dyn RamFreezer>)> {
-    Ok((ram.layout().len_pages(), ram.freezer()?))
+fn freezer(ram: &dyn RamAccess) -> Result<MemberPort<Box<dyn RamFreezer>>> {
+    Ok(MemberPort { len_pages: ram.layout().len_pages(), port: ram.freezer()? })
 }
 
 /// More threads than this do not copy faster: memory is the limit.
@@ -319,8 +332,8 @@ fn faulty(reader: Arc<dyn PageReader>, fault: Option<&Fault>) -> Arc<dyn PageRea
     }
 }
 
-/// Memory for copied pages: what `options` ask for; without that as large as RAM (`wanted` pages), if
-/// that is at most a quarter of the `left_bytes` that the VMs leave.
+/// Memory for copied pages: what `options` ask for; without that as large as RAM (`wanted` pages),
+/// if that is at most a quarter of the `left_bytes` that the VMs leave.
 fn staging_pages(options: &SessionOptions, wanted: u64, left_bytes: u64) -> u64 {
     if options.staging_mib.is_some() {
         return wanted;

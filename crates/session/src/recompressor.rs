@@ -51,7 +51,7 @@ const END_WAIT: Duration = Duration::from_secs(3);
 /// Nice value of the thread.
 const NICE: i32 = 19;
 
-/// A running recompression. Dropping it ends it.
+/// A recompression on a thread of its own. Dropping it ends the thread.
 pub struct Recompressor {
     store: Store,
     stop: Option<Sender<()>>,

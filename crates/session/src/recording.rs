@@ -25,7 +25,7 @@ const BUSY_MAX: Duration = Duration::from_secs(5);
 /// The time for which the VM runs between two checks.
 const MOMENT: Duration = Duration::from_micros(500);
 
-/// The instruction of a checkpoint, from the pause to the seal.
+/// A place for the instruction count of a checkpoint, which the pause fills and the seal reads.
 pub type Position = Arc<OnceLock<u64>>;
 
 /// The options of a recorded VM.
@@ -33,7 +33,7 @@ pub type Position = Arc<OnceLock<u64>>;
 pub struct RecordingOptions {
     /// The recording's id.
     pub recording: String,
-    /// QEMU's log.
+    /// The path of QEMU's log.
     pub log: PathBuf,
     /// The machine as the recording's checkpoints describe it, if the VM replays the recording.
     pub machine: Option<MachineMeta>,
@@ -43,8 +43,11 @@ pub struct RecordingOptions {
 
 impl RecordingOptions {
     /// Makes the command line of the only VM in `starting` record into the log, and serves its
-    /// media. Relative paths of the line start from the first directory; the media's socket is in
-    /// the second one. Returns the server of the media; `None` if there are none.
+    /// media. Relative paths of the line begin in the first directory; the socket of the media is
+    /// made in the second one. Returns the server of the media; `None` if there are none.
+    ///
+    /// Errors: a machine that cannot be recorded exactly; the server of its media cannot be
+    /// started.
     pub fn prepare(
         &self,
         starting: &mut [(Invocation, QemuIdentity)],
@@ -77,13 +80,14 @@ struct AlwaysBusy {
     seconds: u64,
 }
 
-/// The disks and network cards of a VM that is recorded.
+/// The request queues of the disks and network cards of a recorded VM.
 #[derive(Debug, Default)]
 pub struct RequestQueues(Option<VirtioQueues>);
 
 impl RequestQueues {
-    /// Waits, while the VM runs, until no disk or network request is under way, at most
-    /// [`BUSY_MAX`]. A stop that must be taken back costs the guest more time.
+    /// Waits, while the VM runs, until no disk or network request is under way, but at most
+    /// [`BUSY_MAX`]. So the VM need not be stopped and resumed again, which costs the guest more
+    /// time. Error: QEMU does not answer.
     pub fn await_rest(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.are_busy(qmp)? && began.elapsed() < BUSY_MAX {
@@ -92,7 +96,8 @@ impl RequestQueues {
         Ok(())
     }
 
-    /// Lets a VM that has just been stopped run on until no request is under way as it stands.
+    /// Lets a VM that has just been stopped run on until no request is under way at its stop.
+    /// Error: QEMU does not answer.
     pub fn settle(&mut self, qmp: &mut Qmp) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.are_busy(qmp)? {
@@ -107,7 +112,8 @@ impl RequestQueues {
         Ok(())
     }
 
-    /// Whether a request is under way.
+    /// Returns whether a request of a disk or network card is under way. Error: QEMU does not
+    /// answer.
     pub fn are_busy(&mut self, qmp: &mut Qmp) -> Result<bool, BoxError> {
         let queues = match &mut self.0 {
             Some(queues) => queues,

@@ -31,7 +31,7 @@ use std::path::{Path, PathBuf};
 /// The directory of the run directories of VMs without an engine. No VM's name begins with a dot.
 const CLONES: &str = ".clones";
 const RESTORED: &str = ".restored";
-/// The file that describes such a VM.
+/// The name of the file that describes a VM without an engine.
 pub const ABOUT: &str = "about.json";
 /// The most restored VMs of one name; a number distinguishes them.
 const NAMESAKES_MAX: u32 = 99;
@@ -40,7 +40,7 @@ const ABOUT_BYTES_MAX: u64 = 64 << 10;
 const RUNS: &str = "runs";
 const NAME_BYTES_MAX: u64 = 64;
 
-/// The origin of a VM without an engine.
+/// The command that started a VM without an engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunKind {
@@ -57,17 +57,17 @@ pub struct About {
     pub vm: String,
     /// Its origin.
     pub kind: RunKind,
-    /// The store, and the checkpoint in it.
+    /// The path or address of the store of its checkpoint.
     pub store: String,
-    /// The checkpoint that the VM was brought back to.
+    /// The number of the checkpoint that the VM was brought back to.
     pub checkpoint: u64,
-    /// Its QEMU; of a group, the first member's.
+    /// The process id of its QEMU; of a group, that of the first member.
     pub qemu_pid: u32,
-    /// The command that it ends with.
+    /// The process id of the command with which it ends.
     pub keyframe_pid: u32,
 }
 
-/// A claimed run directory.
+/// A run directory that this process has claimed.
 pub struct RunDir {
     path: PathBuf,
     /// Holds the lock.
@@ -76,18 +76,20 @@ pub struct RunDir {
 }
 
 impl RunDir {
-    /// Claims the directory for VM `name`; refuses a name that is in use.
+    /// Claims the directory for VM `name`. Error: the name is no valid one or is in use, or the
+    /// directory cannot be made.
     pub fn claim(name: &str) -> Result<Self, RunDirError> {
         Self::claim_in(&base()?, name)
     }
 
     /// Claims the directory of a clone, which has no engine; `keyframe attach` may add one later.
+    /// Error: the name is taken, or the directory cannot be made.
     pub fn claim_clone(name: &str) -> Result<Self, RunDirError> {
         Self::claim_beside(CLONES, name)
     }
 
     /// Claims the directory of a restored VM. If the name is taken, it becomes `NAME-2`, `NAME-3`,
-    /// ...
+    /// ... Error: the directory cannot be made.
     pub fn claim_restored(name: &str) -> Result<Self, RunDirError> {
         let name = name_from(name);
         let numbered = (2..=NAMESAKES_MAX).map(|number| format!("{name}-{number}"));
@@ -101,7 +103,7 @@ impl RunDir {
     }
 
     /// Writes the description of a VM without an engine that this process has started, for
-    /// `keyframe status` and `keyframe stop`.
+    /// `keyframe status` and `keyframe stop`. Error: the file cannot be written.
     pub fn tell(
         &self,
         kind: RunKind,
@@ -122,13 +124,15 @@ impl RunDir {
         std::fs::write(&path, text).map_err(|source| io("write", &path, source))
     }
 
-    /// Writes that this engine runs VM `vm` from now on, after a takeover.
+    /// Writes that this directory's engine runs VM `vm` from now on, after a takeover. Error: the
+    /// file cannot be written.
     pub fn runs(&self, vm: &str) -> Result<(), RunDirError> {
         let path = self.path.join(RUNS);
         std::fs::write(&path, vm).map_err(|source| io("write", &path, source))
     }
 
-    /// Removes the description of the run, after its VM has ended. Other files stay for inspection.
+    /// Removes the description that [`Self::tell`] has written, after its VM has ended. Other files
+    /// stay for inspection.
     pub fn untell(&self) {
         let _ = std::fs::remove_file(self.path.join(ABOUT));
     }
@@ -168,7 +172,7 @@ impl RunDir {
         Ok(Self { path, _pid: pid, keep: false })
     }
 
-    /// The directory.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -188,13 +192,14 @@ impl Drop for RunDir {
     }
 }
 
-/// The directories of engines that live.
+/// Returns the run directories whose engines run. Error: the directory of the run directories
+/// cannot be read.
 pub fn all() -> Result<Vec<PathBuf>, RunDirError> {
     living_in(&base()?)
 }
 
 /// Returns the directories and descriptions of VMs without an engine whose `keyframe branch` or
-/// `keyframe restore` still runs.
+/// `keyframe restore` still runs. Error: the directory of the run directories cannot be read.
 pub fn without_engine() -> Result<Vec<(PathBuf, About)>, RunDirError> {
     // One that says nothing is just being made.
     let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
@@ -203,14 +208,14 @@ pub fn without_engine() -> Result<Vec<(PathBuf, About)>, RunDirError> {
     Ok(all.filter_map(about).collect())
 }
 
-/// A VM that runs on without an engine: that has died, or left it by `--on-exit keep`.
+/// A VM that runs on without an engine, which has died or has left it by `--on-exit keep`.
 #[derive(Clone, Debug, Serialize)]
 pub struct Orphan {
     /// The name under which it runs.
     pub vm: String,
     /// Always `orphan`.
     pub kind: &'static str,
-    /// Its QEMU.
+    /// The process id of its QEMU.
     pub qemu_pid: u32,
     /// The socket of its monitor.
     pub qmp: PathBuf,
@@ -231,12 +236,14 @@ pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
     Ok(all)
 }
 
-/// Returns the directory that holds the directories of restored VMs.
+/// Returns the directory that holds the directories of restored VMs. Error: the environment names
+/// no directory for it.
 pub fn of_restored() -> Result<PathBuf, RunDirError> {
     peripherals(RESTORED)
 }
 
-/// Ends the command that the VM of this directory ends with.
+/// Ends the command with which the VM of the directory `dir` ends; `about` is the VM's description.
+/// Error: the command does not end.
 pub fn end_with(dir: &Path, about: &About) -> Result<(), RunDirError> {
     let fail = |e: rustix::io::Errno| RunDirError::End { vm: about.vm.clone(), source: e.into() };
     let gone = || RunDirError::Gone(about.vm.clone());
@@ -277,7 +284,7 @@ fn living_in(base: &Path) -> Result<Vec<PathBuf>, RunDirError> {
     Ok(live)
 }
 
-/// The name of the VM whose engine has this directory.
+/// Returns the name of the VM whose engine has this directory.
 pub fn name_of(run_dir: &Path) -> String {
     run_dir.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
 }
@@ -291,6 +298,8 @@ fn taken_over(dir: &Path) -> Option<String> {
 
 /// Finds the directory of the engine of VM `name`, or of the only running engine. A directory's own
 /// name takes precedence over that of a VM that was taken over: both hosts may be one machine.
+///
+/// Errors: no engine of that name; several engines and no name.
 pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {
     let mut live = all()?;
     let names = |live: &[PathBuf]| live.iter().map(|dir| name_of(dir)).collect();
@@ -307,7 +316,7 @@ pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {
     }
 }
 
-/// Whether its command lives.
+/// Returns whether the command that claimed the directory runs.
 pub fn lives(dir: &Path) -> bool {
     File::open(dir.join("engine.pid"))
         .is_ok_and(|pid| flock(&pid, FlockOperation::NonBlockingLockShared).is_err())

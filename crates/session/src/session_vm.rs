@@ -24,7 +24,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Why the engine cannot capture or use a VM, although its VMM answers.
+/// The reason why the engine cannot capture or use a VM, although its VMM answers.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionVmError {
     /// A device that discards RAM was plugged in, and this run's tracker cannot see that.
@@ -42,7 +42,7 @@ pub enum SessionVmError {
         }
     )]
     Busy {
-        /// What the other client has begun.
+        /// The operation that the other client has begun.
         operation: ForeignOperation,
     },
     /// The operation exists in QEMU alone.
@@ -69,8 +69,8 @@ pub struct SessionVm {
 }
 
 impl SessionVm {
-    /// A VM whose pauses `watchdog` ends after `pause_limit`. `watches_discards`: its tracker sees
-    /// discarded RAM.
+    /// Joins a VM and its watchdog, which ends each pause after `pause_limit`. `watches_discards`
+    /// is true if the VM's tracker sees discarded RAM.
     pub fn new(
         vm: Box<dyn Vmm>,
         watchdog: Box<dyn PauseWatchdog>,
@@ -81,13 +81,14 @@ impl SessionVm {
         Self { watched, monitor: None, recorded: None, watches_discards }
     }
 
-    /// The same VM, whose monitor the user has at socket `monitor`, if at any.
+    /// Returns the same VM, with the socket `monitor` at which the user has its monitor, if there
+    /// is one.
     #[must_use]
     pub fn with_monitor(self, monitor: Option<PathBuf>) -> Self {
         Self { monitor, ..self }
     }
 
-    /// The same VM, which is recorded or replays a recording.
+    /// Returns the same VM, marked as one that is recorded or replays a recording.
     #[must_use]
     pub fn recorded(mut self) -> Self {
         // In the pause, QEMU is asked for the instruction and for requests under way.
@@ -100,33 +101,34 @@ impl SessionVm {
         self.watched.set_form(PauseForm::Separate);
     }
 
-    /// The VM.
+    /// Returns the VM without its watchdog.
     pub fn vm(&self) -> &dyn Vmm {
         self.watched.vm()
     }
 
-    /// The VM.
+    /// Returns the VM without its watchdog.
     pub fn vm_mut(&mut self) -> &mut dyn Vmm {
         self.watched.vm_mut()
     }
 
-    /// The VM as QEMU's own type, for what QEMU alone can do.
+    /// Returns the VM as QEMU's own type, for what QEMU alone can do. Error: the VMM is not QEMU.
     pub fn qemu(&mut self) -> Result<&mut Vm, SessionVmError> {
         let vm = self.watched.vm_mut().as_any_mut();
         vm.downcast_mut().ok_or(SessionVmError::NotQemu)
     }
 
-    /// The process id of the VMM.
+    /// Returns the process id of the VMM.
     pub fn pid(&self) -> u32 {
         self.vm().pid()
     }
 
-    /// True if another program started the VM.
+    /// Returns true if another program started the VM.
     pub fn is_attached(&self) -> bool {
         self.vm().origin() == VmOrigin::Attached
     }
 
-    /// The socket of the VM's monitor, if Keyframe attached to the VM through one.
+    /// Returns the socket of the VM's monitor; `None` unless Keyframe attached to the VM through
+    /// one.
     pub fn monitor(&self) -> Option<&PathBuf> {
         self.monitor.as_ref()
     }
@@ -153,7 +155,7 @@ impl SessionVm {
     }
 
     /// Brings the command lines and the guest map of `machine` up to date with the hardware that
-    /// was plugged in.
+    /// was plugged in. Error: the VMM or the watchdog does not answer.
     pub fn refresh(&mut self, machine: &mut MachineMeta) -> Result<()> {
         if let Ok(vm) = self.qemu() {
             (machine.user_command, machine.full_command) = lines_now(vm)?;
@@ -176,12 +178,14 @@ impl SessionVm {
     }
 
     /// Returns true if the VM is recorded and a request of a disk or network card is under way.
+    /// Error: the VMM or the watchdog does not answer.
     pub fn has_requests_under_way(&mut self) -> Result<bool, BoxError> {
         self.on_queues(|queues, vm| queues.are_busy(vm.qmp())).unwrap_or(Ok(false))
     }
 
     /// Pauses the VM until [`SessionVm::end_standstill`], so that several checkpoints can be taken
-    /// of one instant. True if the VM ran. If the engine dies, the watchdog resumes the VM.
+    /// of one instant. Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
+    /// Error: the VMM or the watchdog does not answer.
     pub fn begin_standstill(&mut self) -> Result<bool, BoxError> {
         let ran = self.watched.begin_standstill()?;
         if ran && let Err(error) = self.settle_queues() {
@@ -192,17 +196,19 @@ impl SessionVm {
     }
 
     /// Declares that the VM's state is about to be replaced: until [`SessionVm::allow_running`] the
-    /// watchdog ends the VM if the engine dies.
+    /// watchdog ends the VM if the engine dies. Error: the VMM or the watchdog does not answer.
     pub fn forbid_running(&mut self) -> Result<(), BoxError> {
         Ok(self.watched.forbid_running()?)
     }
 
-    /// Declares that the VM's state is complete again and may run.
+    /// Declares that the VM's state is complete again and may run. Error: the VMM or the watchdog
+    /// does not answer.
     pub fn allow_running(&mut self) -> Result<(), BoxError> {
         Ok(self.watched.allow_running()?)
     }
 
-    /// Ends the standstill: the VM runs if it ran before.
+    /// Ends the standstill: the VM runs if it ran before. Error: the VMM or the watchdog does not
+    /// answer.
     pub fn end_standstill(&mut self) -> Result<(), BoxError> {
         let ended = self.watched.end_standstill();
         self.may_answer_late(true);

@@ -11,7 +11,7 @@ use keyframe_store::{
 };
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex};
 
-/// Why a checkpoint is taken.
+/// The reason why a checkpoint is taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CheckpointReason {
     /// The interval has passed.
@@ -30,7 +30,7 @@ pub enum CheckpointReason {
 }
 
 impl CheckpointReason {
-    /// The name in a checkpoint's metadata.
+    /// Returns the reason's name in a checkpoint's metadata, such as `interval`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Interval => "interval",
@@ -46,22 +46,22 @@ impl CheckpointReason {
 /// The session's data about a checkpoint, besides the captured pages.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointLabel {
-    /// Why it is taken.
+    /// The reason why it is taken.
     pub reason: CheckpointReason,
-    /// The delay of its begin, in nanoseconds.
+    /// The delay with which it began, in nanoseconds.
     pub backlog_ns: u64,
-    /// A name for it.
+    /// A tag for it; `None` for no tag.
     pub tag: Option<String>,
-    /// The disk blocks that its pause cut.
+    /// The disk blocks that its pause cut; `None` if no disks are captured.
     pub cut: Option<DiskCut>,
-    /// The checkpoint that the VM was brought back to since the one before, and how often it has
-    /// been brought back by then.
+    /// The checkpoint that the VM was brought back to since the previous one, and the number of
+    /// times that it has been brought back by then; `None` if it was not brought back.
     pub parent: Option<(CheckpointId, u64)>,
-    /// The instruction count of a recorded VM.
+    /// The instruction count of a recorded VM; `None` for another VM.
     pub position: Option<Position>,
 }
 
-/// The machines of a session.
+/// The descriptions of the machines of a session, as checkpoints hold them.
 #[derive(Clone, Debug, Default)]
 pub struct MachineDescriptions {
     machine: MachineMeta,
@@ -82,7 +82,8 @@ impl MachineDescriptions {
         &self.machine
     }
 
-    /// Brings their command lines and RAM blocks up to date.
+    /// Brings the command lines and RAM blocks of the descriptions up to date with `vms`. Error: a
+    /// VMM does not answer.
     pub fn refresh<'a>(&mut self, vms: impl Iterator<Item = &'a mut SessionVm>) -> Result<()> {
         if self.members.is_empty() {
             for vm in vms {
@@ -98,20 +99,20 @@ impl MachineDescriptions {
     }
 }
 
-/// Stores the checkpoints of one run.
+/// A sink that stores the checkpoints of one run.
 pub struct StoreSink {
     run: Run,
     machines: MachineDescriptions,
     fault: Option<Fault>,
     origin: Option<CheckpointId>,
-    /// The recording that the VM is in.
+    /// The id of the recording to which the checkpoints belong; `None` for no recording.
     pub recording: Option<String>,
     /// The number of rollbacks that the newest sealed checkpoint includes.
     went_back: u64,
 }
 
 impl StoreSink {
-    /// A sink into `run`, whose VM came from checkpoint `origin`.
+    /// Creates a sink into `run`, whose VM came from checkpoint `origin`.
     pub fn new(
         run: Run,
         machines: MachineDescriptions,
@@ -121,7 +122,8 @@ impl StoreSink {
         Self { run, machines, fault, origin, recording: None, went_back: 0 }
     }
 
-    /// Closes the run's pack. Returns the state of the disks at the last sealed checkpoint.
+    /// Closes the run's pack. Returns the state of the disks at the last sealed checkpoint. Error:
+    /// the pack cannot be written.
     pub fn finish(mut self) -> Result<DiskState, keyframe_store::Error> {
         let disks = self.run.disk_state();
         self.run.finish()?;

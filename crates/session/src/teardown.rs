@@ -2,15 +2,15 @@
 
 use crate::error::{Error, Result};
 
-/// Collects the errors of the steps of a teardown. Each step is carried out, whatever the ones
-/// before it returned.
+/// Collects the errors of the steps of a teardown. The caller carries out each step, whatever the
+/// steps before it returned.
 #[derive(Debug, Default)]
 pub struct Teardown {
     errors: Vec<Error>,
 }
 
 impl Teardown {
-    /// A teardown whose cause is `error`, which its result reports first.
+    /// Creates a teardown whose cause is `error`, which its result reports first.
     pub fn after(error: Error) -> Self {
         Self { errors: vec![error] }
     }
@@ -30,7 +30,8 @@ impl Teardown {
         }
     }
 
-    /// The errors as one. [`Error::NoVm`] stands for none, which cannot happen after a cause.
+    /// Returns the errors as one. [`Error::NoVm`] stands for none, which cannot happen after a
+    /// cause.
     pub fn into_error(self) -> Error {
         self.finish().err().unwrap_or(Error::NoVm)
     }

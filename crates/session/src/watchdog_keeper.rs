@@ -23,21 +23,21 @@ const TRIES_MAX: u32 = 5;
 /// The wait after the first failed start. It doubles with each further one.
 const WAIT_MIN: Duration = Duration::from_millis(500);
 
-/// Whether a VM has a watchdog.
+/// Tells whether a VM has a watchdog.
 #[derive(Clone, Debug, Default)]
 pub struct WatchdogHealth(Arc<AtomicBool>);
 
 impl WatchdogHealth {
-    /// True if it has none, and none can be started.
+    /// Returns true if the VM has no watchdog, and none can be started.
     pub fn is_lost(&self) -> bool {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// Starts a watchdog.
+/// Starts a watchdog. Error: its process cannot be started.
 pub type StartWatchdog = Box<dyn FnMut() -> Result<Watchdog> + Send>;
 
-/// A watchdog that is started again if its process ends.
+/// Keeps a watchdog at work: starts another one if its process ends.
 pub struct WatchdogKeeper {
     start: StartWatchdog,
     events: SharedEventSink,
@@ -57,20 +57,20 @@ impl WatchdogKeeper {
         Ok(Self { current, has_started: true, ..Self::later(start, events) })
     }
 
-    /// Starts the first watchdog before the first pause.
+    /// Makes a keeper that starts the first watchdog just before the first pause.
     pub fn later(start: StartWatchdog, events: SharedEventSink) -> Self {
         let (health, not_before) = (WatchdogHealth::default(), Instant::now());
         let (current, has_started) = (None, false);
         Self { start, events, current, has_started, health, failed: 0, not_before }
     }
 
-    /// Tells later whether there is a watchdog.
+    /// Returns a handle that tells later whether there is a watchdog.
     pub fn health(&self) -> WatchdogHealth {
         self.health.clone()
     }
 
-    /// Calls `order`. If that fails, the process has ended or does not answer; then it is ended, and
-    /// the next pause gets another one.
+    /// Calls `order`. If that fails, the process has ended or does not answer; then it is ended,
+    /// and the next pause gets another one.
     fn order<T>(&mut self, order: impl FnOnce(&mut Watchdog) -> Result<T>) -> Result<T> {
         let current = self.current.as_mut().ok_or_else(ended)?;
         let done = order(current);

@@ -22,7 +22,7 @@ use std::sync::Arc;
 
 /// The storage of one store's files.
 pub trait Backend: Send + Sync + fmt::Debug {
-    /// How messages name the file `name`: its path or URL.
+    /// Returns the name of the file `name` in messages: its path or URL.
     fn describe(&self, name: &str) -> String;
 
     /// Takes the writer's lock until the guard is dropped, stores `holder` where other processes
@@ -30,14 +30,17 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// and the text of the present holder if the lock is taken.
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
-    /// Takes the lock of a prune, which may run beside a writer. Removes no files.
+    /// Takes the lock of a prune, which may run beside a writer. Removes no files. Error:
+    /// [`Error::Locked`] if another prune has it.
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
-    /// The text of the process that holds the writer's lock, if any does.
+    /// Returns the text with which the holder of the writer's lock describes itself; `None` if no
+    /// process has the lock. Error: the lock cannot be read.
     fn lock_holder(&self) -> Result<Option<String>>;
 
-    /// Removes locks of dead processes; with `force` also locks whose holder cannot be checked.
-    /// By default there is nothing to remove: the kernel drops a lock together with its process.
+    /// Removes locks of dead processes; with `force` also locks whose holder cannot be checked. By
+    /// default there is nothing to remove: the kernel drops a lock together with its process.
+    /// Errors: the lock cannot be read or removed.
     fn unlock(&self, _force: bool) -> Result<UnlockOutcome> {
         Ok(match self.lock_holder()? {
             Some(holder) => UnlockOutcome::Held(holder),
@@ -45,35 +48,38 @@ pub trait Backend: Send + Sync + fmt::Debug {
         })
     }
 
-    /// True while a process holds the lock of a prune.
+    /// Returns true while a process holds the lock of a prune. Error: the lock cannot be read.
     fn is_pruning(&self) -> Result<bool>;
 
-    /// The same files through a backend whose `put`, `create` and `remove` return before they are
-    /// durable; [`Backend::sync_all`] makes them durable. None if this backend has no such mode.
+    /// Returns a backend for the same files whose `put`, `create` and `remove` return before they
+    /// are durable; [`Backend::sync_all`] makes them durable. Returns `None` if this backend has no
+    /// such mode.
     fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
         None
     }
 
-    /// Makes everything durable that any process has written so far.
+    /// Makes everything durable that any process has written so far. Error: the medium fails; what
+    /// was written since the last sync may be lost.
     fn sync_all(&self) -> Result<()> {
         Ok(())
     }
 
-    /// True if later processes find the same files here. This host may then keep an index of them.
+    /// Returns true if later processes find the same files here. This host may then keep an index
+    /// of them.
     fn is_persistent(&self) -> bool {
         false
     }
 
-    /// Identifies the current boot of the machine that holds the files. Written bytes that were
-    /// not synced survive as long as it stays the same.
+    /// Identifies the current boot of the machine that holds the files. Written bytes that were not
+    /// synced survive as long as it stays the same. Error: the medium does not tell.
     fn boot_id(&self) -> Result<String> {
         const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
         let text = std::fs::read_to_string(BOOT_ID);
         text.map_err(|source| Error::Io { object: BOOT_ID.into(), operation: "read", source })
     }
 
-    /// The backend beneath an encrypting one, which shows the encrypted bytes. None if this backend
-    /// does not encrypt.
+    /// Returns the backend beneath an encrypting one, which shows the encrypted bytes; `None` if
+    /// this backend does not encrypt.
     fn ciphertext(&self) -> Option<Arc<dyn Backend>> {
         None
     }
@@ -81,17 +87,19 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Creates an empty file. Fails with kind `AlreadyExists` if the name is taken.
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>>;
 
-    /// Writes a whole file, atomically and durably, and replaces a file of the same name.
+    /// Writes a whole file, atomically and durably, and replaces a file of the same name. After an
+    /// error the file holds either content.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
-    /// Opens a file for reading.
+    /// Opens a file for reading. Errors: there is no such file; the medium fails.
     fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>>;
 
-    /// The names of the files in a folder, without the folder, in no particular order. A folder
-    /// that does not exist is empty.
+    /// Returns the names of the files in a folder, without the folder, in no particular order. A
+    /// folder that does not exist is empty. Error: the medium fails.
     fn list(&self, folder: &str) -> Result<Vec<String>>;
 
-    /// Removes a file durably. It is no error if the file does not exist.
+    /// Removes a file durably. It is no error if the file does not exist. After an error it may
+    /// still exist.
     fn remove(&self, name: &str) -> Result<()>;
 
     /// Removes files of one folder durably, in any order. It is no error if some of them do not
@@ -101,7 +109,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
         names.iter().try_for_each(|name| self.remove(name))
     }
 
-    /// Makes the present contents of an existing file durable.
+    /// Makes the present contents of an existing file durable. Errors: there is no such file; the
+    /// medium fails.
     fn sync(&self, name: &str) -> Result<()>;
 
     /// Reads a whole file. Fails with [`Error::Damaged`] if it is longer than `len_bytes_max`.
@@ -115,28 +124,31 @@ pub trait LockGuard: Send + Sync + fmt::Debug {}
 
 /// A file that grows at its end.
 pub trait AppendFile: Send + fmt::Debug {
-    /// Appends bytes. After an error the length is unknown until [`AppendFile::truncate`] succeeds.
+    /// Appends `bytes` to the file. After an error the length is unknown until
+    /// [`AppendFile::truncate`] succeeds.
     fn append(&mut self, bytes: &[u8]) -> Result<()>;
     /// Makes everything appended so far durable. After an error, bytes appended since the last
     /// successful sync may be lost even if they can still be read.
     fn sync(&mut self) -> Result<()>;
-    /// Cuts the file to `len_bytes`; the next append continues there.
+    /// Cuts the file to `len_bytes`; the next append continues there. Error: the medium fails.
     fn truncate(&mut self, len_bytes: u64) -> Result<()>;
 }
 
 /// A file open for reading.
 pub trait ReadFile: Send + Sync + fmt::Debug {
-    /// The present length in bytes.
+    /// Returns the present length in bytes. Error: the medium fails.
     fn len_bytes(&self) -> Result<u64>;
     /// Fills `buffer` from `offset` on. Fails with kind `UnexpectedEof` if the file is too short.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
 
-    /// Identifies this file and its present contents. None if the backend cannot tell.
+    /// Identifies this file and its present contents; `None` if the backend cannot tell. Error: the
+    /// medium fails.
     fn stamp(&self) -> Result<Option<FileStamp>> {
         Ok(None)
     }
 
-    /// True if [`ReadFile::prefetch`] saves time because every separate read is a round trip.
+    /// Returns true if [`ReadFile::prefetch`] saves time because every separate read is a round
+    /// trip.
     fn wants_prefetch(&self) -> bool {
         false
     }
@@ -149,24 +161,26 @@ pub trait ReadFile: Send + Sync + fmt::Debug {
 /// Identifies a file and its contents, so that a reader notices a replaced or changed file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct FileStamp {
-    /// The same as long as it is the same file, whatever it contains; 0 if unknown.
+    /// A number that stays the same as long as it is the same file, whatever it contains; 0 if
+    /// unknown.
     pub identity: u64,
     /// Another number after each change of the contents; 0 if unknown.
     pub modified: u64,
 }
 
-/// What [`Backend::unlock`] did.
+/// The effect of [`Backend::unlock`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UnlockOutcome {
     /// There was no lock.
     Nothing,
-    /// A lock was removed; the text of its holder.
+    /// A lock was removed. The text describes its holder.
     Removed(String),
-    /// The holder lives, or may live, and keeps its lock; its text.
+    /// The holder lives, or may live, and keeps its lock. The text describes it.
     Held(String),
 }
 
-/// Reads all bytes of a file; `object` names it in errors.
+/// Reads all bytes of a file; `object` names it in errors. Fails with [`Error::Damaged`] if it is
+/// longer than `len_bytes_max`.
 pub fn read_whole(file: &dyn ReadFile, object: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
     let len = file.len_bytes()?;
     if len > len_bytes_max {
@@ -178,23 +192,24 @@ pub fn read_whole(file: &dyn ReadFile, object: &str, len_bytes_max: u64) -> Resu
     Ok(bytes)
 }
 
-/// Whether `place` begins with `scheme`.
+/// Returns true if `place` begins with the URL scheme `scheme`.
 pub fn has_scheme(place: &Path, scheme: &str) -> bool {
     place.to_str().is_some_and(|text| text.starts_with(scheme))
 }
 
-/// True if `place` is a URL and not a path on this host.
+/// Returns true if `place` is a URL and not a path on this host.
 pub fn is_remote(place: &Path) -> bool {
     s3::is_url(place) || served::is_url(place)
 }
 
-/// True if `place` can only be read: a store behind a checkpoint server.
+/// Returns true if `place` can only be read: a store behind a checkpoint server.
 pub fn is_read_only(place: &Path) -> bool {
     served::is_url(place)
 }
 
-/// The backend of an existing store: a directory, `s3://BUCKET/PREFIX`, or `kf://HOST:PORT`.
-/// Contacts no server yet.
+/// Returns the backend of an existing store: a directory, `s3://BUCKET/PREFIX`, or
+/// `kf://HOST:PORT`. Contacts no server yet. Errors: the URL is malformed; the environment lacks
+/// what it needs.
 pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
     Ok(if s3::is_url(place) {
         Arc::new(S3Backend::open(place)?)
@@ -205,7 +220,7 @@ pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
     })
 }
 
-/// The backend for a new store. Fails with [`Error::Exists`] if the place is not empty.
+/// Returns the backend for a new store. Fails with [`Error::Exists`] if the place is not empty.
 pub fn create(place: &Path) -> Result<Arc<dyn Backend>> {
     if served::is_url(place) {
         return Err(served::read_only(&place.display().to_string(), "make a store"));

@@ -39,9 +39,9 @@ const BYTES_VARIABLE: &str = "KEYFRAME_CACHE_BYTES";
 /// How much a cache holds.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheLimits {
-    /// Bytes in files.
+    /// The number of bytes in files.
     pub disk_bytes_max: u64,
-    /// Bytes in the memory of this process.
+    /// The number of bytes in the memory of this process.
     pub memory_bytes_max: usize,
 }
 

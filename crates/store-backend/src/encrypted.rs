@@ -49,7 +49,7 @@ pub struct EncryptedBackend {
 }
 
 impl EncryptedBackend {
-    /// Encrypts the files of `below` with `key`.
+    /// Makes a backend that encrypts the files of `below` with `key`.
     pub fn new(below: Arc<dyn Backend>, key: &DataKey) -> Self {
         Self { below, cipher: Arc::new(FileCipher::new(key)) }
     }

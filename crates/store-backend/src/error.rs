@@ -24,7 +24,7 @@ pub enum Error {
     /// Another process holds the lock.
     #[error("the store is locked: {holder} writes to it")]
     Locked {
-        /// How the holder describes itself.
+        /// The text with which the holder describes itself.
         holder: String,
     },
     /// The operating system or a remote service refused an operation. In the second case `source`
@@ -43,8 +43,8 @@ pub enum Error {
 /// A result of a backend.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why a remote service (object storage, a checkpoint server) refused a request or did not answer.
-/// Found in the source of [`Error::Io`].
+/// The reason why a remote service (object storage, a checkpoint server) refused a request or did
+/// not answer. Found in the source of [`Error::Io`].
 #[derive(Debug, thiserror::Error)]
 #[error("{problem}")]
 pub struct RemoteFailure {
@@ -74,7 +74,7 @@ impl Error {
         })
     }
 
-    /// The kind of the I/O error, if this is one.
+    /// Returns the kind of the I/O error, if this is one.
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             Self::Io { source, .. } => Some(source.kind()),
@@ -82,18 +82,18 @@ impl Error {
         }
     }
 
-    /// True if the name is taken already.
+    /// Returns true if the name is taken already.
     pub fn is_already_exists(&self) -> bool {
         self.io_kind() == Some(io::ErrorKind::AlreadyExists)
     }
 
-    /// True if there is no such file.
+    /// Returns true if there is no such file.
     pub fn is_not_found(&self) -> bool {
         self.io_kind() == Some(io::ErrorKind::NotFound)
     }
 }
 
-/// The fix that a [`RemoteFailure`] inside an I/O error names.
+/// Returns the fix that a [`RemoteFailure`] inside an I/O error names.
 pub fn fix_of(source: &io::Error) -> Option<String> {
     source.get_ref()?.downcast_ref::<RemoteFailure>()?.fix.clone()
 }

@@ -32,7 +32,8 @@ pub fn encrypted_file(data: &[u8]) {
     let _ = backend.read(PACK, 1 << 20);
 }
 
-/// Seeds for [`encrypted_file`]: `plain` encrypted as a whole file, and as a file of appends.
+/// Returns seeds for [`encrypted_file`]: `plain` encrypted as a whole file, and as a file of
+/// appends.
 pub fn encrypted_seeds(plain: &[u8]) -> [Vec<u8>; 2] {
     let memory = Arc::new(MemoryBackend::default());
     let backend = encrypted(&memory);

@@ -9,15 +9,15 @@ use keyframe_units::CheckpointId;
 
 /// The file that makes a directory a store: its identity and its keys.
 pub const STORE_JSON: &str = "store.json";
-/// The folder of the packs: page contents.
+/// The folder of the packs, which hold page contents.
 pub const PACKS: &str = "packs";
-/// The folder of the maps: which page is where.
+/// The folder of the maps, which tell where each page's content is.
 pub const MAPS: &str = "maps";
 /// The folder of the sealed checkpoints.
 pub const CHECKPOINTS: &str = "checkpoints";
 /// The folder of the tags: names of checkpoints.
 pub const TAGS: &str = "tags";
-/// The folder of the working sets: which pages a restored VM touched first.
+/// The folder of the working sets, which tell which pages a restored VM touched first.
 pub const WORKSETS: &str = "worksets";
 /// The folder of files that are being written.
 pub const TMP: &str = "tmp";
@@ -32,33 +32,34 @@ pub const PIN_PREFIX: &str = "pin.";
 pub const LATEST: &str = "latest";
 const TAG_CHARS_MAX: usize = 64;
 
-/// The name of pack `number`.
+/// Returns the name of the file of pack `number`, with its folder.
 pub fn pack(number: u32) -> String {
     format!("{PACKS}/{}", pack_file(number))
 }
 
-/// The name of map `id`.
+/// Returns the name of the file of map `id`, with its folder.
 pub fn map(id: u64) -> String {
     format!("{MAPS}/{}", map_file(id))
 }
 
-/// The name of checkpoint `id`.
+/// Returns the name of the file of checkpoint `id`, with its folder.
 pub fn checkpoint(id: CheckpointId) -> String {
     format!("{CHECKPOINTS}/{}", checkpoint_file(id.0))
 }
 
-/// The name of the working set of checkpoint `id`.
+/// Returns the name of the file with the working set of checkpoint `id`, with its folder.
 pub fn workset(id: CheckpointId) -> String {
     format!("{WORKSETS}/{:010}.wset", id.0)
 }
 
-/// The checkpoint in the file name of a working set; none if it is no such name.
+/// Returns the checkpoint that the file name `file` of a working set names; `None` if it is no such
+/// name.
 pub fn parse_workset(file: &str) -> Option<CheckpointId> {
     let id = CheckpointId(file.strip_suffix(".wset")?.parse().ok()?);
     (workset(id).strip_prefix(WORKSETS)?.strip_prefix('/')? == file).then_some(id)
 }
 
-/// The name of the file of tag `tag`.
+/// Returns the name of the file of tag `tag`, with its folder.
 pub fn tag(tag: &str) -> String {
     format!("{TAGS}/{tag}")
 }
@@ -75,26 +76,26 @@ fn checkpoint_file(id: u64) -> String {
     format!("{id:010}.ckpt")
 }
 
-/// The number in the file name of a pack; none if it is no such name.
+/// Returns the number in the file name `file` of a pack; `None` if it is no such name.
 pub fn parse_pack(file: &str) -> Option<u32> {
     let number = file.strip_suffix(".pack")?.parse().ok()?;
     (number > 0 && pack_file(number) == file).then_some(number)
 }
 
-/// The number in the file name of a map; none if it is no such name.
+/// Returns the number in the file name `file` of a map; `None` if it is no such name.
 pub fn parse_map(file: &str) -> Option<u64> {
     let id = file.strip_suffix(".map")?.parse().ok()?;
     (id > 0 && map_file(id) == file).then_some(id)
 }
 
-/// The number in the file name of a checkpoint; none if it is no such name.
+/// Returns the number in the file name `file` of a checkpoint; `None` if it is no such name.
 pub fn parse_checkpoint(file: &str) -> Option<CheckpointId> {
     let id = file.strip_suffix(".ckpt")?.parse().ok()?;
     (id > 0 && checkpoint_file(id) == file).then_some(CheckpointId(id))
 }
 
-/// True if `name` is `store.json` or a file of [`READ_FOLDERS`]. No such name leads out of the
-/// store.
+/// Returns true if `name` is `store.json` or a file of [`READ_FOLDERS`]. No such name leads out of
+/// the store.
 pub fn is_file(name: &str) -> bool {
     match name.split_once('/') {
         None => name == STORE_JSON,
@@ -107,8 +108,8 @@ pub fn is_file(name: &str) -> bool {
     }
 }
 
-/// True if `text` can be a tag: 1 to 64 letters, digits, dots, dashes or underscores, but neither a
-/// number, nor dots alone, nor `latest`.
+/// Returns true if `text` can be a tag: 1 to 64 letters, digits, dots, dashes or underscores, but
+/// neither a number, nor dots alone, nor `latest`.
 pub fn is_tag(text: &str) -> bool {
     let chars_fit = text.bytes().all(|c| c.is_ascii_alphanumeric() || b"._-".contains(&c));
     let dots = text.bytes().all(|c| c == b'.');
@@ -116,7 +117,7 @@ pub fn is_tag(text: &str) -> bool {
     (1..=TAG_CHARS_MAX).contains(&text.len()) && chars_fit && !dots && !digits && text != LATEST
 }
 
-/// The tag that pins a checkpoint.
+/// Returns the tag that pins a checkpoint.
 pub fn pin(id: CheckpointId) -> String {
     format!("{PIN_PREFIX}{id}")
 }

@@ -24,7 +24,6 @@ mod local;
 mod s3;
 pub mod served;
 #[cfg(any(test, feature = "testing"))]
-#[expect(missing_docs, reason = "for tests only")]
 pub mod testing;
 
 pub use backend::{
@@ -37,7 +36,7 @@ pub use local::LocalBackend;
 pub use s3::S3Backend;
 pub use served::ServedBackend;
 
-/// Returns `N` bytes from the kernel's random number generator.
+/// Returns `N` bytes from the kernel's random number generator. Error: the generator fails.
 pub fn random_bytes<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     getrandom::fill(&mut bytes).map_err(|error| Error::Io {

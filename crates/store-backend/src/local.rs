@@ -20,7 +20,7 @@ const HOLDER_BYTES_MAX: u64 = 4096;
 const LOCK_ATTEMPTS: u32 = 5;
 const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
-/// The files of a store in a directory.
+/// A backend whose files are in a directory.
 #[derive(Debug)]
 pub struct LocalBackend {
     root: PathBuf,
@@ -31,7 +31,7 @@ pub struct LocalBackend {
 }
 
 impl LocalBackend {
-    /// Opens the directory of an existing store. Touches nothing.
+    /// Makes the backend of the existing store in the directory `root`. Touches nothing.
     pub fn open(root: &Path) -> Self {
         Self { root: root.to_path_buf(), temporaries: Arc::default(), relaxed: false }
     }

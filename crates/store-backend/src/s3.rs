@@ -54,7 +54,7 @@ const PRUNE_LOCK: &str = "prune.lock";
 /// Bytes that are read when an object is opened; the rest is read on demand.
 const HEAD_BYTES: u64 = 4 << 20;
 
-/// The files of a store in object storage.
+/// A backend whose files are in object storage.
 #[derive(Debug)]
 pub struct S3Backend {
     shared: Arc<Shared>,
@@ -86,8 +86,8 @@ impl Shared {
 }
 
 impl S3Backend {
-    /// The store at `url`. The environment names the credentials and the cache. Sends no request
-    /// yet.
+    /// Returns the store at `url`. The environment names the credentials and the cache. Sends no
+    /// request yet. Errors: the URL is malformed; the environment has no credentials.
     pub fn open(url: &Path) -> Result<Self> {
         let variable = |name: &str| std::env::var(name).ok();
         let place = S3Location::parse(url, &variable)?;
@@ -111,9 +111,9 @@ impl S3Backend {
         }
     }
 
-    /// The place for a new store. Fails with [`Error::Exists`] if it holds any object, and if the
-    /// server does not honour conditional puts, because two writers could then hold the lock at
-    /// once.
+    /// Makes the backend of a new store at `url`. Fails with [`Error::Exists`] if any object is
+    /// there. Also fails if the server does not honour conditional puts, because two writers could
+    /// then hold the lock at once.
     pub fn create(url: &Path) -> Result<Self> {
         let this = Self::open(url)?;
         this.check_new()?;

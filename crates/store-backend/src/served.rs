@@ -52,20 +52,20 @@ const MEMORY_BYTES_MAX: usize = 64 << 20;
 /// Counts the requests of this process to checkpoint servers.
 pub(crate) static FETCH_COUNTERS: FetchCounters = FetchCounters::new();
 
-/// What this process has fetched from checkpoint servers so far.
+/// Counts of what this process has fetched from checkpoint servers so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct FetchStats {
-    /// Answered requests.
+    /// The number of answered requests.
     pub requests: u64,
-    /// Bytes of their answers, without the overhead of TLS.
+    /// The number of bytes of their answers, without the overhead of TLS.
     pub bytes_fetched: u64,
-    /// Wanted pieces of packs that were in the cache.
+    /// The number of wanted pieces of packs that were in the cache.
     pub cache_hits: u64,
-    /// Wanted pieces of packs that had to be requested.
+    /// The number of wanted pieces of packs that had to be requested.
     pub cache_misses: u64,
 }
 
-/// Returns what this process has fetched so far.
+/// Returns the counts of what this process has fetched so far.
 pub fn fetch_stats() -> FetchStats {
     let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
     let FetchCounters { requests, bytes, hits, misses } = &FETCH_COUNTERS;
@@ -96,10 +96,11 @@ impl FetchCounters {
     }
 }
 
-/// Which processes work on a store, as its server reports them.
+/// The processes that work on a store, as its server reports them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StoreState {
-    /// The text of the process that holds the writer's lock, if any does.
+    /// The text with which the holder of the writer's lock describes itself; `None` if no process
+    /// has the lock.
     pub holder: Option<String>,
     /// True while a prune runs.
     pub is_pruned: bool,
@@ -107,7 +108,7 @@ pub struct StoreState {
     pub boot: String,
 }
 
-/// The files of a store behind a checkpoint server. Clones share connections and caches.
+/// A backend whose files are behind a checkpoint server. Clones share connections and caches.
 #[derive(Clone, Debug)]
 pub struct ServedBackend {
     shared: Arc<Shared>,
@@ -127,13 +128,14 @@ struct Shared {
 }
 
 impl ServedBackend {
-    /// The store at `url`. The environment names the token, the trusted certificate and the cache.
-    /// Sends no request yet.
+    /// Returns the store at `url`. The environment names the token, the trusted certificate and the
+    /// cache. Sends no request yet. Errors: the URL is malformed; the certificate cannot be read.
     pub fn open(url: &Path) -> Result<Self> {
         Self::open_in(url, &|name| std::env::var(name).ok())
     }
 
-    /// The same; `environment` looks up the variables.
+    /// Returns the store at `url` as [`Self::open`] does, with `environment` to look up the
+    /// variables. Errors: those of [`Self::open`].
     pub fn open_in(url: &Path, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let place = ServerAddress::parse(url, environment)?;
         Ok(Self::over(ServeClient::new(place), cache::cache_root(environment)))
@@ -292,17 +294,18 @@ impl Backend for ServedBackend {
 /// For tests.
 #[cfg(any(test, feature = "testing"))]
 impl ServedBackend {
-    /// Makes requests fail after this time without an answer. Only before the backend is used.
+    /// Makes requests fail after `patience` without an answer. To be called before the backend is
+    /// used.
     pub fn hasten(&mut self, patience: std::time::Duration) {
         Arc::get_mut(&mut self.shared).expect("not in use yet").client.hasten(patience);
     }
 
-    /// Asks for the length of files again.
+    /// Makes the backend ask for the lengths of files again.
     pub fn expect_changes(&self) {
         self.shared.bump_generation();
     }
 
-    /// Asks the server for any folder.
+    /// Asks the server for any folder. Errors: the server does not answer, or denies it.
     pub fn list_unchecked(&self, folder: &str) -> Result<()> {
         let request = Request::List { folder: folder.to_owned() };
         self.shared.client.ask("list", folder, request).map(drop)

@@ -47,13 +47,13 @@ impl<'a> DeviceSection<'a> {
         self.coded.as_deref().unwrap_or(self.raw)
     }
 
-    /// The length in the file, in bytes.
+    /// Returns the length in the file, in bytes.
     pub fn stored_bytes(&self) -> u64 {
         self.stored().len() as u64
     }
 }
 
-/// The bytes of the file of checkpoint `id`.
+/// Encodes the file of checkpoint `id`. Error: the description is too long.
 pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) -> Result<Vec<u8>> {
     let meta = serde_json::to_vec(meta).map_err(|e| {
         FormatError::damaged(format!("checkpoint {id}"), format!("cannot be written as JSON: {e}"))
@@ -70,7 +70,9 @@ pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) 
     Ok(envelope::finish(out))
 }
 
-/// Parses the file of checkpoint `id`. `object` names the file in errors.
+/// Parses the file of checkpoint `id`. `object` names the file in errors. Errors:
+/// [`FormatError::Damaged`](crate::FormatError::Damaged),
+/// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
 pub fn decode(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<CheckpointFile> {
     let content = envelope::open(bytes, MAGIC, object)?;
     let parsed = decode_content(content, id, store)
@@ -79,7 +81,9 @@ pub fn decode(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<Che
 }
 
 /// Checks the whole file of checkpoint `id` and parses its description. Does not decompress the
-/// device state, which is most of the file. `object` names the file in errors.
+/// device state, which is most of the file. `object` names the file in errors. Errors:
+/// [`FormatError::Damaged`](crate::FormatError::Damaged),
+/// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
 pub fn decode_meta(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<Meta> {
     let content = envelope::open(bytes, MAGIC, object)?;
     decode_content(content, id, store)

@@ -12,7 +12,7 @@ use keyframe_units::{PAGE_BYTES, Page};
 use lz4::block::{CompressionMode, compress_to_buffer, decompress_to_buffer};
 use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
 
-/// How a payload is coded.
+/// The encoding of a record's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codec {
     /// The page itself.
@@ -28,7 +28,7 @@ pub enum Codec {
 impl Codec {
     const ALL: [Self; 4] = [Self::Raw, Self::Lz4, Self::Dense, Self::Words];
 
-    /// Returns its number in a record.
+    /// Returns the number that stands for this codec in a record.
     pub fn number(self) -> u8 {
         match self {
             Self::Raw => 0,
@@ -38,7 +38,7 @@ impl Codec {
         }
     }
 
-    /// The codec of a number in a record; `None` for an unknown number.
+    /// Returns the codec of a number in a record; `None` for an unknown number.
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|codec| codec.number() == number)
     }
@@ -70,13 +70,13 @@ impl Default for PageCompressor {
 }
 
 impl PageCompressor {
-    /// A compressor with empty buffers.
+    /// Creates a compressor with empty buffers.
     pub fn new() -> Self {
         let buffer = vec![0; get_maximum_output_size(PAGE_BYTES)];
         Self { words: WordCoder::new(), buffer }
     }
 
-    /// The payload of a page, and its codec.
+    /// Compresses a page. Returns its payload, and the codec of the payload.
     pub fn compress<'a>(&'a mut self, page: &'a Page) -> (Codec, &'a [u8]) {
         if looks_like_noise(page) {
             return (Codec::Raw, page);
@@ -93,12 +93,13 @@ impl PageCompressor {
         (Codec::Raw, page)
     }
 
-    /// The words of a page; `None` if they are many.
+    /// Encodes a page as its words. Returns the payload; `None` if it would not be shorter by
+    /// enough.
     pub fn compress_words(&mut self, page: &Page) -> Option<&[u8]> {
         self.words.encode(page)
     }
 
-    /// The payload of less than a page, and its codec.
+    /// Compresses less than a page. Returns the payload and its codec.
     pub fn compress_part<'a>(&'a mut self, bytes: &'a [u8]) -> (Codec, &'a [u8]) {
         if let Ok(len) = compress_to_buffer(bytes, FAST, false, &mut self.buffer)
             && len + SAVING_BYTES_MIN <= bytes.len()
@@ -116,7 +117,7 @@ impl std::fmt::Debug for PageCompressor {
     }
 }
 
-/// Restores a page from its payload.
+/// Restores a page from its payload. Error: the payload is malformed or has another length.
 pub fn decompress_page(
     codec: Codec,
     payload: &[u8],
@@ -130,7 +131,8 @@ pub fn decompress_page(
     }
 }
 
-/// Restores `out` from its payload, which must fill it exactly.
+/// Restores `out` from its payload, which must fill it exactly. Error: the payload is malformed or
+/// has another length.
 pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result<(), Problem> {
     match codec {
         Codec::Raw if stored.len() == out.len() => out.copy_from_slice(stored),
@@ -148,7 +150,8 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
     Ok(())
 }
 
-/// Restores a patch of at most `len_bytes_max` bytes.
+/// Restores a patch of at most `len_bytes_max` bytes. Error: the payload is malformed or has
+/// another length.
 pub fn decompress_patch(
     codec: Codec,
     stored: &[u8],
@@ -186,7 +189,7 @@ fn looks_like_noise(page: &Page) -> bool {
     seen.iter().map(|seen| u32::from(*seen)).sum::<u32>() >= DISTINCT_MIN
 }
 
-/// Compresses a section of any length; `None` if that does not make it smaller.
+/// Compresses a section of any length. Returns `None` if that does not make it smaller.
 pub fn compress_section(bytes: &[u8]) -> Option<Vec<u8>> {
     let mut out = vec![0; get_maximum_output_size(bytes.len())];
     let len = compress_into(bytes, &mut out).ok()?;

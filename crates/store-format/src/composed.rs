@@ -31,14 +31,14 @@ pub const PART_BYTES: usize = PAGE_BYTES / PARTS;
 /// The content of a sector.
 pub type Sector = [u8; PART_BYTES];
 
-/// Where the content of a part comes from.
+/// The origin of the content of a part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagePart {
     /// The part is zero.
     Zero,
-    /// From the composed record itself.
+    /// The part is in the composed record itself.
     Literal,
-    /// From the part with this number of the page in another record.
+    /// The part is the one with this number in the page of another record.
     Of(PageRef, u8),
 }
 
@@ -46,7 +46,7 @@ pub enum PagePart {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Composition(pub [PagePart; PARTS]);
 
-/// The parts of a page, in order.
+/// Returns the parts of a page, in order.
 pub fn sectors(page: &Page) -> &[Sector; PARTS] {
     let (sectors, _) = page.as_chunks::<PART_BYTES>();
     // A page is exactly eight sectors, so there is always a first chunk of eight.
@@ -58,7 +58,7 @@ fn sectors_mut(page: &mut Page) -> std::slice::IterMut<'_, Sector> {
 }
 
 impl Composition {
-    /// The records that it refers to, rising, each once.
+    /// Returns the records that it refers to, in rising order, each once.
     pub fn records(&self) -> Vec<PageRef> {
         let of =
             |part: &PagePart| if let PagePart::Of(record, _) = part { Some(*record) } else { None };
@@ -68,7 +68,7 @@ impl Composition {
         records
     }
 
-    /// The number of parts that are references.
+    /// Returns the number of parts that are references.
     pub fn references(&self) -> usize {
         self.0.iter().filter(|part| matches!(part, PagePart::Of(..))).count()
     }
@@ -111,7 +111,7 @@ impl Composition {
     }
 
     /// Parses the payload of the record at `place`. Writes the literal parts and the zeros to
-    /// `page`.
+    /// `page`. Error: the payload is malformed, or refers to a record that does not precede it.
     pub fn decode(
         codec: Codec,
         payload: &[u8],
@@ -250,8 +250,8 @@ mod tests {
             }
         }
 
-        /// A payload that parses is the one that the encoder writes, apart from LZ4, and refers only
-        /// to records before its own.
+        /// A payload that parses is the one that the encoder writes, apart from LZ4, and refers
+        /// only to records before its own.
         #[test]
         fn a_payload_that_parses_encodes_to_itself(
             head in prop::array::uniform3(any::<u8>()), sane in any::<bool>(),

@@ -25,7 +25,7 @@ use keyframe_units::Page;
 /// The length of the payload before the patch, in bytes.
 pub const DELTA_HEADER_BYTES: usize = 12;
 
-/// A page as a patch of another one.
+/// A page as a patch over the page of another record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Delta {
     /// The record that holds the other page.
@@ -42,7 +42,7 @@ impl Delta {
         out.extend_from_slice(&check_of(hash));
     }
 
-    /// Writes the payload to `out`, with the patch not compressed.
+    /// Writes the payload to `out`, with an uncompressed patch.
     pub fn encode(&self, out: &mut Vec<u8>) {
         out.clear();
         out.extend_from_slice(&self.base.0.to_le_bytes());
@@ -50,7 +50,8 @@ impl Delta {
         out.extend_from_slice(&self.patch);
     }
 
-    /// Parses the payload of the record at `place`.
+    /// Parses the payload of the record at `place`. Error: the payload is malformed, or refers to a
+    /// record that does not precede it.
     pub fn decode(codec: Codec, payload: &[u8], place: PageRef) -> Result<Self, Problem> {
         let mut reader = ByteReader::new(payload);
         let (base, check) = (PageRef(reader.u64_le()?), reader.array()?);
@@ -61,13 +62,15 @@ impl Delta {
         Ok(Self { base, check, patch })
     }
 
-    /// Makes `page` from the content of its base, whose record has `hash`.
+    /// Makes `page` from the content of its base, whose record has `hash`. Error: the patch is
+    /// malformed, or `hash` is not that of the delta's base.
     pub fn fill(&self, hash: PageHash, content: &Page, page: &mut Page) -> Result<(), Problem> {
         *page = *content;
         self.apply(hash, page)
     }
 
-    /// Turns the content of its base, whose record has `hash`, into the page.
+    /// Turns the content of its base, whose record has `hash`, into the page. Error: the patch is
+    /// malformed, or `hash` is not that of the delta's base.
     pub fn apply(&self, hash: PageHash, page: &mut Page) -> Result<(), Problem> {
         if check_of(hash) != self.check {
             return Err("a delta whose base holds another record than when it was written".into());
@@ -75,7 +78,7 @@ impl Delta {
         patch::apply(&self.patch, page)
     }
 
-    /// The memory that the patch takes, in bytes.
+    /// Returns the memory that the patch takes, in bytes.
     pub fn patch_bytes(&self) -> usize {
         self.patch.capacity()
     }

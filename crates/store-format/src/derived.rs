@@ -10,17 +10,17 @@ use crate::page_ref::PageRef;
 use keyframe_pages::bytes::Problem;
 use keyframe_units::Page;
 
-/// How the page of a derived record is made.
+/// The method by which the page of a derived record is made.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Derivation {
-    /// From parts of other pages and parts of its own.
+    /// From parts of the pages of other records, and parts of its own.
     Parts(Composition),
-    /// From one page and a patch.
+    /// From the page of one other record and a patch.
     Delta(Delta),
 }
 
 impl Derivation {
-    /// The records that it refers to, rising, each once.
+    /// Returns the records that it refers to, in rising order, each once.
     pub fn records(&self) -> Vec<PageRef> {
         match self {
             Self::Parts(composition) => composition.records(),
@@ -28,7 +28,8 @@ impl Derivation {
         }
     }
 
-    /// Adds to `page` what comes from `record`, which has `content` and `hash`.
+    /// Adds to `page` what comes from the record `record`, which has the content `content` and the
+    /// hash `hash`. Error: the payload contradicts `content` or `hash`.
     pub fn fill(
         &self,
         record: PageRef,

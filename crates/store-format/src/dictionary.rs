@@ -21,7 +21,7 @@ use zstd::zstd_safe::{
 
 /// The longest dictionary, in bytes.
 pub const DICTIONARY_BYTES_MAX: usize = 64 << 10;
-/// The most pages that train one dictionary.
+/// The largest number of pages that train one dictionary.
 pub const SAMPLES_MAX: usize = 1600;
 /// The fewest samples that are worth a dictionary.
 const SAMPLES_MIN: usize = 64;
@@ -45,12 +45,14 @@ thread_local! {
 pub struct Dictionary(DDict<'static>);
 
 impl Dictionary {
-    /// Makes the dictionary from the bytes in a pack's head, which may be empty.
+    /// Makes the dictionary from the bytes in a pack's head, which may be empty. Error: zstd
+    /// refuses the dictionary.
     pub fn new(bytes: &[u8]) -> Result<Self, Problem> {
         DDict::try_create(bytes).map(Self).ok_or_else(|| "its dictionary is not one of zstd".into())
     }
 
-    /// Restores `out`, which the payload must fill exactly.
+    /// Restores `out`, which the payload must fill exactly. Error: the payload is malformed or has
+    /// another length.
     pub fn decompress(&self, stored: &[u8], out: &mut [u8]) -> Result<(), Problem> {
         let len = READER
             .with_borrow_mut(|reader| reader.decompress_using_ddict(out, stored, &self.0))
@@ -117,12 +119,12 @@ impl DenseCompressor {
         Self { bytes, dictionary, context: CCtx::create(), buffer }
     }
 
-    /// The dictionary, for the head of the pack.
+    /// Returns the bytes of the dictionary, for the head of the pack.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// The compressed page; `None` if zstd fails.
+    /// Compresses a page with the dictionary. Returns the payload; `None` if zstd fails.
     pub fn compress(&mut self, page: &Page) -> Option<&[u8]> {
         let (context, buffer) = (&mut self.context, self.buffer.as_mut_slice());
         let len = match &self.dictionary {

@@ -35,7 +35,7 @@ pub struct FormerRange {
 }
 
 impl FormerRange {
-    /// Does what [`DiskMap::repoint`] does.
+    /// Calls `place` for every record of a block in the range. It may replace the record.
     pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
         self.records
             .iter_mut()
@@ -45,19 +45,19 @@ impl FormerRange {
     }
 }
 
-/// A range of blocks as a range of their numbers.
+/// Returns a range of blocks as a range of their numbers.
 pub fn block_numbers(range: PageRange) -> Range<u64> {
     range.first.0..range.end().0
 }
 
-/// The number of blocks in a set.
+/// Returns the number of blocks in a set.
 pub fn count_blocks(set: &RangeSet<u64>) -> u64 {
     set.iter().map(|range| range.end - range.start).sum()
 }
 
 impl DiskMap {
-    /// The record of a block; [`PageRef::ZERO`] if the block is zero; `None` if its image holds
-    /// it.
+    /// Returns the record of a block; [`PageRef::ZERO`] if the block is zero; `None` if its image
+    /// holds it.
     pub fn get(&self, block: PageIndex) -> Option<PageRef> {
         match self.records.get(block) {
             PageRef::ZERO => self.zeros.contains(&block.0).then_some(PageRef::ZERO),
@@ -65,7 +65,7 @@ impl DiskMap {
         }
     }
 
-    /// The first block at or after `from` that was written.
+    /// Returns the first block at or after `from` that was written; `None` if there is none.
     pub fn next(&self, from: PageIndex) -> Option<PageIndex> {
         if from.0 >= SPACE_PAGES_MAX {
             return None;
@@ -80,7 +80,7 @@ impl DiskMap {
         record.into_iter().chain(zero).min()
     }
 
-    /// The number of blocks that were written.
+    /// Returns the number of blocks that were written.
     pub fn known_blocks(&self) -> u64 {
         self.records.nonzero_pages() + count_blocks(&self.zeros)
     }
@@ -107,7 +107,7 @@ impl DiskMap {
         self.records.repoint(place);
     }
 
-    /// The content of a range, for [`Self::put_back`].
+    /// Returns the present content of a range, for [`Self::put_back`].
     pub fn former(&self, range: PageRange) -> FormerRange {
         let numbers = block_numbers(range);
         let clip = |r: &Range<u64>| r.start.max(numbers.start)..r.end.min(numbers.end);
@@ -144,7 +144,7 @@ impl DiskMap {
         zeros_before(range.end, show);
     }
 
-    /// The records of all blocks that have one.
+    /// Returns the records of all blocks that have one.
     pub fn records(&self) -> impl Iterator<Item = PageRef> + '_ {
         self.records.iter().map(|(_, record)| record)
     }

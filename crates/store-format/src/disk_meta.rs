@@ -21,13 +21,13 @@ pub struct DiskMeta {
     pub base: BaseMeta,
     /// Blocks put into this checkpoint.
     pub counts: DiskCounts,
-    /// The user left the disk out of the checkpoint. `base` then says where it was.
+    /// True if the user left the disk out of the checkpoint. `base` then says where it was.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left_out: bool,
 }
 
 impl DiskMeta {
-    /// The number of its blocks. The last one may be partial.
+    /// Returns the number of the disk's blocks of 4096 bytes. The last one may be partial.
     pub fn blocks(&self) -> u64 {
         self.disk_bytes.div_ceil(PAGE_BYTES as u64)
     }
@@ -48,12 +48,12 @@ pub struct BaseMeta {
 pub const BLANK: &str = "blank";
 
 impl BaseMeta {
-    /// A base without an image: all zeros.
+    /// Creates a base without an image: all zeros.
     pub fn blank() -> Self {
         Self { format: BLANK.into(), ..Self::default() }
     }
 
-    /// True if there is no image, and all is zero.
+    /// Returns true if there is no image, and all is zero.
     pub fn is_blank(&self) -> bool {
         self.format == BLANK
     }
@@ -77,19 +77,19 @@ pub struct BaseFile {
 /// Blocks of a disk in one checkpoint. `written_blocks` is the sum of the four counts after it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskCounts {
-    /// Blocks of 4096 bytes written since the previous checkpoint.
+    /// The number of blocks of 4096 bytes written since the previous checkpoint.
     pub written_blocks: u64,
-    /// Of these: zeros.
+    /// The number of written blocks that are zeros.
     pub zero_blocks: u64,
-    /// Of these: content that the store held, from RAM or a disk.
+    /// The number of written blocks whose content the store held, from RAM or a disk.
     pub dedup_blocks: u64,
-    /// Of these: content that the block had at the previous checkpoint.
+    /// The number of written blocks whose content is that of the previous checkpoint.
     pub unchanged_blocks: u64,
-    /// Of these: content new to the store.
+    /// The number of written blocks whose content was new to the store.
     pub stored_blocks: u64,
-    /// Bytes appended to packs for them.
+    /// The number of bytes appended to packs for the written blocks.
     pub stored_bytes: u64,
-    /// Of the stored blocks: made from parts that the store held.
+    /// The number of stored blocks that are made from parts that the store held.
     pub composed_blocks: u64,
     /// The sectors of the written blocks, by how each was stored.
     pub sectors: SectorCounts,
@@ -101,19 +101,19 @@ pub struct DiskCounts {
 /// record refers to it. `disk` or `ram`: what brought the content into the store first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SectorCounts {
-    /// All zeros: nothing is stored.
+    /// The number of sectors that are all zeros: nothing is stored.
     pub zero_sectors: u64,
-    /// In blocks that had this content at the previous checkpoint.
+    /// The number of sectors in blocks that had this content at the previous checkpoint.
     pub unchanged_sectors: u64,
-    /// Stored.
+    /// The number of sectors that were stored.
     pub not_deduplicated_sectors: u64,
-    /// In blocks that came from a disk.
+    /// The number of sectors in whole blocks that came from a disk.
     pub against_disk_whole_sectors: u64,
-    /// Single sectors that came from a disk.
+    /// The number of single sectors that came from a disk.
     pub against_disk_part_sectors: u64,
-    /// In pages that came from RAM.
+    /// The number of sectors in whole pages that came from RAM.
     pub against_ram_whole_sectors: u64,
-    /// Single sectors that came from RAM.
+    /// The number of single sectors that came from RAM.
     pub against_ram_part_sectors: u64,
 }
 
@@ -147,35 +147,35 @@ impl AddAssign for DiskCounts {
 pub struct SectorTotal {
     /// The number of sectors.
     pub sectors: u64,
-    /// Their size: 512 bytes each.
+    /// Their size in bytes: 512 for each.
     pub bytes: u64,
 }
 
 /// Sectors of deduplicated content.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DedupSectors {
-    /// In blocks that the store held as a whole.
+    /// The sectors in blocks that the store held as a whole.
     pub whole: SectorTotal,
-    /// Single sectors that the store held.
+    /// The single sectors that the store held.
     pub parts: SectorTotal,
-    /// Both together.
+    /// The number of both together.
     pub sectors: u64,
-    /// Both together, in bytes.
+    /// The size of both together, in bytes.
     pub bytes: u64,
 }
 
 /// The sectors of disks, by how each was stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SectorBreakdown {
-    /// All zeros: nothing is stored.
+    /// The sectors that are all zeros: nothing is stored.
     pub zero: SectorTotal,
-    /// In blocks that had this content at the previous checkpoint.
+    /// The sectors in blocks that had this content at the previous checkpoint.
     pub unchanged: SectorTotal,
-    /// Stored.
+    /// The sectors that were stored.
     pub not_deduplicated: SectorTotal,
-    /// Content that a disk brought into the store.
+    /// The sectors whose content a disk brought into the store.
     pub against_disk: DedupSectors,
-    /// Content that RAM brought into the store.
+    /// The sectors whose content RAM brought into the store.
     pub against_ram: DedupSectors,
 }
 
@@ -186,7 +186,7 @@ impl From<u64> for SectorTotal {
 }
 
 impl SectorBreakdown {
-    /// The breakdown of `counts`.
+    /// Computes the breakdown of `counts`.
     pub fn of(counts: &DiskCounts) -> Self {
         let c = &counts.sectors;
         let found = |whole: u64, parts: u64| {
@@ -214,7 +214,8 @@ pub fn space_pages(ram_pages: u64, disks: &[DiskMeta]) -> Option<u64> {
     disks.iter().try_fold(ram_pages, add)
 }
 
-/// The numbers of the blocks of disk `index`, which follow the pages of RAM.
+/// Returns the numbers of the blocks of disk `index`, which follow the `ram_pages` pages of RAM;
+/// `None` if there is no such disk.
 pub fn blocks_of(ram_pages: u64, disks: &[DiskMeta], index: usize) -> Option<PageRange> {
     let first = space_pages(ram_pages, disks.get(..index)?)?;
     Some(PageRange::new(PageIndex(first), disks.get(index)?.blocks()))

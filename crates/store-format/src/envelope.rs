@@ -15,7 +15,7 @@ pub type Magic = [u8; 8];
 
 const CHECK_BYTES: usize = 32;
 
-/// The head of a file. The caller appends the content.
+/// Returns the head of a file. The caller appends the content.
 pub fn begin(magic: Magic) -> Vec<u8> {
     let mut bytes = magic.to_vec();
     bytes.extend_from_slice(&FORMAT_VERSION.to_le_bytes());
@@ -29,7 +29,9 @@ pub fn finish(mut bytes: Vec<u8>) -> Vec<u8> {
     bytes
 }
 
-/// Checks the frame and returns the content; `object` names the file in errors.
+/// Checks magic, version and checksum of a file, and returns the content between them; `object`
+/// names the file in errors. Errors: [`FormatError::Damaged`](crate::FormatError::Damaged),
+/// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
 pub fn open<'a>(bytes: &'a [u8], magic: Magic, object: &str) -> Result<&'a [u8]> {
     let damaged = |problem: &str| FormatError::damaged(object, problem);
     let split = bytes.len().checked_sub(CHECK_BYTES).ok_or_else(|| damaged("too short"))?;

@@ -2,8 +2,8 @@
 
 use crate::identity::FORMAT_VERSION;
 
-/// Why the bytes of a file cannot be decoded. `object` is the name of the file as the caller gave
-/// it, with an offset if one applies.
+/// The reason why the bytes of a file cannot be decoded. `object` is the name of the file as the
+/// caller gave it, with an offset if one applies.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FormatError {

@@ -22,7 +22,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 const STORE: StoreId = StoreId([0; 16]);
 const CHECK_BYTES: usize = 8;
 
-/// A record: its place in 8 bytes, then its bytes after the check.
+/// Parses a record. `data` is its place in 8 bytes, then its bytes after the checksum.
 pub fn record(data: &[u8]) {
     let Some((place, rest)) = data.split_first_chunk() else { return };
     let place = PageRef(u64::from_le_bytes(*place));
@@ -54,7 +54,7 @@ pub fn mend_record(bytes: &mut [u8], place: PageRef) -> Option<usize> {
     Some(end)
 }
 
-/// The content of a map's file, after magic and version, before the checksum.
+/// Parses the content of a map's file: all between magic and version, and the checksum.
 pub fn map(content: &[u8]) {
     let Some((id, _)) = content.get(4..).and_then(|rest| rest.split_first_chunk()) else { return };
     let mut bytes = b"KF:MAP\r\n\x01\0\0\0".to_vec();
@@ -70,7 +70,7 @@ pub fn map(content: &[u8]) {
     );
 }
 
-/// The content of a checkpoint's file, after magic and version, before the checksum.
+/// Parses the content of a checkpoint's file: all between magic and version, and the checksum.
 pub fn checkpoint(content: &[u8]) {
     let Some((id, _)) = content.get(4..).and_then(|rest| rest.split_first_chunk()) else { return };
     let mut bytes = b"KF:CKP\r\n\x01\0\0\0".to_vec();
@@ -87,7 +87,7 @@ pub fn checkpoint(content: &[u8]) {
     let _ = (meta.ram.len_pages(), meta.ram.len_bytes());
 }
 
-/// A pack's end: header and trailer, the last 32 bytes of which are made here.
+/// Parses a pack's end: header and trailer. The last 32 bytes of the trailer are made here.
 pub fn trailer(data: &[u8]) {
     let Some((header, tail)) = data.split_at_checked(PACK_HEADER_BYTES) else { return };
     let _ = check_pack_header(header, STORE, 1, "p");

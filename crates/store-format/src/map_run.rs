@@ -34,16 +34,16 @@ const FLAG_LZ4: u32 = 1;
 /// The longest map that is read, in bytes: more than the largest map of 16 TiB of RAM.
 pub const MAP_BYTES_MAX: u64 = 64 << 30;
 
-/// What identifies a map and ties it to its chain.
+/// The fields that identify a map and tie it to its chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MapHeader {
     /// The number of the map: that of the checkpoint that it was written for.
     pub id: u64,
-    /// The map that holds all pages that are not in this one.
+    /// The map that holds all pages that are not in this one; `None` for a complete map.
     pub parent: Option<u64>,
     /// The id of the run that it belongs to.
     pub run: [u8; 16],
-    /// Pages of the run's RAM and blocks of its disks together.
+    /// The number of pages of the run's RAM and blocks of its disks together.
     pub space_pages: u64,
 }
 
@@ -53,17 +53,17 @@ struct Extent {
     zero: bool,
 }
 
-/// The pages that changed, with their records.
+/// A map: the pages that changed, with their records.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MapRun {
-    /// What identifies it.
+    /// The fields that identify the map.
     pub header: MapHeader,
     extents: Vec<Extent>,
     refs: Vec<PageRef>,
 }
 
 impl MapRun {
-    /// Makes the run from pages in rising order.
+    /// Makes a map from pages and their records, in rising order.
     pub fn new(header: MapHeader, pages: impl Iterator<Item = (PageIndex, PageRef)>) -> Self {
         let (mut extents, mut refs) = (Vec::<Extent>::new(), Vec::new());
         for (page, to) in pages {
@@ -81,7 +81,7 @@ impl MapRun {
         Self { header, extents, refs }
     }
 
-    /// Appends pages or blocks of disks, all with one record, or zero.
+    /// Appends the pages or blocks of `range`, all with the record `to`, which may be zero.
     pub fn extend(&mut self, range: PageRange, to: PageRef) {
         let zero = to == PageRef::ZERO;
         match self.extents.last_mut() {
@@ -95,17 +95,17 @@ impl MapRun {
         }
     }
 
-    /// The references to records.
+    /// Returns the references to records.
     pub fn refs(&self) -> &[PageRef] {
         &self.refs
     }
 
-    /// The ranges of pages that are in it, rising.
+    /// Returns the ranges of pages that are in the map, in rising order.
     pub fn ranges(&self) -> impl Iterator<Item = PageRange> + '_ {
         self.extents.iter().map(|extent| extent.range)
     }
 
-    /// The pages that have records, rising, with these.
+    /// Returns the pages that have records, in rising order, with these records.
     pub fn records(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
         let pages = self
             .extents
@@ -115,8 +115,8 @@ impl MapRun {
         pages.zip(self.refs.iter().copied())
     }
 
-    /// The same map with records moved: `place` returns the new place of each. A page for which it
-    /// returns `None` is not in the new map.
+    /// Returns the same map with records moved: `place` returns the new place of each. A page for
+    /// which it returns `None` is not in the new map.
     #[must_use]
     pub fn moved(&self, place: &mut dyn FnMut(PageIndex, PageRef) -> Option<PageRef>) -> Self {
         let mut moved = Self { header: self.header, extents: Vec::new(), refs: Vec::new() };
@@ -135,13 +135,13 @@ impl MapRun {
         moved
     }
 
-    /// The pages that are in it, rising.
+    /// Returns the pages that are in the map, in rising order.
     pub fn pages(&self) -> impl Iterator<Item = PageIndex> + '_ {
         self.extents.iter().flat_map(|extent| extent.range.iter())
     }
 
-    /// Applies the map to the result of the older ones: pages below `ram_pages` to `ram`, all blocks
-    /// after them to `disks`.
+    /// Applies the map to the result of the older ones: pages below `ram_pages` to `ram`, all
+    /// blocks after them to `disks`.
     pub fn apply(&self, ram_pages: u64, ram: &mut PageMap, disks: &mut DiskMap) {
         let mut refs = &self.refs[..];
         let ranges = self.extents.iter().map(|extent| {
@@ -172,7 +172,7 @@ impl MapRun {
         ram.set_ranges(of_ram);
     }
 
-    /// The bytes of the map's file.
+    /// Encodes the map's file.
     pub fn encode(&self, store: StoreId) -> Vec<u8> {
         let mut body = Vec::with_capacity(self.extents.len() * 3 + self.refs.len() * 2);
         let mut end = 0;
@@ -201,7 +201,9 @@ impl MapRun {
         envelope::finish(out)
     }
 
-    /// Parses the file of map `id`. `object` names the file in errors.
+    /// Parses the file of map `id`. `object` names the file in errors. Errors:
+    /// [`FormatError::Damaged`](crate::FormatError::Damaged),
+    /// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
     pub fn decode(bytes: &[u8], store: StoreId, id: u64, object: &str) -> Result<Self> {
         let content = envelope::open(bytes, MAGIC, object)?;
         let this =

@@ -12,16 +12,16 @@ pub struct Meta {
     pub vm: String,
     /// The id of the run: 32 hexadecimal digits, a fresh one each time a VM is started or restored.
     pub run: String,
-    /// The place in the run; the epochs of the sealed checkpoints of a run are consecutive.
+    /// The place in the run, from 0. The epochs of the sealed checkpoints of a run are consecutive.
     pub epoch: Epoch,
     /// The checkpoint that a restore, a branch or a rollback had brought the VM back to before this
     /// one. Absent if the VM had run on since the previous checkpoint of its run. The store may not
     /// hold the parent any more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<CheckpointId>,
-    /// When the pause of the checkpoint began.
+    /// The time at which the pause of the checkpoint began.
     pub taken_at: Timestamp,
-    /// Why it was taken: `interval`, `take`, ...
+    /// The reason why it was taken: `interval`, `take`, ...
     pub reason: String,
     /// The RAM blocks, in page order.
     pub ram: RamLayout,
@@ -34,11 +34,11 @@ pub struct Meta {
     /// Empty for a single VM.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub members: Vec<MemberMeta>,
-    /// Durations of its steps.
+    /// The durations of its steps.
     pub timing: Timing,
-    /// Pages and bytes in it.
+    /// The numbers of pages and bytes in it.
     pub counts: Counts,
-    /// The checkpoint that this one is a copy of, in another store.
+    /// The checkpoint of another store that this one is a copy of; `None` if it is no copy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub origin: Option<Origin>,
     /// The numbers of the maps that together give all pages, newest first. The first one is this
@@ -75,7 +75,8 @@ impl Meta {
         space_pages(self.ram.len_pages(), &self.disks)
     }
 
-    /// The numbers of the blocks of disk `index`, which follow the pages of RAM.
+    /// Returns the numbers of the blocks of disk `index`, which follow the pages of RAM; `None` if
+    /// there is no such disk.
     pub fn blocks_of(&self, index: usize) -> Option<PageRange> {
         blocks_of(self.ram.len_pages(), &self.disks, index)
     }
@@ -86,7 +87,7 @@ impl Meta {
 pub struct Origin {
     /// The id of that store.
     pub store: String,
-    /// Its number there.
+    /// Its number in that store.
     pub checkpoint: CheckpointId,
 }
 
@@ -112,21 +113,22 @@ pub use keyframe_machine::RecordingPosition as Recorded;
 /// Durations of the steps of a checkpoint, measured in its cycle. All in nanoseconds.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Timing {
-    /// From the previous checkpoint's pause to this one's; 0 for the first.
+    /// The time from the previous checkpoint's pause to this one's; 0 for the first.
     pub interval_ns: u64,
     /// The delay of the checkpoint's begin because the encoder had not finished the previous one.
     pub backlog_ns: u64,
-    /// The whole pause, from before QEMU is asked to stop until it has confirmed that the VM runs.
+    /// The duration of the whole pause, from before QEMU is asked to stop until it has confirmed
+    /// that the VM runs.
     pub pause_ns: u64,
-    /// The parts of the pause.
+    /// The durations of the steps of the pause.
     pub pause: PausePhases,
-    /// Copy rounds during which the guest ran.
+    /// The number of copy rounds during which the guest ran.
     pub precopy_rounds: u32,
     /// The strategy's name.
     pub strategy: String,
-    /// Pages copied in each round, the one inside the pause last.
+    /// The number of pages copied in each round, the one inside the pause last.
     pub round_pages: Vec<u64>,
-    /// Hashing, deduplication, compression and appending, until the seal began.
+    /// The time of hashing, deduplication, compression and appending, until the seal began.
     pub encode_ns: u64,
 }
 
@@ -134,15 +136,15 @@ pub struct Timing {
 /// comes before the scan.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PausePhases {
-    /// Until QEMU confirmed the stop.
+    /// The time until QEMU confirmed the stop.
     pub stop: u64,
-    /// The last scan for dirty pages.
+    /// The time of the last scan for dirty pages.
     pub scan: u64,
-    /// Copying them.
+    /// The time of copying these pages.
     pub copy: u64,
-    /// Saving the device state.
+    /// The time of saving the device state.
     pub device_state: u64,
-    /// Until QEMU confirmed that the VM runs.
+    /// The time from the request to resume until QEMU confirmed that the VM runs.
     pub resume: u64,
 }
 
@@ -150,20 +152,20 @@ pub struct PausePhases {
 /// stored pages: a page that was put more than once counts with its last put.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counts {
-    /// Distinct pages put into the checkpoint.
+    /// The number of distinct pages put into the checkpoint.
     pub dirty_pages: u64,
-    /// Of these: all zeros.
+    /// The number of put pages that are all zeros.
     pub zero_pages: u64,
-    /// Of these: content that another record of the store held.
+    /// The number of put pages whose content another record of the store held.
     pub dedup_pages: u64,
-    /// Of the deduplicated ones: content that a disk brought into the store.
+    /// The number of deduplicated pages whose content a disk brought into the store.
     pub dedup_disk_pages: u64,
-    /// Of the dirty ones: content that the page had at the previous checkpoint.
+    /// The number of put pages whose content is that of the previous checkpoint.
     pub unchanged_pages: u64,
-    /// Of these: content new to the store.
+    /// The number of put pages whose content was new to the store.
     pub stored_pages: u64,
-    /// Bytes appended to packs for this checkpoint, with record headers and contents that a later
-    /// put replaced.
+    /// The number of bytes appended to packs for this checkpoint, with record headers and contents
+    /// that a later put replaced.
     pub stored_bytes: u64,
     /// The size of its map file, in bytes.
     pub map_bytes: u64,

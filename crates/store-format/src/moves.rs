@@ -26,10 +26,10 @@ pub const MOVES_BYTES_MAX: u64 = 1 << 30;
 /// The random id of one set of moves.
 pub type Generation = [u8; 16];
 
-/// Packs that a prune removes, and the new places of their live records.
+/// The packs that a prune removes, and the new places of their live records.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
-    /// Its id.
+    /// The id of these moves.
     pub generation: Generation,
     /// The numbers of the packs that the prune removes.
     pub victims: BTreeSet<u32>,
@@ -45,12 +45,12 @@ pub enum MovedPlace {
     Same,
     /// A new place.
     Moved(PageRef),
-    /// None: the record is removed with its pack.
+    /// The record has no place: it is removed with its pack.
     Gone,
 }
 
 impl Moves {
-    /// The place of a record after the prune.
+    /// Returns the place of a record after the prune.
     pub fn place(&self, of: PageRef) -> MovedPlace {
         match self.to.get(&of) {
             Some(to) => MovedPlace::Moved(*to),
@@ -59,7 +59,7 @@ impl Moves {
         }
     }
 
-    /// The bytes of the file.
+    /// Encodes the file of moves.
     pub fn encode(&self, store: StoreId) -> Vec<u8> {
         let mut out = envelope::begin(MAGIC);
         out.extend_from_slice(&store.0);
@@ -79,7 +79,9 @@ impl Moves {
         envelope::finish(out)
     }
 
-    /// Parses the file. `object` names it in errors.
+    /// Parses the file of moves. `object` names it in errors. Errors:
+    /// [`FormatError::Damaged`](crate::FormatError::Damaged),
+    /// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
     pub fn decode(bytes: &[u8], store: StoreId, object: &str) -> Result<Self> {
         let content = envelope::open(bytes, MAGIC, object)?;
         Self::decode_content(content, store)

@@ -39,8 +39,8 @@ const KIND_SHIFT: u32 = 56;
 /// The checksum of a closed pack's trailer, shortened. It identifies the pack as it was closed.
 pub type PackSeal = [u8; 16];
 
-/// The header of pack `number`. `dictionary_bytes` is the length of its dictionary; `None` for a
-/// pack that was not recompressed.
+/// Encodes the header of pack `number` of store `id`. `dictionary_bytes` is the length of its
+/// dictionary; `None` for a pack that was not recompressed.
 pub fn encode_pack_header(
     id: StoreId,
     number: u32,
@@ -60,13 +60,14 @@ pub fn encode_pack_header(
     out
 }
 
-/// The bytes between the header and the records of a pack with this dictionary.
+/// Encodes the bytes between the header and the records of a pack with this dictionary.
 pub fn encode_dictionary(dictionary: &[u8]) -> Vec<u8> {
     let hash = blake3::hash(dictionary);
     [hash.as_bytes().get(..DICTIONARY_CHECK_BYTES).unwrap_or_default(), dictionary].concat()
 }
 
-/// The dictionary in the bytes that [`encode_dictionary`] made.
+/// Decodes the bytes that [`encode_dictionary`] made, and returns the dictionary in them. Error:
+/// they are malformed.
 pub fn decode_dictionary(bytes: &[u8]) -> Result<&[u8], Problem> {
     let (check, dictionary) =
         bytes.split_at_checked(DICTIONARY_CHECK_BYTES).ok_or("has no dictionary")?;
@@ -76,8 +77,8 @@ pub fn decode_dictionary(bytes: &[u8]) -> Result<&[u8], Problem> {
     Ok(dictionary)
 }
 
-/// Checks the header of pack `number` of store `id`, and returns the offset of the first record.
-/// `object` names the pack in errors.
+/// Checks the header of pack `number` of store `id`, and returns the offset of the first record in
+/// bytes. `object` names the pack in errors. Error: the header is of another pack, or damaged.
 pub fn check_pack_header(bytes: &[u8], id: StoreId, number: u32, object: &str) -> Result<u64> {
     if bytes == encode_pack_header(id, number, None) {
         return Ok(PACK_HEADER_BYTES as u64);
@@ -133,12 +134,12 @@ pub struct PackEntry {
 }
 
 impl PackEntry {
-    /// The entry of a record. The offset is below 2^40, as in every reference.
+    /// Makes the entry of the record at `offset`, which is below 2^40, as in every reference.
     pub fn new(hash: PageHash, offset: u64, kind: RecordKind) -> Self {
         Self { hash, word: offset | u64::from(kind.number()) << KIND_SHIFT }
     }
 
-    /// The offset of the record in its pack, in bytes.
+    /// Returns the offset of the record in its pack, in bytes.
     pub fn offset(&self) -> u64 {
         self.word & ((1 << KIND_SHIFT) - 1)
     }
@@ -148,23 +149,24 @@ impl PackEntry {
         RecordKind::of_number((self.word >> KIND_SHIFT) as u8)
     }
 
-    /// The kind of the record.
+    /// Returns the kind of the record.
     pub fn kind(&self) -> RecordKind {
         // The decoder refuses entries of an unknown kind.
         self.known_kind().unwrap_or(RecordKind::Page)
     }
 }
 
-/// The bytes after the records of a closed pack.
+/// The trailer of a closed pack: the bytes after its records.
 #[derive(Debug)]
 pub struct Trailer {
-    /// The part to write and sync first.
+    /// The index, which must be written and synced first.
     pub index: Vec<u8>,
     /// The footer, which makes the trailer valid.
     pub footer: [u8; FOOTER_BYTES],
 }
 
-/// The trailer of a pack with header `header` whose records end at `records_end`.
+/// Makes the trailer of a pack with the header `header` whose records end at the offset
+/// `records_end`.
 pub fn encode_trailer(header: &[u8], entries: &[PackEntry], records_end: u64) -> Trailer {
     let mut index = Vec::with_capacity(entries.len() * ENTRY_BYTES + FOOTER_BYTES);
     for entry in entries {
@@ -186,14 +188,14 @@ pub fn encode_trailer(header: &[u8], entries: &[PackEntry], records_end: u64) ->
 /// The fields of a footer. Its checksum also covers the index and is not checked yet.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Footer {
-    /// Entries of the index.
+    /// The number of entries of the index.
     pub entries: u64,
     /// The offset at which the records end, in bytes.
     pub records_end: u64,
 }
 
-/// Parses the last 64 bytes of a pack of `pack_len` bytes. `None` if they are not a footer, because
-/// the pack was not closed; a problem if they are an impossible one.
+/// Parses `bytes`, the last 64 bytes of a pack of `pack_len` bytes. Returns `None` if they are not
+/// a footer, because the pack was not closed. Returns an error if they are an impossible footer.
 pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Problem>> {
     let mut reader = ByteReader::new(bytes);
     if reader.array::<8>().ok()? != *FOOTER_MAGIC {
@@ -215,13 +217,13 @@ pub fn parse_footer(bytes: &[u8], pack_len: u64) -> Option<Result<Footer, Proble
     })
 }
 
-/// The checksum by which an index knows a pack with this footer.
+/// Returns the checksum by which an index identifies a pack with this footer.
 pub fn seal_of(footer: &[u8; FOOTER_BYTES]) -> PackSeal {
     footer[32..].first_chunk().copied().unwrap_or_default()
 }
 
 /// Checks the index and the footer of a closed pack and returns the entries. `tail` are all bytes
-/// after the records.
+/// after the records. Error: a checksum or a field is wrong.
 pub fn decode_trailer(
     header: &[u8],
     tail: &[u8],

@@ -16,7 +16,7 @@ use keyframe_units::Page;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageHash(pub [u64; 2]);
 
-/// The most pages that [`PageHash::of_many`] hashes at once.
+/// The largest number of pages that [`PageHash::of_many`] hashes at once.
 pub const LANES: usize = 16;
 /// A page is four chunks of BLAKE3. Their chaining values are the leaves of a tree.
 const CHUNKS: usize = 4;
@@ -29,13 +29,13 @@ const ROOT: u8 = 8;
 const KEYED: u8 = 16;
 
 impl PageHash {
-    /// The hash of a page under the store's key.
+    /// Computes the hash of a page under the store's key.
     pub fn of(key: &HashKey, page: &Page) -> Self {
         Self::first_of(blake3::keyed_hash(&key.0, page).as_bytes())
     }
 
-    /// The hashes of up to [`LANES`] pages, in their order. Elements beyond the number of pages
-    /// have no meaning.
+    /// Returns the hashes of up to [`LANES`] pages, in their order. Elements beyond the number of
+    /// pages have no meaning.
     ///
     /// One page has four chunks, which leaves most SIMD lanes of a wide processor empty. So this
     /// hashes the same chunk of all pages side by side, then their parents. `blake3` has no public
@@ -103,7 +103,7 @@ impl PageHash {
         Self::from_bytes(*value.first_chunk().unwrap_or(&[0; 16]))
     }
 
-    /// The 16 bytes that files hold.
+    /// Returns the 16 bytes that files hold.
     pub fn to_bytes(self) -> [u8; 16] {
         let mut out = [0; 16];
         let (low, high) = out.split_at_mut(8);
@@ -112,14 +112,14 @@ impl PageHash {
         out
     }
 
-    /// The inverse of [`Self::to_bytes`].
+    /// Makes the hash from its 16 bytes: the inverse of [`Self::to_bytes`].
     pub fn from_bytes(bytes: [u8; 16]) -> Self {
         let both = u128::from_le_bytes(bytes);
         Self([both as u64, (both >> 64) as u64])
     }
 }
 
-/// The store's secret key. Its `Debug` form does not show it.
+/// The store's secret key, with which page hashes are keyed. Its `Debug` form does not show it.
 #[derive(Clone)]
 pub struct HashKey(pub [u8; 32]);
 

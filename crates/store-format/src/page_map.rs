@@ -11,7 +11,7 @@ const LEAF_PAGES: u64 = 128;
 
 type Leaf = Box<[PageRef; LEAF_PAGES as usize]>;
 
-/// The record of each page. A page without a record is zero.
+/// The record of each page of a VM's RAM. A page without a record is zero.
 #[derive(Clone, Debug, Default)]
 pub struct PageMap {
     leaves: BTreeMap<u64, Leaf>,
@@ -19,12 +19,12 @@ pub struct PageMap {
 }
 
 impl PageMap {
-    /// The number of pages that are not zero.
+    /// Returns the number of pages that are not zero.
     pub fn nonzero_pages(&self) -> u64 {
         self.nonzero_pages
     }
 
-    /// The record of a page.
+    /// Returns the record of a page; [`PageRef::ZERO`] if the page is zero.
     pub fn get(&self, page: PageIndex) -> PageRef {
         let leaf = self.leaves.get(&(page.0 / LEAF_PAGES));
         leaf.map_or(PageRef::ZERO, |leaf| leaf[(page.0 % LEAF_PAGES) as usize])
@@ -114,7 +114,7 @@ impl PageMap {
         }
     }
 
-    /// The pages of a range that are not zero, rising.
+    /// Returns the pages of a range that are not zero, in rising order, with their records.
     pub fn range(&self, range: PageRange) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
         let (first, end) = (range.first.0, range.end().0);
         self.leaves
@@ -134,7 +134,7 @@ impl PageMap {
         }
     }
 
-    /// All pages that are not zero, rising.
+    /// Returns all pages that are not zero, in rising order, with their records.
     pub fn iter(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
         self.range(PageRange::new(PageIndex(0), u64::MAX))
     }

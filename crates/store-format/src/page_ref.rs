@@ -4,7 +4,8 @@
 //!   PageRef, 64 bits:   | pack number (24) | byte offset in the pack (40) |      0 = a page of zeros
 //! ```
 
-/// A reference to a record: its pack, and the offset at which it begins there.
+/// A reference to a record: the number of its pack, and the offset in bytes at which it begins
+/// there.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct PageRef(pub u64);
 
@@ -15,27 +16,28 @@ pub const PACK_HEADER_BYTES: usize = 64;
 pub const PACK_NUMBER_MAX: u32 = (1 << 24) - 1;
 
 impl PageRef {
-    /// A page of zeros, which needs no record.
+    /// The reference of a page of zeros, which needs no record.
     pub const ZERO: Self = Self(0);
 
-    /// The record at `offset` of pack number `pack`. The writer's limits keep both in range.
+    /// Makes a reference to the record at byte `offset` of pack number `pack`. The writer's limits
+    /// keep both in range.
     pub fn new(pack: u32, offset: u64) -> Self {
         debug_assert!(pack > 0 && pack <= PACK_NUMBER_MAX && offset < 1 << OFFSET_BITS);
         Self(u64::from(pack) << OFFSET_BITS | offset)
     }
 
-    /// The number of the pack.
+    /// Returns the number of the pack.
     pub fn pack(self) -> u32 {
         (self.0 >> OFFSET_BITS) as u32
     }
 
-    /// The offset of the record in the pack, in bytes.
+    /// Returns the offset of the record in the pack, in bytes.
     pub fn offset(self) -> u64 {
         self.0 & ((1 << OFFSET_BITS) - 1)
     }
 
-    /// True if a derived record at `place` may refer to this one: it lies after the header of a
-    /// pack, and before `place`.
+    /// Returns true if a derived record at `place` may refer to this one: it lies after the header
+    /// of a pack, and before `place`.
     pub fn may_be_base_of(self, place: Self) -> bool {
         self.pack() > 0 && self.offset() >= PACK_HEADER_BYTES as u64 && self < place
     }

@@ -36,7 +36,8 @@ pub const KIND_AT: u64 = 8;
 pub const HASH_AT: u64 = 12;
 const CHECK_BYTES: usize = 8;
 
-/// What a record is, and whether RAM or a disk brought its content into the store.
+/// The kind of a record: how its content is stored, and whether RAM or a disk brought the content
+/// into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordKind {
     /// A page of RAM.
@@ -52,17 +53,17 @@ pub enum RecordKind {
 impl RecordKind {
     const ALL: [Self; 4] = [Self::Page, Self::Block, Self::Composed, Self::Delta];
 
-    /// True if its content is made from that of other records.
+    /// Returns true if the content of such a record is made from that of other records.
     pub fn is_derived(self) -> bool {
         matches!(self, Self::Composed | Self::Delta)
     }
 
-    /// True if RAM brought the content into the store.
+    /// Returns true if RAM brought the content into the store.
     pub fn is_of_ram(self) -> bool {
         matches!(self, Self::Page | Self::Delta)
     }
 
-    /// The number that an index entry has for it.
+    /// Returns the number that stands for this kind in an index entry.
     pub fn number(self) -> u8 {
         match self {
             Self::Page => 0,
@@ -72,7 +73,7 @@ impl RecordKind {
         }
     }
 
-    /// The kind of a number in an index entry; `None` for an unknown number.
+    /// Returns the kind for which a number in an index entry stands; `None` for an unknown number.
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.number() == number)
     }
@@ -86,13 +87,15 @@ impl RecordKind {
         }
     }
 
-    /// The kind of a letter in a record's header; `None` for an unknown letter.
+    /// Returns the kind for which a letter in a record's header stands; `None` for an unknown
+    /// letter.
     pub fn of_letter(letter: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|kind| kind.letter() == letter)
     }
 }
 
-/// Appends to `out` the record that will lie at `place`.
+/// Appends to `out` the record that will lie at `place`, with `hash` as the hash of its content and
+/// the encoded payload.
 pub fn append_record(
     out: &mut Vec<u8>,
     place: PageRef,
@@ -111,12 +114,12 @@ pub fn append_record(
     out[start..start + CHECK_BYTES].copy_from_slice(&check.to_le_bytes());
 }
 
-/// A record whose check matches.
+/// A record whose checksum matches.
 #[derive(Clone, Debug)]
 pub struct Record<'a> {
     /// The hash of its content.
     pub hash: PageHash,
-    /// What it is.
+    /// The kind of the record.
     pub kind: RecordKind,
     place: PageRef,
     codec: Codec,
@@ -126,7 +129,8 @@ pub struct Record<'a> {
 }
 
 impl<'a> Record<'a> {
-    /// Parses the record at `place`. `bytes` begin with it and may go on after it.
+    /// Parses the record at `place`. `bytes` begin with it and may go on after it. Error: the bytes
+    /// are not a whole record with a valid checksum.
     pub fn parse(bytes: &'a [u8], place: PageRef) -> Result<Self, Problem> {
         let mut reader = ByteReader::new(bytes);
         let check = reader.u64_le()?;
@@ -145,24 +149,24 @@ impl<'a> Record<'a> {
         Ok(Self { hash, kind, place, codec, payload, dictionary: None })
     }
 
-    /// True if it cannot be read without the dictionary of its pack.
+    /// Returns true if the record cannot be read without the dictionary of its pack.
     pub fn is_dense(&self) -> bool {
         self.codec == Codec::Dense
     }
 
-    /// Adds the dictionary of its pack.
+    /// Adds the dictionary of the record's pack, with which dense records are decompressed.
     #[must_use]
     pub fn with_dictionary(self, dictionary: Arc<Dictionary>) -> Self {
         Self { dictionary: Some(dictionary), ..self }
     }
 
-    /// The length of the whole record, in bytes.
+    /// Returns the length of the whole record, in bytes.
     pub fn len_bytes(&self) -> usize {
         RECORD_HEADER_BYTES + self.payload.len()
     }
 
-    /// Restores the page of a plain record. The check has shown that its bytes are those that were
-    /// written.
+    /// Restores the page of a plain record. The checksum has shown that its bytes are those that
+    /// were written. Error: the payload is malformed.
     pub fn decompress(&self, page: &mut Page) -> Result<(), Problem> {
         if self.kind.is_derived() {
             return Err("a composed block or a delta where only a plain record can be".into());
@@ -170,8 +174,8 @@ impl<'a> Record<'a> {
         decompress_page(self.codec, self.payload, self.dictionary.as_deref(), page)
     }
 
-    /// Decodes how the content of a derived record is made. Writes the parts that are in this
-    /// record itself to `page`.
+    /// Decodes how the content of a derived record is made, and writes the parts that are in this
+    /// record itself to `page`. Error: the payload is malformed.
     pub fn derivation(&self, page: &mut Page) -> Result<Derivation, Problem> {
         match self.delta()? {
             Some(delta) => Ok(Derivation::Delta(delta)),
@@ -180,14 +184,15 @@ impl<'a> Record<'a> {
         }
     }
 
-    /// Decodes how the content of a delta is made; `None` for any other record.
+    /// Decodes how the content of a delta is made; `None` for any other record. Error: the payload
+    /// is malformed.
     pub fn delta(&self) -> Result<Option<Delta>, Problem> {
         let decode = || Delta::decode(self.codec, self.payload, self.place);
         (self.kind == RecordKind::Delta).then(decode).transpose()
     }
 
-    /// Decodes a derived record as [`Self::derivation`]. Of a plain record restores `page` and
-    /// returns `None`.
+    /// Decodes a derived record as [`Self::derivation`]. For a plain record restores `page` and
+    /// returns `None`. Error: the payload is malformed.
     pub fn derivation_or_page(&self, page: &mut Page) -> Result<Option<Derivation>, Problem> {
         if self.kind.is_derived() {
             return self.derivation(page).map(Some);
@@ -195,13 +200,13 @@ impl<'a> Record<'a> {
         self.decompress(page).map(|()| None)
     }
 
-    /// Checks the restored page against the record's hash.
+    /// Checks the restored page against the record's hash. Error: the hashes differ.
     pub fn verify(&self, key: &HashKey, page: &Page) -> Result<(), Problem> {
         verify(self.hash, key, page)
     }
 }
 
-/// Checks a page against the hash in its record.
+/// Checks a page against `hash`, the hash in its record. Error: the hashes differ.
 pub fn verify(hash: PageHash, key: &HashKey, page: &Page) -> Result<(), Problem> {
     if PageHash::of(key, page) == hash {
         Ok(())

@@ -11,13 +11,14 @@ use keyframe_units::CheckpointId;
 /// The longest file of a tag that is read, in bytes.
 pub const TAG_BYTES_MAX: u64 = 256;
 
-/// The bytes of the file of `tag`, which points to checkpoint `id`.
+/// Encodes the file of `tag`, which points to checkpoint `id`.
 pub fn encode(store: StoreId, tag: &str, id: CheckpointId) -> String {
     let hash = blake3::hash(format!("keyframe tag {} {tag} {id}", to_hex(&store.0)).as_bytes());
     format!("{id} {}\n", &hash.to_hex()[..16])
 }
 
-/// The checkpoint that `tag` points to; `None` if the bytes are not those of its file.
+/// Parses the file of `tag` and returns the checkpoint that it points to; `None` if the bytes are
+/// not those of such a file.
 pub fn decode(store: StoreId, tag: &str, bytes: &[u8]) -> Option<CheckpointId> {
     let text = std::str::from_utf8(bytes).ok()?;
     let id = CheckpointId(text.split(' ').next()?.parse().ok()?);

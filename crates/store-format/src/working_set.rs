@@ -13,12 +13,13 @@ use keyframe_bytes::varint::{apply_zigzag, put_varint, zigzag_delta};
 use keyframe_units::{CheckpointId, PageIndex};
 
 const MAGIC: envelope::Magic = *b"KF:WST\r\n";
-/// The most pages in a working set: 4 GiB.
+/// The largest number of pages in a working set: 4 GiB.
 pub const WORKING_SET_PAGES_MAX: usize = 1 << 20;
 /// The longest file that is read, in bytes. A page takes ten bytes at most.
 pub const WORKING_SET_BYTES_MAX: u64 = 128 + 10 * WORKING_SET_PAGES_MAX as u64;
 
-/// The bytes of the file with the working set `pages` of checkpoint `id`.
+/// Encodes the file with the working set `pages` of checkpoint `id`, out of a page space of
+/// `space_pages` pages.
 pub fn encode(store: StoreId, id: CheckpointId, space_pages: u64, pages: &[PageIndex]) -> Vec<u8> {
     let mut out = envelope::begin(MAGIC);
     out.extend_from_slice(&id.0.to_le_bytes());
@@ -34,8 +35,8 @@ pub fn encode(store: StoreId, id: CheckpointId, space_pages: u64, pages: &[PageI
     envelope::finish(out)
 }
 
-/// The pages of the working set of checkpoint `id`; `None` if the file is damaged, or belongs to
-/// another checkpoint, store or size of RAM.
+/// Parses the file of the working set of checkpoint `id`, and returns its pages; `None` if the file
+/// is damaged, or belongs to another checkpoint, store or size of RAM.
 pub fn decode(
     bytes: &[u8],
     store: StoreId,

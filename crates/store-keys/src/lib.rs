@@ -37,20 +37,21 @@ enum Given {
     Passphrase(Zeroizing<String>),
 }
 
-/// The error of a cluster job whose store is opened by a passphrase: Keyframe cannot pass a passphrase
-/// to a job in secret.
+/// The error of a cluster job whose store is opened by a passphrase: Keyframe cannot pass a
+/// passphrase to a job in secret.
 #[derive(Clone, Copy, Debug, thiserror::Error)]
 #[error("the store is opened by a passphrase, which no job can be given in secret")]
 pub struct PassphraseInJob;
 
 impl PassphraseInJob {
-    /// Returns what the user can do about it.
+    /// Returns what the user can do about the error.
     pub fn fix(self) -> &'static str {
         "keep checkpoints for the cluster in a store with a key file: keyframe init --encrypt --key-file FILE"
     }
 }
 
-/// The option for the secret of an encrypted store. The environment is used if the option is not given.
+/// The command-line option for the secret of an encrypted store. The environment is used if the
+/// option is not given.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct KeyArg {
     /// The key file of an encrypted store [env: KEYFRAME_KEY_FILE]. Without it, keyframe uses the
@@ -59,7 +60,7 @@ pub struct KeyArg {
     key_file: Option<PathBuf>,
 }
 
-/// The option for the secret of the encrypted store that `keyframe copy` writes to.
+/// The command-line option for the secret of the encrypted store that `keyframe copy` writes to.
 #[derive(clap::Args, Clone, Debug, Default)]
 pub struct TargetKeyArg {
     /// The key file of the target store, if that is encrypted [env: KEYFRAME_TO_KEY_FILE]. Without
@@ -88,12 +89,12 @@ impl KeyArg {
         Keys { option: self.key_file.as_deref(), place: &STORE }
     }
 
-    /// Makes the option with a key file; `None`: from the environment.
+    /// Makes the option with a key file; `None` to take the secret from the environment.
     pub fn of_file(key_file: Option<PathBuf>) -> Self {
         Self { key_file }
     }
 
-    /// True if the user gave a secret, needed or not.
+    /// Returns true if the user gave a secret, whether it is needed or not.
     pub fn is_given(&self) -> bool {
         self.keys().is_given()
     }
@@ -241,8 +242,8 @@ pub fn file_for_jobs() -> Result<Option<PathBuf>, PassphraseInJob> {
     }
 }
 
-/// Returns what the user can do about an error with the key of the store that `keyframe copy` writes
-/// to; `None` for other errors.
+/// Returns what the user can do about an error with the key of the store that `keyframe copy`
+/// writes to; `None` for other errors.
 pub fn fix_of_target(error: &Error) -> Option<String> {
     Some(match error {
         Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {

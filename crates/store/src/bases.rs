@@ -40,7 +40,7 @@ impl DeltaBase {
         Self { record, hash, payload_bytes, first_bytes: 0, drift_bytes: 0 }
     }
 
-    /// True if its page has changed so much that a new base is cheaper in the long run.
+    /// Returns true if its page has changed so much that a new base is cheaper in the long run.
     pub fn is_worn(&self) -> bool {
         self.drift_bytes > DRIFT_BYTES_MAX
     }
@@ -93,7 +93,7 @@ impl Bases {
         self.batch += 1;
     }
 
-    /// The base of a page, which stays where it is until the next batch.
+    /// Returns the base of a page, which stays where it is until the next batch.
     pub fn find(&mut self, page: PageIndex) -> Option<At> {
         let (at, batch) = (self.at(page)?, self.batch);
         let slot = self.slots.get_mut(at)?.as_mut().filter(|slot| slot.page == page)?;
@@ -132,7 +132,7 @@ impl Bases {
         Some(self.used - 1)
     }
 
-    /// The base and content that [`Self::find`] found in this batch.
+    /// Returns the base and content that [`Self::find`] found in this batch.
     pub fn get(&self, at: At) -> Option<(DeltaBase, &Page)> {
         let slot = self.slots.get(at.0)?.as_ref()?;
         let chunk = self.chunks.get(slot.place / CHUNK_PAGES)?;

@@ -86,13 +86,13 @@ pub struct ChainPlan<'a> {
 }
 
 impl Chain {
-    /// A chain without checkpoints. `base` is at least 2.
+    /// Creates a chain without checkpoints. `base` is at least 2.
     pub fn new(base: u64, ram_pages: u64) -> Self {
         Self { base: base.max(2), ram_pages, next: 0, levels: Vec::new() }
     }
 
-    /// The next map, if `changed` changed since the last checkpoint. `complete_pages` is the size of a
-    /// complete map: the pages that are not zero, and the written blocks.
+    /// Returns the next map, if `changed` changed since the last checkpoint. `complete_pages` is
+    /// the size of a complete map: the pages that are not zero, and the written blocks.
     pub fn plan<'a>(&self, changed: &'a Changes, complete_pages: u64) -> ChainPlan<'a> {
         let complete = ChainPlan { changed: None, below: Vec::new() };
         let Some(level) = self.levels.get(self.level()).filter(|_| self.next > 0) else {
@@ -112,8 +112,8 @@ impl Chain {
         ChainPlan { changed: Some(pages), below: level.chain.clone() }
     }
 
-    /// Records that the plan for `changed` was carried out. `chain` is that of the checkpoint, newest
-    /// first.
+    /// Records that the plan for `changed` was carried out. `chain` is that of the checkpoint,
+    /// newest first.
     pub fn commit(&mut self, chain: &[u64], changed: &Changes) {
         if chain.len() == 1 {
             self.levels = vec![self.settled(chain)];

@@ -90,7 +90,7 @@ struct AnyVersion {
 }
 
 impl Config {
-    /// A new identity with keys from the system's random source. `secret` locks the keys.
+    /// Creates a new identity with keys from the system's random source. `secret` locks the keys.
     pub fn fresh(secret: Option<&Secret>) -> Result<Self> {
         let (id, created, key) = (StoreId(random_bytes()?), now(), HashKey(random_bytes()?));
         let encryption = match secret {
@@ -106,7 +106,7 @@ impl Config {
         Ok(Self { id, created, key, encryption })
     }
 
-    /// True if `stored` is the identity that this was read from.
+    /// Returns true if `stored` is the identity that this was read from.
     pub fn is(&self, stored: &Stored) -> bool {
         let same_keys = match (&stored.keys, &self.encryption) {
             (StoredKeys::Plain(key), None) => key.0 == self.key.0,
@@ -174,7 +174,8 @@ impl Config {
 }
 
 impl Stored {
-    /// Opens the keys. Calls `ask` for the secret of locked ones. `object` names the file in errors.
+    /// Opens the keys. Calls `ask` for the secret of locked ones. `object` names the file in
+    /// errors.
     pub fn unlock(
         self,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
@@ -200,7 +201,7 @@ fn name(id: StoreId, created: Timestamp) -> String {
     format!("{FORMAT} {FORMAT_VERSION} {} {created}", to_hex(&id.0))
 }
 
-/// The time, in whole seconds.
+/// Returns the time, in whole seconds.
 pub fn now() -> Timestamp {
     let now = Timestamp::now();
     Timestamp::from_second(now.as_second()).unwrap_or(now)

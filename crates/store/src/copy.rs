@@ -36,11 +36,11 @@ const CHUNK_PAGES: usize = 4096;
 /// The progress of a copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyProgress {
-    /// The checkpoint in the source.
+    /// The number, in the source, of the checkpoint that is being copied.
     pub checkpoint: CheckpointId,
-    /// Checkpoints that are complete.
+    /// The number of checkpoints that are complete.
     pub done: u64,
-    /// Checkpoints in all.
+    /// The number of all checkpoints.
     pub total: u64,
 }
 
@@ -67,11 +67,11 @@ pub struct FailedCopy {
 pub struct CopyReport {
     /// Checkpoints that were copied.
     pub copied: Vec<CopiedCheckpoint>,
-    /// Checkpoints that the target had.
+    /// Checkpoints that the target had already.
     pub known: Vec<CopiedCheckpoint>,
-    /// Pages and blocks that were read.
+    /// The number of pages and blocks that were read.
     pub read_pages: u64,
-    /// Bytes that the target's packs, maps and device states grew by.
+    /// The number of bytes by which the target's packs, maps and device states grew.
     pub stored_bytes: u64,
     /// Checkpoints that cannot be read whole.
     pub damaged: Vec<FailedCopy>,
@@ -80,9 +80,11 @@ pub struct CopyReport {
 }
 
 impl Store {
-    /// Copies checkpoints into `target`, as its one writer.
+    /// Copies the checkpoints `ids` into `target`, as its one writer. Calls `progress` as
+    /// checkpoints are complete.
     ///
-    /// Errors: [`Error::SameStore`]; those of reading this store and of writing that one.
+    /// Errors: [`Error::SameStore`]; those of reading this store and of writing that one. A damaged
+    /// checkpoint is in the report.
     pub fn copy_to(
         &self,
         target: &Self,
@@ -92,7 +94,8 @@ impl Store {
         self.copy_tuned(target, ids, Tuning::default(), progress)
     }
 
-    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs.
+    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs. Errors: those
+    /// of [`Store::copy_to`].
     pub fn copy_tuned(
         &self,
         target: &Self,
@@ -143,8 +146,8 @@ struct Open {
     disks: LoadedDisks,
 }
 
-/// The checkpoints of the target, by origin and time. The time is needed because power loss may take
-/// a checkpoint, whose number is then used again.
+/// The checkpoints of the target, by origin and time. The time is needed because power loss may
+/// take a checkpoint, whose number is then used again.
 #[derive(Default)]
 struct There(BTreeMap<Origin, BTreeMap<Timestamp, CheckpointId>>);
 

@@ -26,25 +26,28 @@ const SECTOR_BYTES: usize = 512;
 pub struct RegionDiff {
     /// The RAM block, or the disk.
     pub name: String,
-    /// Pages that both have, and were compared.
+    /// The number of pages that both have, which were compared.
     pub pages: u64,
-    /// Pages with another content.
+    /// The number of pages whose content differs.
     pub changed_pages: u64,
-    /// Of these: zero in the first only.
+    /// The number of changed pages that are zero in the first only.
     pub from_zero_pages: u64,
-    /// Of these: zero in the second only.
+    /// The number of changed pages that are zero in the second only.
     pub to_zero_pages: u64,
-    /// Sectors of 512 bytes with another content.
+    /// The number of sectors of 512 bytes whose content differs.
     pub changed_sectors: u64,
-    /// Bytes with another value.
+    /// The number of bytes whose value differs.
     pub changed_bytes: u64,
-    /// Pages that only the first has: the second is smaller, or has no such block or disk.
+    /// The number of pages that only the first has, because the second is smaller or has no such
+    /// block or disk.
     pub only_first_pages: u64,
-    /// Pages that only the second has.
+    /// The number of pages that only the second has.
     pub only_second_pages: u64,
-    /// Blocks of a disk that only one of the two leaves to the image beneath: not compared.
+    /// The number of blocks of a disk that only one of the two leaves to the image beneath. They
+    /// were not compared.
     pub unknown_pages: u64,
-    /// The two have different images beneath. Blocks that both leave to the image were not compared.
+    /// True if the two have different images beneath. Blocks that both leave to the image were not
+    /// compared.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub other_image: bool,
 }
@@ -52,17 +55,18 @@ pub struct RegionDiff {
 /// The differences between two checkpoints.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Diff {
-    /// The first.
+    /// The number of the first checkpoint.
     pub first: CheckpointId,
-    /// The second.
+    /// The number of the second checkpoint.
     pub second: CheckpointId,
-    /// RAM blocks, in the order of the first, then those that only the second has.
+    /// The differences of the RAM blocks, in the order of the first checkpoint, then those that
+    /// only the second has.
     pub ram: Vec<RegionDiff>,
-    /// Disks, in the same order.
+    /// The differences of the disks, in the same order.
     pub disks: Vec<RegionDiff>,
-    /// Bytes of the two device states.
+    /// The sizes of the two device states, in bytes.
     pub device_bytes: [u64; 2],
-    /// The device states are the same.
+    /// True if the device states are the same.
     pub same_devices: bool,
 }
 
@@ -88,8 +92,9 @@ impl RegionDiff {
 }
 
 impl Store {
-    /// The differences between two checkpoints, also of different VMs. Calls `progress` with the
-    /// number of compared pages of RAM, and of all.
+    /// Computes the differences between the checkpoints `first` and `second`, which may be of
+    /// different VMs. Calls `progress` with the number of compared pages of RAM, and of all. Error:
+    /// a checkpoint does not exist, or cannot be read.
     pub fn diff(
         &self,
         first: CheckpointId,

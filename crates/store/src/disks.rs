@@ -11,10 +11,10 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange};
 use std::sync::Arc;
 
-/// What a checkpoint holds of a block of a disk.
+/// The content of a block of a disk in a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockContent {
-    /// Nothing: the image beneath holds the block. The buffer is unchanged.
+    /// The checkpoint holds nothing: the image beneath holds the block. The buffer is unchanged.
     Base,
     /// The block is zero. The buffer is unchanged.
     Zero,
@@ -22,8 +22,8 @@ pub enum BlockContent {
     Data,
 }
 
-/// The disks of a sealed checkpoint, with the map of their blocks in memory. Each block is read from
-/// the store on request. Several threads may read at once.
+/// The disks of a sealed checkpoint, with the map of their blocks in memory. Each block is read
+/// from the store on request. Several threads may read at once.
 #[derive(Debug)]
 pub struct LoadedDisks {
     /// The number of the checkpoint.
@@ -37,7 +37,8 @@ pub struct LoadedDisks {
 }
 
 impl Store {
-    /// Loads the map of a checkpoint's disks.
+    /// Loads the map of a checkpoint's disks. Error: the checkpoint does not exist, or its map
+    /// cannot be read.
     pub fn load_disks(&self, id: CheckpointId) -> Result<LoadedDisks> {
         let inner = Arc::clone(self.inner());
         let CheckpointFile { meta, .. } = inner.read_checkpoint(id)?;
@@ -47,7 +48,8 @@ impl Store {
 }
 
 impl LoadedDisks {
-    /// Reads a block, numbered as [`Meta::blocks_of`] does.
+    /// Reads a block, numbered as [`Meta::blocks_of`] does, into `into`. Error: its record cannot
+    /// be read, or is damaged.
     pub fn read_block(&self, block: PageIndex, into: &mut Page) -> Result<BlockContent> {
         match self.map.get(block) {
             None => Ok(BlockContent::Base),
@@ -74,13 +76,14 @@ impl LoadedDisks {
         self.map.each(range.first.0..range.end().0, show);
     }
 
-    /// The first block at or after `from` that was written.
+    /// Returns the first block at or after `from` that was written; `None` if there is none.
     pub fn next_block(&self, from: PageIndex) -> Option<PageIndex> {
         self.map.next(from)
     }
 
-    /// The first block at or after `from` whose record differs from the one in `other`, another
-    /// checkpoint of the same VM. Its content may differ.
+    /// Returns the first block at or after `from` whose record differs from the one in `other`,
+    /// another checkpoint of the same VM; `None` if there is none. The contents of such blocks may
+    /// still be equal.
     pub fn next_differing(&self, other: &Self, mut from: PageIndex) -> Option<PageIndex> {
         loop {
             let next = self.next_block(from).into_iter().chain(other.next_block(from)).min()?;
@@ -91,7 +94,7 @@ impl LoadedDisks {
         }
     }
 
-    /// The number of written blocks of all disks.
+    /// Returns the number of written blocks of all disks.
     pub fn known_blocks(&self) -> u64 {
         self.map.known_blocks()
     }

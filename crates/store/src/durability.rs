@@ -87,8 +87,8 @@ impl Syncs {
 }
 
 impl OpenStore {
-    /// Marks the checkpoints from `from` on as possibly not durable. Keeps an earlier mark if a sync
-    /// failed.
+    /// Marks the checkpoints from `from` on as possibly not durable. Keeps an earlier mark if a
+    /// sync failed.
     pub fn put_mark(&self, from: CheckpointId) -> Result<()> {
         if self.in_doubt()?.is_some() {
             return Ok(());
@@ -113,8 +113,8 @@ impl OpenStore {
         Ok(Some(serde_json::from_slice(&bytes).unwrap_or(torn)))
     }
 
-    /// The first of the checkpoints that a failed sync may have lost. They can be read until the
-    /// machine goes down.
+    /// Returns the first of the checkpoints that a failed sync may have lost. They can be read
+    /// until the machine goes down.
     pub fn in_doubt(&self) -> Result<Option<CheckpointId>> {
         match self.mark()? {
             Some(mark) if mark.tried && mark.boot == self.backend.boot_id()? => Ok(Some(mark.from)),
@@ -187,7 +187,8 @@ impl OpenStore {
         Ok(mark.filter(|mark| mark.boot == boot).map_or(0, |mark| mark.up_to))
     }
 
-    /// Calls `sync` for unfinished packs. If it fails, no process uses these packs during this boot.
+    /// Calls `sync` for unfinished packs. If it fails, no process uses these packs during this
+    /// boot.
     pub fn rely_on_packs(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         let before = self.doubted_packs()?;
         let newest = self.newest_pack()?;
@@ -205,8 +206,8 @@ impl OpenStore {
             .put(UNSYNCED_PACKS, serde_json::to_string(&mark).unwrap_or_default().as_bytes())
     }
 
-    /// Calls `sync` for a pack with records of checkpoints that did not wait for a sync. If it fails,
-    /// no process uses the pack or relies on these checkpoints during this boot.
+    /// Calls `sync` for a pack with records of checkpoints that did not wait for a sync. If it
+    /// fails, no process uses the pack or relies on these checkpoints during this boot.
     pub fn sync_sealed(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         self.rely_on_packs(|| {
             let before = self.mark()?;

@@ -2,15 +2,16 @@
 
 use std::time::Duration;
 
-/// When checkpoints become durable. A backend that makes every write durable (object storage) always
-/// has [`Durability::Checkpoint`].
+/// The time at which checkpoints become durable. A backend that makes every write durable (object
+/// storage) always has [`Durability::Checkpoint`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Durability {
-    /// Before a seal returns.
+    /// A checkpoint is durable before its seal returns.
     #[default]
     Checkpoint,
-    /// With the first seal after this time since the last sync; and at the end of the run.
+    /// Checkpoints become durable with the first seal after this time since the last sync, and at
+    /// the end of the run.
     Every(Duration),
-    /// When the kernel writes them; and at the end of the run.
+    /// Checkpoints become durable when the kernel writes them, and at the end of the run.
     Never,
 }

@@ -106,7 +106,7 @@ pub enum Error {
     Unreadable {
         /// The checkpoint.
         id: CheckpointId,
-        /// Why.
+        /// The reason.
         source: Box<Error>,
     },
     /// No checkpoint has this number, tag or word.
@@ -114,7 +114,7 @@ pub enum Error {
     UnknownCheckpoint {
         /// The number, tag or word.
         name: String,
-        /// The newest checkpoint of the store.
+        /// The newest checkpoint of the store; `None` if it has none.
         newest: Option<CheckpointId>,
     },
     /// The store has no tag of this name.
@@ -150,7 +150,7 @@ pub enum Error {
         id: CheckpointId,
         /// The missing tag.
         tag: String,
-        /// Why.
+        /// The reason.
         source: Box<Error>,
     },
     /// The page is outside the RAM layout of the run.
@@ -158,13 +158,13 @@ pub enum Error {
     PageOutside {
         /// The page.
         page: PageIndex,
-        /// The pages of the layout.
+        /// The number of pages of the layout.
         space_pages: u64,
     },
     /// The VM has more RAM than a run can hold.
     #[error("RAM of {space_pages} pages is more than a run can hold (2^32 pages, 16 TiB)")]
     TooLarge {
-        /// The pages of the RAM.
+        /// The number of pages of the RAM.
         space_pages: u64,
     },
     /// The blocks are outside the disk.
@@ -227,7 +227,8 @@ impl Error {
         Self::Damaged { object: object.into(), problem: problem.into() }
     }
 
-    /// True if the medium is full or a quota is used up. A retry can work when there is space.
+    /// Returns true if the medium is full or a quota is used up. A retry can work when there is
+    /// space.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::Io { source, .. } => matches!(
@@ -293,7 +294,7 @@ impl Error {
         })
     }
 
-    /// The kind of the I/O error, if this is one.
+    /// Returns the kind of the I/O error, if this is one.
     pub fn io_kind(&self) -> Option<io::ErrorKind> {
         match self {
             Self::Io { source, .. } => Some(source.kind()),

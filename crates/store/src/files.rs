@@ -19,7 +19,7 @@ pub struct StoreFile(Arc<dyn ReadFile>);
 pub struct NewFile(Box<dyn AppendFile>);
 
 impl StoreFile {
-    /// A file in memory.
+    /// Creates a file in memory.
     pub fn of_bytes(bytes: Vec<u8>) -> Self {
         Self(Arc::new(BytesFile(bytes)))
     }

@@ -9,7 +9,7 @@ use keyframe_units::CheckpointId;
 const LISTINGS_MAX: u32 = 16;
 
 impl OpenStore {
-    /// The numbers of the sealed checkpoints, rising.
+    /// Returns the numbers of the sealed checkpoints, rising.
     pub fn checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
         let files = self.backend.list(layout::CHECKPOINTS)?;
         let mut ids: Vec<CheckpointId> =
@@ -18,8 +18,9 @@ impl OpenStore {
         Ok(ids)
     }
 
-    /// The numbers of the sealed checkpoints at one instant, rising. A single listing of a folder
-    /// that changes meanwhile may miss both removed and new files. Two equal listings do not.
+    /// Returns the numbers of the sealed checkpoints at one instant, rising. A single listing of a
+    /// folder that changes meanwhile may miss both removed and new files. Two equal listings do
+    /// not.
     pub fn settled_checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
         let mut before = self.checkpoint_ids()?;
         for _ in 0..LISTINGS_MAX {
@@ -32,7 +33,7 @@ impl OpenStore {
         Ok(before)
     }
 
-    /// The numbers of all maps, rising.
+    /// Returns the numbers of all maps, rising.
     pub fn map_ids(&self) -> Result<Vec<u64>> {
         let listed = self.backend.list(layout::MAPS)?;
         let mut ids: Vec<u64> = listed.iter().filter_map(|file| layout::parse_map(file)).collect();
@@ -40,18 +41,18 @@ impl OpenStore {
         Ok(ids)
     }
 
-    /// The numbers of the checkpoints that have working sets.
+    /// Returns the numbers of the checkpoints that have working sets.
     pub fn workset_ids(&self) -> Result<Vec<CheckpointId>> {
         let listed = self.backend.list(layout::WORKSETS)?;
         Ok(listed.iter().filter_map(|file| layout::parse_workset(file)).collect())
     }
 
-    /// The length of a file, in bytes; 0 if the file does not exist.
+    /// Returns the length of a file, in bytes; 0 if the file does not exist.
     pub fn len_of(&self, name: &str) -> u64 {
         self.backend.open(name).and_then(|file| file.len_bytes()).unwrap_or(0)
     }
 
-    /// The size of all files of a folder, in bytes.
+    /// Returns the size of all files of a folder, in bytes.
     pub fn folder_bytes(&self, folder: &str) -> Result<u64> {
         let backend = &self.backend;
         let mut sum = 0;

@@ -31,8 +31,8 @@ impl Store {
         }
     }
 
-    /// Forgets checkpoints, also pinned ones. Errors: those of [`Self::forget`], without
-    /// [`Error::Pinned`].
+    /// Forgets checkpoints as [`Self::forget`], also pinned ones. Errors: those of
+    /// [`Self::forget`], without [`Error::Pinned`].
     pub fn forget_even_pinned(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let inner = self.inner();
         let newest = inner.checkpoint_ids()?.last().copied();
@@ -54,8 +54,8 @@ impl Store {
 }
 
 impl OpenStore {
-    /// Makes all earlier forgets durable. If power loss brought back a seal, the checkpoint would need
-    /// records that the prune removes.
+    /// Makes all earlier forgets durable. If power loss brought back a seal, the checkpoint would
+    /// need records that the prune removes.
     pub fn settle_forgotten(&self) -> Result<()> {
         // No checkpoint has this number.
         self.backend.remove_all(layout::CHECKPOINTS, &[layout::checkpoint(CheckpointId(0))])

@@ -15,7 +15,7 @@ use keyframe_units::{PageIndex, PageRange};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The store of the golden files: the name and the bytes of each.
+/// The name and the bytes of each file of the golden store.
 pub type Files = Vec<(String, Vec<u8>)>;
 
 /// Parses small files and names of files. The first byte chooses which.

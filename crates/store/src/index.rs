@@ -51,8 +51,8 @@ const SPILLED_ENTRY_BYTES: usize = 2;
 const SPILLS_MAX: usize = 6;
 /// The most spills that are merged at once.
 const MERGED_AT_ONCE: usize = 4;
-/// A merged spill is at most this part of all entries. So the oldest entries can be removed in pieces
-/// without rewriting a file.
+/// A merged spill is at most this part of all entries. So the oldest entries can be removed in
+/// pieces without rewriting a file.
 const PIECES: usize = 4;
 /// The fewest entries that are worth saving; fewer are read from the packs as quickly.
 const SAVED_MIN: usize = 1 << 16;
@@ -60,9 +60,9 @@ const SAVED_MIN: usize = 1 << 16;
 /// The size of a deduplication index.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IndexUse {
-    /// Entries in its table in memory.
+    /// The number of entries in its table in memory.
     pub entries: u64,
-    /// Entries in files.
+    /// The number of entries in files.
     pub spilled_entries: u64,
     /// The number of these files.
     pub spills: u64,
@@ -91,7 +91,7 @@ struct LoadedSpill {
 }
 
 impl Index {
-    /// An empty index of at most about `budget_bytes` that spills into `folder`.
+    /// Creates an empty index of at most about `budget_bytes` that spills into `folder`.
     pub fn new(budget_bytes: usize, folder: Option<Folder>) -> Self {
         let budget_bytes = budget_bytes.max(BUDGET_BYTES_MIN);
         Self {
@@ -122,12 +122,12 @@ impl Index {
         }
     }
 
-    /// True if a spill has the records of the pack.
+    /// Returns true if a spill has the records of the pack.
     pub fn covers(&self, pack: u32) -> bool {
         self.spills.iter().any(|loaded| loaded.source.live.contains(&pack))
     }
 
-    /// The record of a hash.
+    /// Returns the record of a hash.
     pub fn get(&mut self, hash: PageHash) -> Option<Found> {
         if let Some(value) = self.table.get(hash) {
             return Some(decode(value));
@@ -157,8 +157,8 @@ impl Index {
         }
     }
 
-    /// Adds the entries of a pack that is closed with `seal`, or unfinished. Keeps existing entries.
-    /// Derived records are unproven.
+    /// Adds the entries of a pack that is closed with `seal`, or unfinished. Keeps existing
+    /// entries. Derived records are unproven.
     pub fn learn<'a>(
         &mut self,
         pack: u32,
@@ -202,8 +202,8 @@ impl Index {
         self.spills.iter_mut().for_each(|loaded| loaded.source.plain_only = true);
     }
 
-    /// Follows the moves of a prune: forgets the packs that go. Keeps records in the table that have
-    /// moved, with their new place, and plain records of other packs.
+    /// Follows the moves of a prune: forgets the packs that go. Keeps records in the table that
+    /// have moved, with their new place, and plain records of other packs.
     pub fn follow(&mut self, moves: &Moves) {
         self.table.retain(&mut |_, value| match moves.place(place(*value)) {
             MovedPlace::Same => !is_derived(*value),
@@ -225,7 +225,7 @@ impl Index {
         self.closed.insert(pack, seal);
     }
 
-    /// True if the table is nearly full: time for [`Self::make_room`].
+    /// Returns true if the table is nearly full: time for [`Self::make_room`].
     pub fn is_full(&self) -> bool {
         self.table.len() >= self.full_at()
     }
@@ -234,7 +234,7 @@ impl Index {
         self.table.len_max() / 16 * 15
     }
 
-    /// True if the index can hold no more entries.
+    /// Returns true if the index can hold no more entries.
     pub fn is_at_end(&self) -> bool {
         match self.folder {
             Some(_) => self.spilled() + self.table.len_max() > self.spilled_max,
@@ -258,7 +258,7 @@ impl Index {
         }
     }
 
-    /// The size of the index.
+    /// Returns the size of the index.
     pub fn usage(&self) -> IndexUse {
         // A set or map of packs has about two slots for each pack.
         let of_pack = 2 * size_of::<(u32, PackSeal)>();

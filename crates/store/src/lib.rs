@@ -111,11 +111,11 @@ pub use keyframe_store_format::meta::{
     Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, Timing,
 };
 pub use keyframe_units::CheckpointId;
-pub use listing::Listing;
+pub use listing::{Listing, UnreadableCheckpoint};
 pub use loaded::{LoadedCheckpoint, UnmappedCheckpoint};
 pub use local::{state_folder, store_of as store_of_folder};
 pub use prune::{PruneOptions, PruneProgress, PruneReport, PruneStep};
-pub use retention::{KeepReason, Moment, Retention, RetentionVerdict};
+pub use retention::{KeepReason, Retention, RetentionCandidate, RetentionVerdict};
 pub use run::{DiskState, PutOutcome, Run, SealRequest};
 pub use sealed::Sealed;
 pub use secret::Secret;

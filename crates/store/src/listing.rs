@@ -7,17 +7,27 @@ use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use std::collections::BTreeMap;
 
+/// A checkpoint whose file cannot be read.
+#[derive(Debug)]
+pub struct UnreadableCheckpoint {
+    /// Its number.
+    pub id: CheckpointId,
+    /// The reason.
+    pub error: Error,
+}
+
 /// The checkpoints of a store.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// Those that can be read, in rising order.
+    /// The checkpoints that can be read, in rising order.
     pub sealed: Vec<Sealed>,
-    /// Those whose file cannot be read, and why.
-    pub unreadable: Vec<(CheckpointId, Error)>,
+    /// The checkpoints whose file cannot be read.
+    pub unreadable: Vec<UnreadableCheckpoint>,
 }
 
 impl Store {
-    /// The sealed checkpoints, in rising order. A damaged one hides no other.
+    /// Returns all sealed checkpoints, in rising order. A damaged one hides no other: it is in
+    /// [`Listing::unreadable`]. Error: a folder of the store cannot be listed.
     pub fn checkpoints(&self) -> Result<Listing> {
         let tags = self.tags_of_checkpoints()?;
         let mut listing = Listing::default();
@@ -30,18 +40,20 @@ impl Store {
                 }
                 // Forgotten since the listing.
                 Err(Error::UnknownCheckpoint { .. }) => {}
-                Err(error) => listing.unreadable.push((id, error)),
+                Err(error) => listing.unreadable.push(UnreadableCheckpoint { id, error }),
             }
         }
         Ok(listing)
     }
 
-    /// The numbers of the sealed checkpoints, rising. Does not read them.
+    /// Returns the numbers of the sealed checkpoints, in rising order, without reading the
+    /// checkpoints. Error: a folder of the store cannot be listed.
     pub fn ids(&self) -> Result<Vec<CheckpointId>> {
         self.inner().checkpoint_ids()
     }
 
-    /// The description and the tags of one sealed checkpoint.
+    /// Returns the description and the tags of one sealed checkpoint. Error: it does not exist, or
+    /// cannot be read.
     pub fn sealed(&self, id: CheckpointId) -> Result<Sealed> {
         let meta = self.inner().read_meta(id)?;
         let tags =
@@ -49,7 +61,8 @@ impl Store {
         Ok(Sealed { id, meta, tags })
     }
 
-    /// The checkpoint that a number, a tag or `latest` names.
+    /// Returns the checkpoint that `name` names: a number, a tag or `latest`. Error: nothing has
+    /// this name.
     pub fn resolve(&self, name: &str) -> Result<CheckpointId> {
         let ids = self.inner().checkpoint_ids()?;
         let newest = ids.last().copied();
@@ -76,12 +89,14 @@ impl Store {
         }
     }
 
-    /// All tags, with the checkpoints that they point to.
+    /// Returns all tags, with the checkpoints that they point to. Error: a folder of the store
+    /// cannot be listed.
     pub fn tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
         self.inner().read_tags()
     }
 
-    /// The tags of each checkpoint, in alphabetical order.
+    /// Returns the tags of each checkpoint, in alphabetical order. Error: a folder of the store
+    /// cannot be listed.
     pub fn tags_of_checkpoints(&self) -> Result<BTreeMap<CheckpointId, Vec<String>>> {
         let mut tags = BTreeMap::<_, Vec<_>>::new();
         for (tag, id) in self.tags()? {
@@ -90,8 +105,9 @@ impl Store {
         Ok(tags)
     }
 
-    /// The size of the packs that were not recompressed yet, in bytes. Leaves out the newest pack,
-    /// which a writer may still write to.
+    /// Returns the size of the packs that were not recompressed yet, in bytes. Leaves out the
+    /// newest pack, which a writer may still write to. Error: a folder of the store cannot be
+    /// listed.
     pub fn cold_bytes(&self) -> Result<u64> {
         let numbers = self.inner().pack_numbers()?;
         let mut cold_bytes = 0;

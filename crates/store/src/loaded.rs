@@ -41,12 +41,13 @@ pub struct UnmappedCheckpoint {
 
 impl Store {
     /// Loads a checkpoint: its description, its device state and the map of its pages, not the
-    /// pages.
+    /// pages. Error: the checkpoint does not exist, or cannot be read.
     pub fn load(&self, id: CheckpointId) -> Result<LoadedCheckpoint> {
         self.load_unmapped(id)?.load()
     }
 
-    /// Loads a checkpoint without its map, which [`UnmappedCheckpoint::load`] reads later.
+    /// Loads a checkpoint without its map, which [`UnmappedCheckpoint::load`] reads later. Error:
+    /// the checkpoint does not exist, or cannot be read.
     pub fn load_unmapped(&self, id: CheckpointId) -> Result<UnmappedCheckpoint> {
         Ok(UnmappedCheckpoint::new(self.inner().clone(), id, self.inner().read_checkpoint(id)?))
     }
@@ -57,7 +58,7 @@ impl UnmappedCheckpoint {
         Self { id, meta: file.meta, device_state: file.device_state, inner }
     }
 
-    /// Reads the page map.
+    /// Reads the page map. Error: the checkpoint does not exist, or cannot be read.
     pub fn load(self) -> Result<LoadedCheckpoint> {
         let Self { id, meta, device_state, inner } = self;
         let (map, _, held) = inner.hold_maps(id, &meta)?;
@@ -66,23 +67,24 @@ impl UnmappedCheckpoint {
 }
 
 impl LoadedCheckpoint {
-    /// The number of pages that are not zero.
+    /// Returns the number of pages that are not zero.
     pub fn nonzero_pages(&self) -> u64 {
         self.map.nonzero_pages()
     }
 
-    /// True if the page is zero and needs no reading.
+    /// Returns true if the page is zero and needs no reading.
     pub fn is_zero(&self, page: PageIndex) -> bool {
         self.map.get(page) == PageRef::ZERO
     }
 
-    /// A token for the content of a page: two pages of this store with the same token have the same
-    /// content. 0 is a page of zeros. Pages with different tokens may also have the same content.
+    /// Returns a token for the content of a page: two pages of this store with the same token have
+    /// the same content. 0 is a page of zeros. Pages with different tokens may also have the same
+    /// content.
     pub fn page_ref(&self, page: PageIndex) -> u64 {
         self.map.get(page).0
     }
 
-    /// Passes every page of `range` that is not zero to `sink`, mostly in the order of the store.
+    /// Gives `sink` every page of `range` that is not zero, mostly in the order of the store.
     /// Verifies the checksum of each record, not the page hash, which `check` compares
     /// (docs/design/restore.md). Ends with the first error, also one of the sink.
     pub fn read_pages<E: From<Error>>(
@@ -93,8 +95,9 @@ impl LoadedCheckpoint {
         self.inner.read_pages(&self.wanted(range), sink)
     }
 
-    /// Does the same as [`Self::read_pages`], on all cores if there is much to read. Calls `sink` on
-    /// the caller's thread, with pages in roughly that order.
+    /// Does the same as [`Self::read_pages`], on all cores if there is much to read. Calls `sink`
+    /// on the caller's thread, with pages in roughly that order. Errors: those of
+    /// [`Self::read_pages`].
     pub fn read_pages_by_all_cores<E: From<Error>>(
         &self,
         range: PageRange,
@@ -103,8 +106,8 @@ impl LoadedCheckpoint {
         self.inner.read_many(&self.wanted(range), sink)
     }
 
-    /// Fills `out` with the image from page `first` on, including zeros, on all cores. Verifies pages
-    /// as [`Self::read_pages`] does. After an error `out` has any content.
+    /// Fills `out` with the RAM from page `first` on, zeros included, on all cores. Verifies pages
+    /// as [`Self::read_pages`] does. After an error the content of `out` is undefined.
     pub fn read_into(&self, first: PageIndex, out: &mut [Page]) -> Result<()> {
         let range = PageRange::new(first, out.len() as u64);
         let mut wanted = Vec::with_capacity(out.len());
@@ -131,7 +134,8 @@ impl LoadedCheckpoint {
         wanted
     }
 
-    /// Does the same as [`Self::read_pages`] for single pages, in any order, each once.
+    /// Does the same as [`Self::read_pages`] for single pages, in any order, each once. Errors:
+    /// those of [`Self::read_pages`].
     pub fn read_some<E: From<Error>>(
         &self,
         pages: &[PageIndex],
@@ -144,7 +148,8 @@ impl LoadedCheckpoint {
         self.inner.read_pages(&wanted, sink)
     }
 
-    /// Reads one page. A page outside the RAM layout is zero.
+    /// Returns the content of one page. A page outside the RAM layout is zero. Error: its record
+    /// cannot be read, or is damaged.
     pub fn read_page(&self, page: PageIndex) -> Result<Page> {
         let mut out = ZERO_PAGE;
         self.read_pages(PageRange::new(page, 1), &mut |_, content| {

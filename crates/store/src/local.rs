@@ -15,7 +15,8 @@ use std::path::{Path, PathBuf};
 
 const URL: &str = "store.url";
 
-/// The directory of this program's state on this host; `None` if the environment names none.
+/// Returns the directory of this program's state on this host; `None` if the environment names
+/// none.
 pub fn state_folder() -> Option<PathBuf> {
     let variable =
         |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
@@ -24,12 +25,13 @@ pub fn state_folder() -> Option<PathBuf> {
     Some(state.join("keyframe"))
 }
 
-/// The path of the directory for the store `id`; `None` if the environment names none.
+/// Returns the path of the directory for the store `id`; `None` if the environment names none.
 pub fn path(id: &str) -> Option<PathBuf> {
     Some(state_folder()?.join("stores").join(id))
 }
 
-/// The directory for the store `id` at `url`. Makes it if it does not exist.
+/// Returns the directory for the store `id` at `url`. Makes it if it does not exist. Error: it
+/// cannot be made, or the environment names no place for it.
 pub fn folder(id: &str, url: &Path) -> Result<PathBuf> {
     let folder = path(id).ok_or_else(|| Error::Io {
         object: url.display().to_string(),
@@ -53,7 +55,7 @@ fn folder_name(id: &str) -> String {
     format!("keyframe/stores/{id} in the directory for state")
 }
 
-/// The store that a local directory belongs to: itself, or the store in its `store.url`.
+/// Returns the store that a local directory belongs to: itself, or the store in its `store.url`.
 pub fn store_of(folder: &Path) -> PathBuf {
     std::fs::read_to_string(folder.join(URL)).map_or_else(|_| folder.to_path_buf(), PathBuf::from)
 }

@@ -20,13 +20,13 @@ impl OpenStore {
         self.backend.lock_prune(&encode_holder("keyframe prune")).map_err(with_named_holder)
     }
 
-    /// The process that holds the writer's lock, for messages; `None` if it is free.
+    /// Returns the process that holds the writer's lock, for messages; `None` if it is free.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.backend.lock_holder()?.map(|text| describe_holder(&text)))
     }
 }
 
-/// The text of the lock file of this process.
+/// Returns the text of the lock file of this process.
 pub fn encode_holder(owner: &str) -> String {
     let holder =
         Holder { pid: std::process::id(), host: this_host(), since: now(), owner: owner.into() };
@@ -45,7 +45,7 @@ pub fn with_named_holder(error: Error) -> Error {
     }
 }
 
-/// True if the holder is a process of this host that does not exist any more.
+/// Returns true if the holder is a process of this host that does not exist any more.
 pub fn is_dead(holder: &str) -> bool {
     serde_json::from_str::<Holder>(holder).is_ok_and(|holder| {
         holder.host == this_host()
@@ -53,7 +53,7 @@ pub fn is_dead(holder: &str) -> bool {
     })
 }
 
-/// The holder of a lock as text for messages.
+/// Returns the holder of a lock as text for messages.
 pub fn describe_holder(text: &str) -> String {
     match serde_json::from_str::<Holder>(text) {
         Ok(Holder { pid, host, since, owner }) => {

@@ -75,8 +75,8 @@ impl OpenStore {
         Ok(MapRun::decode(&bytes, self.config.id, id, &object)?)
     }
 
-    /// Reads the maps of a checkpoint and applies them, oldest first: to the map of RAM, and to that
-    /// of the disks.
+    /// Reads the maps of a checkpoint and applies them, oldest first: to the map of RAM, and to
+    /// that of the disks.
     pub fn read_maps(&self, meta: &Meta) -> Result<(PageMap, DiskMap)> {
         let (mut map, mut disks) = (PageMap::default(), DiskMap::default());
         for (at, id) in meta.map_chain.iter().enumerate().rev() {
@@ -97,8 +97,8 @@ impl OpenStore {
         Ok((map, disks))
     }
 
-    /// Replaces a file. Tries twice: a writer that starts may remove the temporary file of the first
-    /// attempt, which it takes for a leftover.
+    /// Replaces a file. Tries twice: a writer that starts may remove the temporary file of the
+    /// first attempt, which it takes for a leftover.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
         match self.backend.put(name, bytes) {
             Err(error) if error.is_not_found() => self.backend.put(name, bytes),
@@ -116,7 +116,7 @@ impl OpenStore {
         )
     }
 
-    /// True if the map is one that [`Self::empty_map`] wrote.
+    /// Returns true if the map is one that [`Self::empty_map`] wrote.
     pub fn is_empty_map(&self, id: u64) -> bool {
         self.read_map(id).is_ok_and(|run| run.header.space_pages == 0)
     }

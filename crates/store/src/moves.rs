@@ -31,7 +31,7 @@ impl OpenStore {
         self.backend.remove(SEEN)
     }
 
-    /// The announced moves; `None` if there are none, or their generation is `seen`.
+    /// Returns the announced moves; `None` if there are none, or their generation is `seen`.
     pub fn moves(&self, seen: Option<Generation>) -> Result<Option<Moves>> {
         let file = match self.backend.open(MOVES) {
             Err(e) if e.is_not_found() => return Ok(None),
@@ -55,7 +55,7 @@ impl OpenStore {
         self.backend.put(SEEN, to_hex(&generation).as_bytes())
     }
 
-    /// True if a writer has confirmed these moves.
+    /// Returns true if a writer has confirmed these moves.
     pub fn is_seen(&self, generation: Generation) -> Result<bool> {
         match self.backend.read(SEEN, 64) {
             Err(e) if e.is_not_found() => Ok(false),

@@ -36,14 +36,14 @@ impl OpenStore {
         Self { backend, path, config, packs: Arc::default() }
     }
 
-    /// The same store on another backend. The two share the open packs.
+    /// Returns the same store on another backend. The two share the open packs.
     pub fn with_backend(&self, backend: StoreFiles) -> Arc<Self> {
         let (path, config) = (self.path.clone(), self.config.clone());
         Arc::new(Self { backend, path, config, packs: Arc::clone(&self.packs) })
     }
 
-    /// The directory for spills of the deduplication index: in the store's directory, or in this
-    /// host's directory for the store. `None` if there is no such place.
+    /// Returns the directory for spills of the deduplication index: in the store's directory, or in
+    /// this host's directory for the store. `None` if there is no such place.
     pub fn index_folder(&self) -> Option<Folder> {
         if !self.backend.is_persistent() {
             return None;
@@ -101,7 +101,7 @@ impl OpenStore {
         Ok(())
     }
 
-    /// The numbers of all packs, rising.
+    /// Returns the numbers of all packs, rising.
     pub fn pack_numbers(&self) -> Result<Vec<u32>> {
         let listed = self.backend.list(layout::PACKS)?;
         let mut numbers: Vec<u32> =
@@ -110,12 +110,12 @@ impl OpenStore {
         Ok(numbers)
     }
 
-    /// The highest number of a pack; 0 if there is none.
+    /// Returns the highest number of a pack; 0 if there is none.
     pub fn newest_pack(&self) -> Result<u32> {
         Ok(self.pack_numbers()?.last().copied().unwrap_or(0))
     }
 
-    /// The error of a damaged record.
+    /// Returns the error of a damaged record.
     pub fn damaged_at(&self, at: PageRef, problem: impl Into<String>) -> Error {
         let object = self.backend.describe(&layout::pack(at.pack()));
         Error::damaged(format!("{object} at offset {}", at.offset()), problem)

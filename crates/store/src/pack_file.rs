@@ -83,7 +83,7 @@ impl PackFile {
         Ok(Self::with_header(number, object, file, header, first))
     }
 
-    /// A pack whose header has been checked.
+    /// Creates a pack whose header has been checked.
     pub fn with_header(
         number: u32,
         object: String,
@@ -94,12 +94,12 @@ impl PackFile {
         Self { number, object, file, header, first, dictionary: OnceLock::new() }
     }
 
-    /// True if the pack was recompressed. Then it has a dictionary, which may be empty.
+    /// Returns true if the pack was recompressed. Then it has a dictionary, which may be empty.
     pub fn is_dense(&self) -> bool {
         self.first > PACK_HEADER_BYTES as u64
     }
 
-    /// The dictionary of its dense records.
+    /// Returns the dictionary of its dense records.
     pub fn dictionary(&self) -> Result<Arc<Dictionary>, String> {
         let read = || {
             let len = self.first.saturating_sub(PACK_HEADER_BYTES as u64);
@@ -121,7 +121,7 @@ impl PackFile {
         self.trailer(len_bytes).unwrap_or_else(PackEnding::Damaged)
     }
 
-    /// The checksum of its trailer; `None` if it has none. Reads the footer only.
+    /// Returns the checksum of its trailer; `None` if it has none. Reads the footer only.
     pub fn seal(&self) -> Result<Option<PackSeal>> {
         let len_bytes = self.file.len_bytes()?;
         let Some(at) = len_bytes.checked_sub(FOOTER_BYTES as u64) else { return Ok(None) };
@@ -173,7 +173,7 @@ impl PackFile {
         })
     }
 
-    /// The error of a damaged record.
+    /// Returns the error of a damaged record.
     pub fn damaged_at(&self, to: PageRef, problem: impl Into<String>) -> Error {
         Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
     }

@@ -22,8 +22,8 @@ pub struct PackShape {
 }
 
 impl PackShape {
-    /// Reads the index of pack `number`. A pack without a trailer is read record by record. `None` if
-    /// the pack does not exist, or its header is damaged.
+    /// Reads the index of pack `number`. A pack without a trailer is read record by record. `None`
+    /// if the pack does not exist, or its header is damaged.
     pub fn of(inner: &OpenStore, number: u32) -> Result<Option<Self>> {
         let pack = match inner.open_pack(number) {
             Err(Error::Damaged { .. }) => return Ok(None),
@@ -76,10 +76,10 @@ impl PackShape {
 pub struct PackUsage {
     pub number: u32,
     pub len_bytes: u64,
-    /// Bytes of the needed records and of their index entries.
+    /// The number of bytes of the needed records and of their index entries.
     pub live_bytes: u64,
     pub live_records: usize,
-    /// Bytes before its records.
+    /// The number of bytes before its records.
     pub head_bytes: u64,
     /// True if the pack was recompressed.
     pub is_dense: bool,
@@ -98,7 +98,7 @@ impl PackUsage {
     }
 }
 
-/// The references to the records at the offsets `live` of a pack.
+/// Returns the references to the records at the offsets `live` of a pack.
 pub fn places(number: u32, live: &[u64]) -> impl Iterator<Item = PageRef> + '_ {
     live.iter().map(move |at| PageRef::new(number, *at))
 }

@@ -27,8 +27,8 @@ use std::sync::mpsc::{SyncSender, sync_channel};
 
 /// The fewest pages, 8 MiB, that are worth several threads.
 pub const PAGES_MIN: usize = 2048;
-/// The records in one piece: enough for large reads, and for the bases of deltas to lie next to each
-/// other.
+/// The records in one piece: enough for large reads, and for the bases of deltas to lie next to
+/// each other.
 pub const PIECE_RECORDS: usize = 2048;
 /// The pages in one batch: they stay in the cache of a core.
 const BATCH_PAGES: usize = 32;
@@ -36,14 +36,14 @@ const THREADS_MAX: usize = 8;
 /// The batches of each thread that wait for the caller.
 const BATCHES: usize = 2;
 
-/// The number of threads that are worth it on this machine.
+/// Returns the number of threads that are worth it on this machine.
 pub fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
 }
 
 type Batch<T> = Vec<(T, Page)>;
 
-/// Why a thread ends early.
+/// The reason why a thread ends early.
 enum Stop {
     /// The caller takes no more batches.
     Gone,
@@ -101,8 +101,8 @@ impl<T: Copy> Shared<'_, T> {
 }
 
 impl OpenStore {
-    /// Does the same as [`OpenStore::read_pages`], on several threads if there is much to read. Then
-    /// the order of pages is only roughly that of `wanted`.
+    /// Does the same as [`OpenStore::read_pages`], on several threads if there is much to read.
+    /// Then the order of pages is only roughly that of `wanted`.
     pub fn read_many<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],

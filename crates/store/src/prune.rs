@@ -44,17 +44,19 @@ const ROUND_RECORDS_MAX: usize = 2 << 20;
 /// How often a prune looks whether the writer has followed.
 const POLL: Duration = Duration::from_millis(20);
 
-/// How to prune.
+/// The options of a prune.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PruneOptions {
-    /// The part, 0 to 1, of the packs that stay that may be unused. Less means more copying.
+    /// The part, 0 to 1, of the packs that stay that may be unused. A smaller part means more
+    /// copying.
     pub max_unused: f64,
-    /// Change nothing.
+    /// True to change nothing and only report.
     pub dry_run: bool,
-    /// How long to wait for a run at work, which confirms with its next checkpoint.
+    /// The time for which to wait for a run at work, which confirms with its next checkpoint.
     pub wait: Duration,
-    /// Recompress packs of about this size in all, the oldest first: 0 for none, [`u64::MAX`] for all
-    /// that were not recompressed yet. Any other number recompresses at least one.
+    /// The number of bytes of packs to recompress, about, the oldest first: 0 for none,
+    /// [`u64::MAX`] for all that were not recompressed yet. Any other number recompresses at least
+    /// one pack.
     pub recompress_bytes: u64,
 }
 
@@ -87,9 +89,9 @@ pub enum PruneStep {
 pub struct PruneProgress {
     /// The current step.
     pub step: PruneStep,
-    /// Bytes of the packs that are complete.
+    /// The number of bytes of the packs that are complete.
     pub done_bytes: u64,
-    /// Bytes of the packs that will be removed.
+    /// The number of bytes of the packs that will be removed.
     pub total_bytes: u64,
 }
 
@@ -102,34 +104,35 @@ pub struct PruneReport {
     pub before_bytes: u64,
     /// The size of packs and maps after, in bytes; an estimate in a dry run.
     pub after_bytes: u64,
-    /// Maps that no checkpoint needed.
+    /// The number of removed maps, which no checkpoint needed.
     pub removed_maps: u64,
-    /// Maps with new places of records; 0 in a dry run.
+    /// The number of maps that were written again with new places of records; 0 in a dry run.
     pub rewritten_maps: u64,
-    /// Working sets of forgotten checkpoints.
+    /// The number of removed working sets of forgotten checkpoints.
     pub removed_worksets: u64,
-    /// Packs without needed records.
+    /// The number of removed packs without needed records.
     pub removed_packs: u64,
-    /// Packs with needed records, which were copied.
+    /// The number of removed packs with needed records, which were copied.
     pub rewritten_packs: u64,
-    /// Of the rewritten packs: those that were recompressed.
+    /// The number of rewritten packs that were recompressed.
     pub recompressed_packs: u64,
-    /// Bytes of the copied records.
+    /// The number of bytes of the copied records.
     pub copied_bytes: u64,
-    /// Unused bytes in packs that stay, as `--max-unused` allows.
+    /// The number of unused bytes in packs that stay, as `--max-unused` allows.
     pub unused_bytes: u64,
-    /// Packs that stay because a run did not confirm in time.
+    /// The number of packs that stay because a run did not confirm in time.
     pub postponed_packs: u64,
     /// Packs that stay because they are damaged or lack needed records.
     pub damaged: Vec<String>,
 }
 
 impl Store {
-    /// Frees what no checkpoint needs. The process may be killed at any instant.
+    /// Frees the space of what no checkpoint needs, and calls `progress` now and then. The process
+    /// may be killed at any instant.
     ///
-    /// Errors: [`crate::Error::Locked`] if another prune is at work; [`crate::Error::Unreadable`] if a
-    /// checkpoint cannot be read; [`crate::Error::Damaged`] if a needed map cannot. Then nothing is
-    /// removed.
+    /// Errors: [`crate::Error::Locked`] if another prune is at work; [`crate::Error::Unreadable`]
+    /// if a checkpoint cannot be read; [`crate::Error::Damaged`] if a needed map cannot be read.
+    /// Then nothing is removed.
     pub fn prune(
         &self,
         options: &PruneOptions,
@@ -138,7 +141,8 @@ impl Store {
         self.prune_tuned(options, Tuning::default(), progress)
     }
 
-    /// Prunes as [`Store::prune`], with the caller's limits for the written packs.
+    /// Prunes as [`Store::prune`], with the caller's limits for the written packs. Errors: those of
+    /// [`Store::prune`].
     pub fn prune_tuned(
         &self,
         options: &PruneOptions,

@@ -7,7 +7,7 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::ZERO_PAGE;
 
 impl OpenStore {
-    /// The references of the derived ones among the records at `wanted`, which rise.
+    /// Returns the references of the derived ones among the records at `wanted`, which rise.
     pub fn references_of(&self, wanted: &[PageRef]) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
         let mut found = Vec::with_capacity(wanted.len());
         let mut page = ZERO_PAGE;

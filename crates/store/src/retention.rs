@@ -23,28 +23,29 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The rules.
+/// The rules that decide which checkpoints a forget keeps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// Keep this number of the newest.
+    /// Keeps this number of the newest checkpoints; `None` for no such rule.
     pub last: Option<u64>,
-    /// Keep those taken no longer than this before the newest of their VM. So a VM that has ended
-    /// loses none as time passes.
+    /// Keeps the checkpoints that were taken no longer than this before the newest of their VM. So
+    /// a VM that has ended loses none as time passes.
     pub within: Option<Duration>,
-    /// Keep the newest of each such interval, counted from 1970 on.
+    /// Keeps the newest checkpoint of each such interval, counted from 1970 on.
     pub every: Option<Duration>,
-    /// Of the tagged ones, keep only those with one of these tags. `None` keeps all tagged ones.
+    /// Of the tagged checkpoints, keeps only those with one of these tags; `None` keeps all tagged
+    /// ones.
     pub tags: Option<BTreeSet<String>>,
 }
 
-/// The properties of a checkpoint that rules use.
+/// The properties of a checkpoint that retention rules use.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Moment {
+pub struct RetentionCandidate {
     /// Its number.
     pub id: CheckpointId,
     /// The VM, or the group.
     pub vm: String,
-    /// When its pause began.
+    /// The time at which its pause began.
     pub taken_at: Timestamp,
     /// Its tags, pins left out.
     pub tags: Vec<String>,
@@ -52,7 +53,7 @@ pub struct Moment {
     pub pinned: bool,
 }
 
-impl From<&Sealed> for Moment {
+impl From<&Sealed> for RetentionCandidate {
     fn from(sealed: &Sealed) -> Self {
         let meta = &sealed.meta;
         let (tags, pinned) = (sealed.names().cloned().collect(), sealed.is_pinned());
@@ -60,23 +61,23 @@ impl From<&Sealed> for Moment {
     }
 }
 
-/// Why a checkpoint is kept.
+/// The reason why a checkpoint is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepReason {
-    /// It is the newest of its VM.
+    /// The checkpoint is the newest of its VM.
     Newest,
-    /// It is one of the last.
+    /// The checkpoint is one of the last.
     Last,
-    /// It is young enough.
+    /// The checkpoint is young enough.
     Within,
-    /// It is the newest of its interval.
+    /// The checkpoint is the newest of its interval.
     Every,
-    /// It has a tag.
+    /// The checkpoint has a tag.
     Tagged,
-    /// It is pinned.
+    /// The checkpoint is pinned.
     Pinned,
-    /// The overlay of a disk depends on it.
+    /// The overlay of a disk depends on the checkpoint.
     Disk,
 }
 
@@ -90,19 +91,19 @@ pub struct RetentionVerdict {
 }
 
 impl Retention {
-    /// True if there is no rule.
+    /// Returns true if there is no rule.
     pub fn is_empty(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Judges all checkpoints of a store, in any order. Verdicts rise by number. `standing`: the
-    /// checkpoints that overlays of disks depend on.
+    /// Judges all checkpoints of a store, which may be in any order. The verdicts rise by number.
+    /// `standing` holds the checkpoints that overlays of disks depend on.
     pub fn judge(
         &self,
-        moments: &[Moment],
+        moments: &[RetentionCandidate],
         standing: &BTreeSet<CheckpointId>,
     ) -> Vec<RetentionVerdict> {
-        let mut vms = BTreeMap::<&str, Vec<&Moment>>::new();
+        let mut vms = BTreeMap::<&str, Vec<&RetentionCandidate>>::new();
         for moment in moments {
             vms.entry(&moment.vm).or_default().push(moment);
         }
@@ -119,12 +120,12 @@ impl Retention {
     /// Judges the checkpoints of one VM, newest first.
     fn judge_vm(
         &self,
-        of_vm: &[&Moment],
+        of_vm: &[&RetentionCandidate],
         standing: &BTreeSet<CheckpointId>,
     ) -> Vec<RetentionVerdict> {
         let newest_at = of_vm.first().map_or(Timestamp::UNIX_EPOCH, |moment| moment.taken_at);
         let mut intervals = BTreeSet::new();
-        let judge = |(rank, moment): (usize, &&Moment)| {
+        let judge = |(rank, moment): (usize, &&RetentionCandidate)| {
             let interval = self.every.map(|every| interval_of(moment.taken_at, every));
             let age = newest_at.duration_since(moment.taken_at);
             let rules = [
@@ -167,8 +168,8 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn moment(id: u64, vm: &str, second: i64, tags: &[&str]) -> Moment {
-        Moment {
+    fn moment(id: u64, vm: &str, second: i64, tags: &[&str]) -> RetentionCandidate {
+        RetentionCandidate {
             id: CheckpointId(id),
             vm: vm.into(),
             taken_at: Timestamp::from_second(second).unwrap(),
@@ -177,7 +178,7 @@ mod tests {
         }
     }
 
-    fn kept(rules: &Retention, moments: &[Moment]) -> Vec<u64> {
+    fn kept(rules: &Retention, moments: &[RetentionCandidate]) -> Vec<u64> {
         let verdicts = rules.judge(moments, &BTreeSet::new());
         verdicts.into_iter().filter(|v| !v.kept.is_empty()).map(|v| v.id.0).collect()
     }
@@ -220,12 +221,12 @@ mod tests {
         assert_eq!(verdicts[1].kept, [KeepReason::Newest, KeepReason::Last]);
     }
 
-    fn moments() -> impl Strategy<Value = Vec<Moment>> {
+    fn moments() -> impl Strategy<Value = Vec<RetentionCandidate>> {
         let one =
             (0u8..3, 0i64..5000, prop::collection::vec("[ab]", 0..2), prop::bool::weighted(0.1));
         prop::collection::vec(one, 0..40).prop_map(|all| {
             let moment = |(id, (vm, at, tags, pinned)): (u64, (u8, i64, Vec<String>, bool))| {
-                Moment { tags, pinned, ..moment(id, &vm.to_string(), at, &[]) }
+                RetentionCandidate { tags, pinned, ..moment(id, &vm.to_string(), at, &[]) }
             };
             (1..).zip(all).map(moment).collect()
         })
@@ -247,7 +248,7 @@ mod tests {
             prop_assert_eq!(&rules.judge(&turned, &BTreeSet::new()), &verdicts);
             prop_assert_eq!(verdicts.len(), moments.len());
             for (moment, verdict) in moments.iter().zip(&verdicts) {
-                let at = |m: &Moment| m.taken_at.as_second();
+                let at = |m: &RetentionCandidate| m.taken_at.as_second();
                 let newer: Vec<_> = moments.iter().filter(|m| m.vm == moment.vm && m.id > moment.id).collect();
                 let newest = newer.last().copied().unwrap_or(moment);
                 let mut expected = Vec::new();

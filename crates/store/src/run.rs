@@ -39,32 +39,33 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use std::sync::Arc;
 
-/// What a seal needs in addition to the pages.
+/// The data that a seal needs in addition to the pages.
 #[derive(Clone, Debug)]
 pub struct SealRequest<'a> {
-    /// When the pause began.
+    /// The time at which the pause began.
     pub taken_at: Timestamp,
-    /// Why the checkpoint was taken.
+    /// The reason why the checkpoint was taken.
     pub reason: String,
-    /// See [`Meta::parent`].
+    /// The parent of the checkpoint: see [`Meta::parent`].
     pub parent: Option<CheckpointId>,
     /// The RAM blocks as they are now. Their page space must be that of
     /// [`crate::Writer::begin_run`]; the bytes in use may differ.
     pub ram: RamLayout,
-    /// The machine; the default for a group.
+    /// The machine; the default value for a group.
     pub machine: MachineMeta,
-    /// The members of a group; none for one VM.
+    /// The members of a group; empty for one VM.
     pub members: Vec<MemberMeta>,
-    /// Durations of the steps.
+    /// The durations of the steps.
     pub timing: Timing,
     /// The device state as QEMU gave it.
     pub device_state: &'a [u8],
-    /// A tag to point to the new checkpoint.
+    /// A tag that will point to the new checkpoint; `None` for no tag.
     pub tag: Option<&'a str>,
 }
 
 impl SealRequest<'_> {
-    /// A request for a checkpoint of pages only, taken now: without machine, devices, times and tag.
+    /// Creates a request for a checkpoint of pages only, taken now: without machine, devices, times
+    /// and tag.
     pub fn of_pages(ram: &RamLayout, reason: &str) -> Self {
         Self {
             taken_at: Timestamp::now(),
@@ -80,7 +81,7 @@ impl SealRequest<'_> {
     }
 }
 
-/// The known content of the disks of a run.
+/// The known content of the disks of a run, to go on with in another run.
 #[derive(Clone, Debug, Default)]
 pub struct DiskState(pub(crate) DiskMap);
 
@@ -137,18 +138,19 @@ impl Run {
         self.origin = Some(origin);
     }
 
-    /// The id of the run: 32 hexadecimal digits.
+    /// Returns the id of the run: 32 hexadecimal digits.
     pub fn id(&self) -> String {
         to_hex(&self.id)
     }
 
-    /// The epoch that the next seal will have.
+    /// Returns the epoch that the next sealed checkpoint will have.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
     /// Puts the content of a page into the checkpoint in progress; the last put of a page wins.
-    /// Pages never put in a run are zero. After an error, [`Run::abandon`].
+    /// Pages never put in a run are zero. Returns the outcome. After an error, call
+    /// [`Run::abandon`].
     pub fn put_page(&mut self, page: PageIndex, content: &Page) -> Result<PutOutcome> {
         let mut became = PutOutcome::Zero;
         self.put_pages(&[(page, content)], &mut |_, put| became = put)?;
@@ -156,7 +158,7 @@ impl Run {
     }
 
     /// Puts many pages, each once, and calls `became` with the outcome of each. Uses all threads of
-    /// the writer.
+    /// the writer. Error: the store cannot be written.
     pub fn put_pages(
         &mut self,
         pages: &[(PageIndex, &Page)],
@@ -187,16 +189,17 @@ impl Run {
         Ok(())
     }
 
-    /// Puts a page of zeros.
+    /// Puts a page of zeros. Error: the page is outside the RAM, or an earlier put of the run has
+    /// failed ([`Error::Broken`]).
     pub fn put_zero(&mut self, page: PageIndex) -> Result<PutOutcome> {
         self.admit(page)?;
         self.progress.set_page(page, PageRef::ZERO, PutOutcome::Zero, false);
         Ok(PutOutcome::Zero)
     }
 
-    /// Puts the content of a block of disk `disk` into the checkpoint in progress, each block once.
-    /// The disk's image holds the blocks that are never put in a run. After an error,
-    /// [`Run::abandon`].
+    /// Puts the content of block number `block` of disk number `disk` into the checkpoint in
+    /// progress, each block once. The disk's image holds the blocks that are never put in a run.
+    /// Returns the outcome. After an error, call [`Run::abandon`].
     pub fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<PutOutcome> {
         if *content == ZERO_PAGE {
             self.put_zero_blocks(disk, block, 1)?;
@@ -234,7 +237,8 @@ impl Run {
         Ok(put)
     }
 
-    /// Puts `blocks` blocks of zeros, from `block` on.
+    /// Puts `blocks` blocks of zeros of disk number `disk`, from block number `block` on. Error:
+    /// there is no such disk or block, or an earlier put of the run has failed ([`Error::Broken`]).
     pub fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<()> {
         let range = self.admit_blocks(disk, block, blocks)?;
         self.progress.set_zero_blocks(range);
@@ -246,8 +250,8 @@ impl Run {
         Ok(())
     }
 
-    /// Gives the checkpoint in progress the disks of checkpoint `id` of this store. Later puts change
-    /// them. The next map is a complete one.
+    /// Gives the checkpoint in progress the disks of checkpoint `id` of this store. Later puts
+    /// change them. The next map is a complete one.
     ///
     /// Error: [`Error::LayoutChanged`] if that checkpoint has other RAM blocks or disks.
     pub fn put_disks_of(&mut self, id: CheckpointId) -> Result<()> {
@@ -273,8 +277,9 @@ impl Run {
         Ok(())
     }
 
-    /// Sets the image beneath a disk from the checkpoint in progress on. Sealed checkpoints keep the
-    /// former one.
+    /// Sets the image beneath a disk from the checkpoint in progress on. Sealed checkpoints keep
+    /// the former one. Error: there is no such disk, or an earlier put of the run has failed
+    /// ([`Error::Broken`]).
     pub fn set_base(&mut self, disk: usize, base: BaseMeta) -> Result<()> {
         self.admit_blocks(disk, 0, 0)?;
         if let Some(disk) = self.disks.get_mut(disk) {
@@ -340,20 +345,21 @@ impl Run {
         self.begin_next();
     }
 
-    /// The disks of the last sealed checkpoint, for another run with the same disks. Forgets the
-    /// puts since.
+    /// Returns the known content of the disks at the last sealed checkpoint, for another run with
+    /// the same disks. Forgets the puts since then.
     pub fn disk_state(&mut self) -> DiskState {
         self.abandon();
         DiskState(self.progress.disk_map.clone())
     }
 
-    /// The size of the writer's deduplication index.
+    /// Returns the size of the writer's deduplication index. Error: [`Error::RunOpen`], only while
+    /// the run is being dropped.
     pub fn index_use(&mut self) -> Result<IndexUse> {
         Ok(self.session()?.packs.index_use())
     }
 
-    /// Ends the run: closes the pack with its trailer and returns the session to the writer. Forgets
-    /// the puts since the last seal. After an error all sealed checkpoints are unharmed.
+    /// Ends the run: closes the pack with its trailer and returns the session to the writer.
+    /// Forgets the puts since the last seal. After an error all sealed checkpoints are unharmed.
     pub fn finish(mut self) -> Result<()> {
         self.session()?.packs.close()?;
         self.session()?.packs.save_index();

@@ -17,18 +17,19 @@ pub struct Sealed {
 }
 
 impl Sealed {
-    /// True if it is pinned: no retention rule removes it.
+    /// Returns true if the checkpoint is pinned: no retention rule removes it.
     pub fn is_pinned(&self) -> bool {
         self.tags.contains(&layout::pin(self.id))
     }
 
-    /// Splits the tags of checkpoint `id` into those that the user gave and whether it is pinned.
+    /// Splits the tags of checkpoint `id`: returns those that the user gave, and true if it is
+    /// pinned.
     pub fn split_tags(id: CheckpointId, tags: &[String]) -> (Vec<String>, bool) {
         let pin = layout::pin(id);
         (tags.iter().filter(|tag| **tag != pin).cloned().collect(), tags.contains(&pin))
     }
 
-    /// The tags that the user gave.
+    /// Returns the tags that the user gave, in alphabetical order.
     pub fn names(&self) -> impl Iterator<Item = &String> {
         let pin = layout::pin(self.id);
         self.tags.iter().filter(move |tag| **tag != pin)

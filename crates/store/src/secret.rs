@@ -34,9 +34,9 @@ const ARGON_MAX: Argon = Argon { memory_kib: 1 << 20, passes: 64, lanes: 64 };
 /// The secret that opens an encrypted store. Its `Debug` form does not show it.
 #[derive(Clone)]
 pub enum Secret {
-    /// Words of a person; at least 8 bytes.
+    /// A passphrase of at least 8 bytes.
     Passphrase(Zeroizing<String>),
-    /// The contents of a file; at least 32 bytes.
+    /// The contents of a key file of at least 32 bytes.
     KeyFile(Zeroizing<Vec<u8>>),
 }
 
@@ -47,7 +47,7 @@ impl std::fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// The kind of the secret.
+    /// Returns the kind of the secret.
     pub fn kind(&self) -> SecretKind {
         match self {
             Self::Passphrase(_) => SecretKind::Passphrase,
@@ -109,13 +109,13 @@ impl Lock {
         Ok(lock)
     }
 
-    /// The kind of secret that opens it.
+    /// Returns the kind of secret that opens it.
     pub fn kind(&self) -> SecretKind {
         self.with
     }
 
-    /// The keys; [`Error::WrongKey`] if the secret is another, or the lock was changed. `object` names
-    /// the file in errors.
+    /// Returns the keys; [`Error::WrongKey`] if the secret is another, or the lock was changed.
+    /// `object` names the file in errors.
     pub fn open(
         &self,
         secret: &Secret,

@@ -19,8 +19,8 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 const SLOTS: usize = 4;
 /// The first table has 2^12 buckets: 256 KiB.
 const BITS_FIRST: u32 = 12;
-/// The pages that are kept after a read. A shifted file needs each page for two consecutive blocks or
-/// more.
+/// The pages that are kept after a read. A shifted file needs each page for two consecutive blocks
+/// or more.
 const RECENT_PAGES: usize = 32;
 
 /// The tag of each sector of a page; `None` if the sector is zero.
@@ -37,7 +37,8 @@ pub struct SectorFinder {
 }
 
 impl SectorFinder {
-    /// A finder with a table of at most `bytes_max`; `None` if that is too small for a table.
+    /// Creates a finder with a table of at most `bytes_max`; `None` if that is too small for a
+    /// table.
     pub fn new(key: &HashKey, bytes_max: usize, parts_min: usize) -> Option<Self> {
         let hash = blake3::keyed_hash(&key.0, b"the sectors of keyframe");
         let seed = hash.as_bytes().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
@@ -45,7 +46,7 @@ impl SectorFinder {
         Some(Self { seed, parts_min: parts_min.max(1), table, recent: Vec::new(), oldest: 0 })
     }
 
-    /// The tags of the sectors of a page.
+    /// Returns the tags of the sectors of a page.
     pub fn tags(&self, page: &Page) -> Tags {
         sectors(page).each_ref().map(|sector| {
             let zero = *sector == [0; PART_BYTES];
@@ -66,8 +67,8 @@ impl SectorFinder {
         self.recent.clear();
     }
 
-    /// The parts of a block that the store holds; `None` if there are too few. `read` reads the page
-    /// of a record; it returns false if it cannot, or the record is derived.
+    /// Returns the parts of a block that the store holds; `None` if there are too few. `read` reads
+    /// the page of a record; it returns false if it cannot, or the record is derived.
     pub fn compose(
         &mut self,
         block: &Page,

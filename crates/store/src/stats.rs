@@ -16,54 +16,56 @@ use std::collections::BTreeSet;
 /// measured when each was taken. File sizes are those on disk now.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
-    /// Sealed checkpoints that can be read; the sums are over these.
+    /// The number of sealed checkpoints that can be read; the sums are over these.
     pub checkpoints: u64,
-    /// Checkpoints whose file cannot be read.
+    /// The number of checkpoints whose file cannot be read.
     pub unreadable: u64,
-    /// Distinct runs that they belong to.
+    /// The number of distinct runs that they belong to.
     pub runs: u64,
     /// The sum of the RAM sizes of all checkpoints: the size of full copies.
     pub raw_bytes: u64,
-    /// Pages put into checkpoints, in bytes: the size of copies of only the changes.
+    /// The size of all pages put into checkpoints, in bytes: that of copies of only the changes.
     pub dirty_bytes: u64,
-    /// Of the pages put: all zeros.
+    /// The number of put pages that are all zeros.
     pub zero_pages: u64,
-    /// Of the pages put: content that the store already held.
+    /// The number of put pages whose content the store already held.
     pub dedup_pages: u64,
-    /// Of these: content that a disk brought into the store.
+    /// The number of deduplicated pages whose content a disk brought into the store.
     pub dedup_disk_pages: u64,
-    /// Of the pages put: content that the page held already.
+    /// The number of put pages whose content the page held already.
     pub unchanged_pages: u64,
-    /// Of the pages put: content new to the store.
+    /// The number of put pages whose content was new to the store.
     pub stored_pages: u64,
-    /// Bytes appended to packs for the checkpoints.
+    /// The number of bytes appended to packs for the checkpoints.
     pub stored_bytes: u64,
-    /// Blocks of disks put into checkpoints, in bytes.
+    /// The size of all blocks of disks put into checkpoints, in bytes.
     pub disk_dirty_bytes: u64,
-    /// Bytes appended to packs for them.
+    /// The number of bytes appended to packs for these blocks.
     pub disk_stored_bytes: u64,
     /// The sectors of the blocks, by how each was stored.
     pub disk_sectors: SectorBreakdown,
-    /// Size of all packs, indexes and unreferenced records included.
+    /// The size of all packs in bytes, indexes and unreferenced records included.
     pub pack_bytes: u64,
-    /// Size of all map files.
+    /// The size of all map files in bytes.
     pub map_bytes: u64,
-    /// Device states as stored (within the checkpoint files).
+    /// The size of all device states as stored (within the checkpoint files), in bytes.
     pub device_bytes: u64,
-    /// Size of all checkpoint files.
+    /// The size of all checkpoint files in bytes.
     pub checkpoint_file_bytes: u64,
-    /// Size of packs, maps, checkpoints and tags together.
+    /// The size of packs, maps, checkpoints and tags together, in bytes.
     pub total_bytes: u64,
-    /// Pages put that are not zero, per page stored; absent if none was stored.
+    /// The number of put pages that are not zero, divided by the number of stored pages; absent if
+    /// none was stored.
     pub dedup_ratio: Option<f64>,
-    /// Bytes of the stored pages, uncompressed, per byte appended to packs; absent if none was stored.
+    /// The size of the stored pages, uncompressed, divided by the number of bytes appended to
+    /// packs; absent if none was stored.
     pub compression_ratio: Option<f64>,
-    /// `raw_bytes` per byte of `total_bytes`; absent if the store is empty.
+    /// `raw_bytes` divided by `total_bytes`; absent if the store is empty.
     pub reduction_ratio: Option<f64>,
 }
 
 impl Store {
-    /// Counts what the store holds.
+    /// Counts what the store holds. Error: a file of the store cannot be read.
     pub fn stats(&self) -> Result<Stats> {
         let listing = self.checkpoints()?;
         let mut stats = Stats { unreadable: listing.unreadable.len() as u64, ..Stats::default() };

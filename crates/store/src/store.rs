@@ -27,7 +27,8 @@ impl Store {
         Self::init_with(path, None)
     }
 
-    /// Makes an empty store. With `secret` it is encrypted, and needs that secret to open.
+    /// Makes an empty store in the directory `path`. With `secret` it is encrypted, and needs that
+    /// secret to open. Errors: the directory is not empty, or cannot be written.
     pub fn init_with(path: &Path, secret: Option<&Secret>) -> Result<Self> {
         // Refuses a weak secret before it makes anything.
         let config = Config::fresh(secret)?;
@@ -49,7 +50,8 @@ impl Store {
         Self::open_on_with(keyframe_store_backend::open(path)?, path, ask)
     }
 
-    /// Makes an empty store on any empty backend. `path` is what [`Store::path`] returns.
+    /// Makes an empty store on any empty backend. `path` is what [`Store::path`] returns. Errors:
+    /// the backend is not empty, or cannot be written.
     pub fn init_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
         Self::init_as(backend, path, Config::fresh(None)?)
     }
@@ -59,7 +61,8 @@ impl Store {
         Ok(Self::new(backend, path, config))
     }
 
-    /// Opens a store on any backend.
+    /// Opens a store on any backend. Errors: no store is there; its format is unknown; it cannot be
+    /// read.
     pub fn open_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
         Self::open_on_with(backend, path, &|_| Ok(None))
     }
@@ -88,12 +91,13 @@ impl Store {
         &self.inner
     }
 
-    /// The path or address under which the store was opened.
+    /// Returns the path or address under which the store was opened.
     pub fn path(&self) -> &Path {
         &self.inner.path
     }
 
-    /// The absolute path or the address, for processes with another working directory.
+    /// Returns the absolute path or the address, for processes with another working directory.
+    /// Error: the working directory is unknown.
     pub fn absolute_path(&self) -> Result<PathBuf> {
         if is_remote(self.path()) {
             return Ok(self.path().into());
@@ -106,9 +110,12 @@ impl Store {
         std::path::absolute(self.path()).map_err(io)
     }
 
-    /// The directory on this host for data that belongs to the store but cannot be in it. This is
-    /// the store's directory. For a remote store, and for an encrypted one, because this data is not
-    /// encrypted, it is a directory of the user, which is made.
+    /// Returns the directory on this host for data that belongs to the store but cannot be in it.
+    /// For a store in a directory it is the store's own. For a remote store it is a directory of
+    /// the user, which is made. So it is for an encrypted store, because this data is not
+    /// encrypted.
+    ///
+    /// Error: it cannot be made, or the environment names no place for it.
     pub fn local_folder(&self) -> Result<PathBuf> {
         let place = self.absolute_path()?;
         if is_remote(&place) || self.is_encrypted() {
@@ -118,22 +125,22 @@ impl Store {
         }
     }
 
-    /// The store's id: 32 hexadecimal digits.
+    /// Returns the store's id: 32 hexadecimal digits.
     pub fn id(&self) -> &str {
         &self.id
     }
 
-    /// True if the store is encrypted.
+    /// Returns true if the store is encrypted.
     pub fn is_encrypted(&self) -> bool {
         self.inner.config.encryption.is_some()
     }
 
-    /// True if the store is not a directory of this host.
+    /// Returns true if the store is not a directory of this host.
     pub fn is_remote(&self) -> bool {
         is_remote(self.path())
     }
 
-    /// Returns when the store was made.
+    /// Returns the time at which the store was made.
     pub fn created(&self) -> jiff::Timestamp {
         self.inner.config.created
     }
@@ -151,7 +158,8 @@ fn store_json(backend: &dyn Backend, path: &Path) -> Result<(Vec<u8>, String)> {
     Ok((bytes, backend.describe(STORE_JSON)))
 }
 
-/// The id of the store on a backend. Needs no key.
+/// Returns the id of the store on a backend. Needs no key. Error: no store is there, or it cannot
+/// be read.
 pub fn id_on(backend: &dyn Backend, path: &Path) -> Result<[u8; 16]> {
     let (bytes, object) = store_json(backend, path)?;
     Ok(Config::decode(&bytes, &object)?.id.0)

@@ -16,7 +16,7 @@ use keyframe_units::CheckpointId;
 use std::collections::BTreeMap;
 
 impl OpenStore {
-    /// The checkpoint that a tag points to; `None` if the tag does not exist.
+    /// Returns the checkpoint that a tag points to; `None` if the tag does not exist.
     pub fn read_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
         let name = layout::tag(tag);
         match self.backend.read(&name, TAG_BYTES_MAX) {
@@ -28,13 +28,13 @@ impl OpenStore {
         }
     }
 
-    /// The names of all tags, readable or not. Ignores files whose name no tag can have.
+    /// Returns the names of all tags, readable or not. Ignores files whose name no tag can have.
     pub fn tag_names(&self) -> Result<Vec<String>> {
         let listed = self.backend.list(layout::TAGS)?;
         Ok(listed.into_iter().filter(|name| layout::is_tag(name)).collect())
     }
 
-    /// All tags, with the checkpoints that they point to.
+    /// Returns all tags, with the checkpoints that they point to.
     pub fn read_tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
         let mut tags = BTreeMap::new();
         for tag in self.tag_names()? {
@@ -79,12 +79,13 @@ impl Store {
         Ok(before)
     }
 
-    /// Pins a checkpoint: no retention rule removes it until [`Self::unpin`].
+    /// Pins a checkpoint: no retention rule removes it until [`Self::unpin`]. Error: the checkpoint
+    /// does not exist, or the tag cannot be written.
     pub fn pin(&self, id: CheckpointId) -> Result<()> {
         self.point(&layout::pin(id), id)
     }
 
-    /// Removes a pin; false if there was none.
+    /// Removes a pin. Returns false if there was none. Error: the pin cannot be removed.
     pub fn unpin(&self, id: CheckpointId) -> Result<bool> {
         let tag = layout::pin(id);
         // A damaged pin is removed too.
@@ -111,9 +112,9 @@ impl Store {
     }
 }
 
-/// Refuses a name that a user cannot give to a tag ([`Error::InvalidTag`]). A tag has 1 to 64 letters, digits,
-/// dots, dashes or underscores. It is not only digits or only dots, is not `latest`, and does not
-/// begin with `pin.`.
+/// Refuses a name that a user cannot give to a tag ([`Error::InvalidTag`]). A tag has 1 to 64
+/// letters, digits, dots, dashes or underscores. It is not only digits or only dots, is not
+/// `latest`, and does not begin with `pin.`.
 pub fn check_tag(text: &str) -> Result<()> {
     if layout::is_tag(text) && !text.starts_with(layout::PIN_PREFIX) {
         Ok(())

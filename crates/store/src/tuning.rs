@@ -2,33 +2,34 @@
 
 use crate::durability_kind::Durability;
 
-/// The limits of a writer. They are not part of the format: every store can be read with any limits.
+/// The limits of a writer. They are not part of the format: every store can be read with any
+/// limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// A pack that has reached this size is closed and followed by another. At most 2^39.
+    /// The size in bytes at which a pack is closed and followed by another. At most 2^39.
     pub pack_bytes_max: u64,
-    /// Records gather in memory until they reach this size.
+    /// The size in bytes up to which records gather in memory before they are written.
     pub buffer_bytes: usize,
     /// The base of the map chain rule, at least 2. A restore reads at most this many maps for each
     /// digit of the epoch.
     pub chain_base: u64,
-    /// The most memory for the sector index, in bytes, in a run with disks. If it is too small for an
-    /// index, sectors are not deduplicated.
+    /// The largest memory for the sector index, in bytes, in a run with disks. If it is too small
+    /// for an index, sectors are not deduplicated.
     pub sector_index_bytes: usize,
-    /// The fewest of the eight sectors of a block that must be found to make a composed record. Each
-    /// saves about a ninth of the block. The cost, half of the speed of put and read, does not depend
-    /// on the number (`examples/sectors.rs`).
+    /// The smallest number of the eight sectors of a block that must be found to make a composed
+    /// record. Each saves about a ninth of the block. The cost, half of the speed of put and read,
+    /// does not depend on the number (`examples/sectors.rs`).
     pub sector_parts_min: usize,
-    /// The most memory for the bases of deltas, in bytes. Other bases are read from the store each
-    /// time.
+    /// The largest memory for the bases of deltas, in bytes. Other bases are read from the store
+    /// each time.
     pub base_bytes: usize,
-    /// The approximate memory for the deduplication index, in bytes. Further entries lie in files, if
-    /// the store has a directory on this host. Entries that do not fit there are forgotten, the oldest
-    /// first; their content is stored again when it occurs again.
+    /// The approximate memory for the deduplication index, in bytes. Further entries lie in files,
+    /// if the store has a directory on this host. Entries that do not fit there are forgotten, the
+    /// oldest first; their content is stored again when it occurs again.
     pub index_bytes: usize,
-    /// The threads that hash and compress pages, at least one.
+    /// The number of threads that hash and compress pages, at least one.
     pub encode_threads: usize,
-    /// When checkpoints become durable.
+    /// The time at which checkpoints become durable.
     pub durability: Durability,
 }
 

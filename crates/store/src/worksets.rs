@@ -19,21 +19,22 @@ use keyframe_units::PageIndex;
 const NEXT_MAX: usize = 16;
 
 impl LoadedCheckpoint {
-    /// The pages that a VM restored from this checkpoint will probably touch first, in that order:
-    /// the recorded working set, or else the pages that the VM wrote until the next checkpoint.
-    /// Empty if neither is known.
+    /// Returns the pages that a VM restored from this checkpoint will probably touch first, in that
+    /// order: the recorded working set, or else the pages that the VM wrote until the next
+    /// checkpoint. Empty if neither is known.
     pub fn expected_first(&self) -> Vec<PageIndex> {
         self.working_set().or_else(|| self.inner.written_next(self)).unwrap_or_default()
     }
 
-    /// The recorded working set; `None` if there is none.
+    /// Returns the recorded working set; `None` if there is none.
     pub fn working_set(&self) -> Option<Vec<PageIndex>> {
         let bytes =
             self.inner.backend.read(&layout::workset(self.id), WORKING_SET_BYTES_MAX).ok()?;
         decode(&bytes, self.inner.config.id, self.id, self.meta.ram.len_pages())
     }
 
-    /// Appends `touched` to the working set, for the next restore.
+    /// Appends the pages `touched` to the checkpoint's working set, for the next restore. Error:
+    /// the file cannot be written.
     pub fn keep_working_set(&self, touched: &[PageIndex]) -> Result<()> {
         let space_pages = self.meta.ram.len_pages();
         let mut pages = self.working_set().unwrap_or_default();
@@ -51,8 +52,8 @@ impl LoadedCheckpoint {
 
 impl OpenStore {
     /// The pages that changed between a checkpoint and the next one of its run, rising. A few more
-    /// if the map of the next one reaches further back. `None` if there is no next one, or its map is
-    /// complete.
+    /// if the map of the next one reaches further back. `None` if there is no next one, or its map
+    /// is complete.
     fn written_next(&self, of: &LoadedCheckpoint) -> Option<Vec<PageIndex>> {
         let ids = self.checkpoint_ids().ok()?;
         let next = ids.iter().filter(|id| **id > of.id).take(NEXT_MAX).find_map(|id| {

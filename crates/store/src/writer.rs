@@ -39,13 +39,15 @@ pub struct Writer {
 }
 
 impl Store {
-    /// Takes the writer's lock. Other processes see `owner` as its holder ([`Error::Locked`]). Reads
-    /// the indexes of all packs, and all of the packs that an earlier writer did not finish.
+    /// Takes the writer's lock. Other processes see `owner` as its holder. Reads the indexes of all
+    /// packs, and all of the packs that an earlier writer did not finish. Error: [`Error::Locked`]
+    /// if another writer has it.
     pub fn lock_writer(&self, owner: &str) -> Result<Writer> {
         self.lock_writer_tuned(owner, Tuning::default())
     }
 
-    /// Locks as [`Store::lock_writer`], with the caller's limits for the written packs.
+    /// Locks as [`Store::lock_writer`], with the caller's limits for the written packs. Errors:
+    /// those of [`Store::lock_writer`].
     pub fn lock_writer_tuned(&self, owner: &str, tuning: Tuning) -> Result<Writer> {
         Writer::lock(self.inner().clone(), owner, tuning)
     }
@@ -95,39 +97,40 @@ impl Writer {
         })
     }
 
-    /// Returns when its checkpoints become durable: as requested, or with each one if the backend
-    /// has no other way.
+    /// Returns the time at which the writer's checkpoints become durable: as requested, or with
+    /// each checkpoint if the backend has no other way.
     pub fn durability(&self) -> Durability {
         self.tuning.durability
     }
 
-    /// Checkpoints that power loss damaged before they were durable ([`Durability`]). Locking the store
-    /// moved them to the quarantine.
+    /// Returns the checkpoints that power loss damaged before they were durable ([`Durability`]).
+    /// Locking the store moved them to the quarantine.
     pub fn torn(&self) -> &[TornCheckpoint] {
         &self.torn
     }
 
-    /// The first checkpoint that a failed sync may have lost since the machine's boot. It and later
-    /// ones can be read until the machine goes down; then the damaged ones go to the quarantine. New
-    /// checkpoints do not build on them.
+    /// Returns the first checkpoint that a failed sync may have lost since the machine's boot;
+    /// `None` if there is none. It and later ones can be read until the machine goes down; then the
+    /// damaged ones go to the quarantine. New checkpoints do not build on them.
     pub fn in_doubt(&self) -> Option<CheckpointId> {
         self.doubt
     }
 
-    /// The size of its deduplication index; `None` while a run is open.
+    /// Returns the size of its deduplication index; `None` while a run is open.
     pub fn index_use(&self) -> Option<IndexUse> {
         let session = self.slot.lock().ignore_poison();
         session.as_ref().map(|session| session.packs.index_use())
     }
 
-    /// Begins a run with a new id. Its first checkpoint will be complete. One run can be open at a
-    /// time.
+    /// Begins a run of VM `vm` with the RAM blocks `ram` and a new id. Its first checkpoint will be
+    /// complete. One run can be open at a time. Error: a run is open.
     pub fn begin_run(&mut self, vm: &str, ram: &RamLayout) -> Result<Run> {
         self.begin_run_with(vm, ram, Vec::new(), DiskState::default())
     }
 
-    /// Begins a run of a VM with disks, whose counts are ignored. `state` is the default, or the state
-    /// of an earlier run of the same VM with the same disks.
+    /// Begins a run of VM `vm` with the RAM blocks `ram` and the disks `disks`, whose counts are
+    /// ignored. `state` is the default, or the state of an earlier run of the same VM with the same
+    /// disks. Error: a run is open.
     pub fn begin_run_with(
         &mut self,
         vm: &str,
@@ -161,7 +164,8 @@ impl Writer {
         ))
     }
 
-    /// Points a new or existing tag to a checkpoint. Works while a run is open.
+    /// Points a new or existing tag to a checkpoint. Works while a run is open. Errors: no such
+    /// checkpoint; no possible tag; the tag cannot be written.
     pub fn set_tag(&mut self, tag: &str, id: CheckpointId) -> Result<()> {
         crate::tags::check_tag(tag)?;
         let ids = self.inner.checkpoint_ids()?;

@@ -34,7 +34,8 @@ pub fn assert_golden(path: impl AsRef<Path>, actual: &str) {
     );
 }
 
-/// The text of an error for a golden file: its message, its causes and its fix, a line each.
+/// Returns the text of an error for a golden file: its message, its causes and its fix, a line
+/// each.
 pub fn error_text(error: &dyn Error, fix: Option<String>) -> String {
     let mut text = format!("{error}\n");
     let mut cause = error.source();

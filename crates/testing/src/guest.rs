@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The small guest's directory: `KEYFRAME_GUEST`, or the one that `guests/build small` makes.
+/// Returns the small guest's directory: `KEYFRAME_GUEST`, or the one that `guests/build small`
+/// makes.
 pub fn small_guest() -> PathBuf {
     std::env::var_os("KEYFRAME_GUEST")
         .filter(|dir| !dir.is_empty())
@@ -23,7 +24,7 @@ pub fn build_guest(name: &str) -> PathBuf {
     PathBuf::from(stdout.lines().last().expect("a directory"))
 }
 
-/// True if `PATH` has this program.
+/// Returns true if `PATH` has this program.
 pub fn has_program(name: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).any(|dir| dir.join(name).is_file())

@@ -6,30 +6,30 @@ use crate::{Scope, record_skip};
 /// A QEMU to test with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Qemu {
-    /// `distribution` or `10`.
+    /// The QEMU's name in test output: `distribution` or `10`.
     pub label: &'static str,
-    /// Its program: a path, or a name that `PATH` resolves.
+    /// The QEMU's program: a path, or a name that `PATH` resolves.
     pub path: String,
 }
 
-/// The distribution's QEMU, in `PATH`.
+/// Returns the distribution's QEMU, in `PATH`.
 pub fn distribution_qemu() -> Qemu {
     Qemu { label: "distribution", path: "qemu-system-x86_64".into() }
 }
 
-/// Returns QEMU 10 if `KEYFRAME_QEMU10` names its program. The caller records a skip if there is
-/// none.
+/// Returns QEMU 10 if `KEYFRAME_QEMU10` names its program; `None` if not, and then the caller
+/// records a skip.
 pub fn qemu_10() -> Option<Qemu> {
     let path = std::env::var("KEYFRAME_QEMU10").ok().filter(|path| !path.is_empty())?;
     Some(Qemu { label: "10", path })
 }
 
-/// Why a test runs without QEMU 10.
+/// The reason why a test runs without QEMU 10.
 pub const NO_QEMU_10: &str =
     "QEMU 10: KEYFRAME_QEMU10 names no program (guests/build qemu10 builds one)";
 
-/// The distribution's QEMU and QEMU 10. If there is no QEMU 10, that part of the running test is
-/// recorded as skipped.
+/// Returns the distribution's QEMU and QEMU 10. If there is no QEMU 10, that part of the running
+/// test is recorded as skipped.
 pub fn qemus() -> Vec<Qemu> {
     let ten = qemu_10();
     if ten.is_none() {

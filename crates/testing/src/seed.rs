@@ -8,7 +8,7 @@ use std::fmt::Debug;
 
 const DEFAULT_SEED: u64 = 1;
 
-/// The seed of this run: `KEYFRAME_TEST_SEED`, or 1.
+/// Returns the seed of this run: `KEYFRAME_TEST_SEED`, or 1.
 ///
 /// # Panics
 /// If `KEYFRAME_TEST_SEED` is not a number.
@@ -18,7 +18,7 @@ pub fn seed() -> u64 {
     })
 }
 
-/// True if this run tests every variant, however long that takes: `KEYFRAME_TEST_ALL=1`, as
+/// Returns true if this run tests every variant, however long that takes: `KEYFRAME_TEST_ALL=1`, as
 /// `make test-all` sets it.
 pub fn tests_every_variant() -> bool {
     std::env::var_os("KEYFRAME_TEST_ALL").is_some_and(|value| !value.is_empty() && value != "0")

@@ -8,7 +8,7 @@ use std::fmt::Display;
 use std::io::Write;
 use std::path::Path;
 
-/// How much of the running test is skipped.
+/// The part of the running test that is skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scope {
     /// The test does not run its subject. It counts as skipped.

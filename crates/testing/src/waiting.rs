@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-/// How long a test waits for an event before it fails: long enough for a busy machine.
+/// The time that a test waits for an event before it fails: long enough for a busy machine.
 pub const PATIENCE: Duration = Duration::from_mins(2);
 
 /// Waits until `is_done` returns true.
@@ -21,7 +21,7 @@ pub fn wait_until(what: &str, mut is_done: impl FnMut() -> bool) {
     }
 }
 
-/// Returns how long to wait after a look that took `took`. Looks that start programs must leave
+/// Returns the time to wait after a look that took `took`. Looks that start programs must leave
 /// processor time to the programs that they look at.
 pub fn pause_after(took: Duration) -> Duration {
     (took * 5).clamp(Duration::from_millis(10), Duration::from_millis(250))

@@ -33,7 +33,7 @@ impl Clone for Identity {
     }
 }
 
-/// How a client recognizes a server.
+/// The rule by which a client recognizes a server.
 #[derive(Clone, Debug)]
 pub enum ServerTrust {
     /// An authority of this list signed the server's certificate, which names the host.

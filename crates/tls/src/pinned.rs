@@ -16,7 +16,7 @@ pub fn fingerprint(certificate: &[u8]) -> Fingerprint {
     Sha256::digest(certificate).into()
 }
 
-/// The server showed a certificate with this fingerprint instead of the pinned one.
+/// The error of a server that showed a certificate with this fingerprint instead of the pinned one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnknownFingerprint(pub Fingerprint);
 

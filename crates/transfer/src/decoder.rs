@@ -11,7 +11,8 @@ use rustc_hash::FxHashMap;
 
 /// The standby's copy of the VM's page space: RAM, then the disks.
 pub trait EpochImage {
-    /// Reads the content of `page` as of the epoch applied last.
+    /// Reads into `into` the content of `page` as of the epoch that was applied last. Error: the
+    /// image cannot be read.
     fn read(&self, page: PageIndex, into: &mut Page) -> std::io::Result<()>;
 }
 
@@ -38,7 +39,7 @@ impl EpochBuffer {
         self.slots.is_empty()
     }
 
-    /// Returns the pages and their contents, rising.
+    /// Returns the pages and their contents, in rising order.
     pub fn pages(&self) -> impl Iterator<Item = (PageIndex, &Page)> {
         let mut pages: Vec<_> = self.slots.iter().map(|(page, slot)| (*page, *slot)).collect();
         pages.sort_unstable();
@@ -74,21 +75,21 @@ impl EpochBuffer {
     }
 }
 
-/// Decodes the batches of one stream.
+/// Decodes the batches of one stream of a VM's pages.
 #[derive(Debug)]
-pub struct Decoder {
+pub struct EpochDecoder {
     space_pages: u64,
 }
 
-impl Decoder {
+impl EpochDecoder {
     /// Makes a decoder for a VM of `space_pages` pages, disks included.
     #[must_use]
     pub fn new(space_pages: u64) -> Self {
         Self { space_pages }
     }
 
-    /// Adds the pages of `batch` to `epoch`. Differences are applied to the page in `epoch`, or
-    /// else in `image`.
+    /// Adds the pages of `batch` to `epoch`. Applies a difference to the page in `epoch`, or else
+    /// to the one in `image`.
     ///
     /// Errors: [`Error::Malformed`] if the batch is malformed; [`Error::Image`] if `image` cannot
     /// be read.
@@ -201,7 +202,7 @@ fn lz4(packed: &[u8], into: &mut [u8]) -> Result<(), String> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Encoder;
+    use crate::EpochEncoder;
     use proptest::prelude::*;
 
     const PAGES: u64 = 40;
@@ -260,10 +261,10 @@ mod tests {
             let mut image = Memory(vm.clone());
             let mut dirty = std::collections::BTreeSet::new();
             let mut owed = dirty.clone();
-            let (mut encoder, decoder) = (Encoder::new(bases * PAGE_BYTES), Decoder::new(PAGES));
+            let (mut encoder, decoder) = (EpochEncoder::new(bases * PAGE_BYTES), EpochDecoder::new(PAGES));
             let mut epoch = EpochBuffer::default();
             let send = |vm: &[Page], dirty: &mut std::collections::BTreeSet<u64>, owed: &mut std::collections::BTreeSet<u64>,
-                            encoder: &mut Encoder, epoch: &mut EpochBuffer, image: &Memory| {
+                            encoder: &mut EpochEncoder, epoch: &mut EpochBuffer, image: &Memory| {
                 let pages: Vec<_> = dirty.iter().map(|p| (PageIndex(*p), &vm[*p as usize])).collect();
                 let mut batch = Vec::new();
                 let sent = encoder.encode(&pages, &mut batch);
@@ -303,14 +304,14 @@ mod tests {
         #[test]
         fn arbitrary_batches_never_panic(batch in prop::collection::vec(any::<u8>(), 0..400)) {
             let mut epoch = EpochBuffer::default();
-            let _ = Decoder::new(PAGES).decode(&batch, &mut epoch, &Memory(vec![ZERO_PAGE; PAGES as usize]));
+            let _ = EpochDecoder::new(PAGES).decode(&batch, &mut epoch, &Memory(vec![ZERO_PAGE; PAGES as usize]));
             prop_assert!(epoch.len_pages() <= PAGES && epoch.pages().all(|(page, _)| page.0 < PAGES));
         }
     }
 
     #[test]
     fn a_page_that_changes_a_few_words_takes_tens_of_bytes() {
-        let mut encoder = Encoder::new(1 << 20);
+        let mut encoder = EpochEncoder::new(1 << 20);
         let mut page = noise(3);
         let mut out = Vec::new();
         assert_eq!(encoder.encode(&[(PageIndex(7), &page)], &mut out).raw, 1);

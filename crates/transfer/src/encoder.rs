@@ -16,27 +16,27 @@ const SAVING_BYTES_MIN: usize = 64;
 
 /// Statistics of encoded pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Sent {
+pub struct SentPages {
     /// The number of pages.
     pub pages: u64,
-    /// Pages of zeros.
+    /// The number of pages of zeros.
     pub zero: u64,
-    /// Pages sent as a copy of another page at the standby.
+    /// The number of pages sent as a copy of another page at the standby.
     pub like: u64,
-    /// Pages sent as a difference from the standby's version.
+    /// The number of pages sent as a difference from the standby's version.
     pub patched: u64,
-    /// Pages sent compressed.
+    /// The number of pages sent compressed.
     pub compressed: u64,
-    /// Pages sent raw.
+    /// The number of pages sent as they are.
     pub raw: u64,
-    /// Pages that equal the standby's version and were not sent.
+    /// The number of pages that equal the standby's version and were not sent.
     pub same: u64,
     /// The size of the batches in bytes.
     pub bytes: u64,
 }
 
-impl Sent {
-    /// The sum of both.
+impl SentPages {
+    /// Returns the sums of both statistics.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {
@@ -61,8 +61,9 @@ struct Base {
     content: Box<Page>,
 }
 
-/// Encodes the pages of one stream. It keeps the standby's versions of the pages sent last as bases.
-pub struct Encoder {
+/// Encodes the pages of one stream. It keeps the standby's versions of the pages sent last as
+/// bases.
+pub struct EpochEncoder {
     bases: Vec<Base>,
     of_page: FxHashMap<PageIndex, u32>,
     of_content: FxHashMap<u64, u32>,
@@ -76,8 +77,8 @@ pub struct Encoder {
     patch: Vec<u8>,
 }
 
-impl Encoder {
-    /// An encoder that keeps up to `memory_bytes` of the standby's pages as bases.
+impl EpochEncoder {
+    /// Creates an encoder that keeps up to `memory_bytes` of the standby's pages as bases.
     #[must_use]
     pub fn new(memory_bytes: usize) -> Self {
         Self {
@@ -94,9 +95,9 @@ impl Encoder {
         }
     }
 
-    /// Appends a batch of `pages`, in rising order, to `out`.
-    pub fn encode(&mut self, pages: &[(PageIndex, &Page)], out: &mut Vec<u8>) -> Sent {
-        let (mut sent, before) = (Sent::default(), out.len());
+    /// Appends a batch of `pages`, in rising order, to `out`. Returns its statistics.
+    pub fn encode(&mut self, pages: &[(PageIndex, &Page)], out: &mut Vec<u8>) -> SentPages {
+        let (mut sent, before) = (SentPages::default(), out.len());
         let mut last = 0;
         for (page, content) in pages {
             self.entry(*page, content, &mut last, out, &mut sent);
@@ -134,7 +135,7 @@ impl Encoder {
         content: &Page,
         last: &mut u64,
         out: &mut Vec<u8>,
-        sent: &mut Sent,
+        sent: &mut SentPages,
     ) {
         sent.pages += 1;
         let hash = xxh3_64(content);
@@ -205,8 +206,8 @@ impl Encoder {
         Some(base.page)
     }
 
-    /// Writes the difference from the base in `slot` to `patch`. False if the difference is too large,
-    /// or if there is no base.
+    /// Writes the difference from the base in `slot` to `patch`. False if the difference is too
+    /// large, or if there is no base.
     fn patch_of(&mut self, slot: Option<u32>, content: &Page) -> bool {
         self.patch.clear();
         let base = slot.and_then(|slot| self.bases.get(slot as usize));

@@ -1,6 +1,6 @@
 //! Entry points of the fuzzers in `fuzz/`. They are not part of the interface.
 
-use crate::{Decoder, EpochBuffer, EpochImage};
+use crate::{EpochBuffer, EpochDecoder, EpochImage};
 use keyframe_units::{Page, PageIndex, ZERO_PAGE};
 
 const PAGES: u64 = 64;
@@ -24,7 +24,7 @@ impl EpochImage for Numbered {
 /// If the decoder accepts a page outside the page space.
 pub fn batch(bytes: &[u8]) {
     let mut epoch = EpochBuffer::default();
-    let _ = Decoder::new(PAGES).decode(bytes, &mut epoch, &Numbered);
+    let _ = EpochDecoder::new(PAGES).decode(bytes, &mut epoch, &Numbered);
     assert!(
         epoch.len_pages() <= PAGES && epoch.pages().all(|(page, _)| page.0 < PAGES),
         "pages of nobody's"

@@ -25,27 +25,27 @@ mod encoder;
 #[doc(hidden)]
 pub mod fuzzing;
 
-pub use decoder::{Decoder, EpochBuffer, EpochImage};
-pub use encoder::{Encoder, Sent};
+pub use decoder::{EpochBuffer, EpochDecoder, EpochImage};
+pub use encoder::{EpochEncoder, SentPages};
 
 use keyframe_units::PageIndex;
 
 /// The number of neighbouring pages that one stream carries.
 const STREAM_PAGES: u64 = 512;
 
-/// The number of the stream, of `streams`, that carries a page.
+/// Returns the number, from 0, of the stream that carries a page, if there are `streams` streams.
 #[must_use]
 pub fn stream_of(page: PageIndex, streams: usize) -> usize {
     (page.0 / STREAM_PAGES % (streams.max(1) as u64)) as usize
 }
 
-/// Why a batch cannot be decoded.
+/// The reason why a batch cannot be decoded.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The batch is malformed.
     #[error("a batch of pages, byte {at}: {problem}")]
     Malformed {
-        /// The offset in the batch.
+        /// The offset of the problem in the batch, in bytes.
         at: usize,
         /// The problem.
         problem: String,
@@ -53,7 +53,7 @@ pub enum Error {
     /// The base of a difference could not be read.
     #[error("read page {page} of the standby's image")]
     Image {
-        /// The page.
+        /// The number of the page.
         page: u64,
         /// The reason.
         source: std::io::Error,

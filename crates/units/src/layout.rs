@@ -3,7 +3,7 @@
 use crate::{PAGE_BYTES, PageIndex, PageRange};
 use serde::{Deserialize, Serialize};
 
-/// How a restore gives a RAM block back to the VMM.
+/// The way in which a restore gives a RAM block back to the VMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BlockKind {
@@ -18,15 +18,15 @@ pub enum BlockKind {
 pub struct RamBlock {
     /// The VMM's name of the block, as `pc.ram`, `0000:00:02.0/vga.vram` or `/rom@etc/acpi/tables`.
     pub name: String,
-    /// How a restore gives the block back.
+    /// The way in which a restore gives the block back.
     pub kind: BlockKind,
     /// The bytes in use now. QEMU grows some ROM blocks while the guest runs.
     pub used_bytes: u64,
-    /// The bytes reserved, a multiple of [`PAGE_BYTES`]. `used_bytes` never exceeds it.
+    /// The number of bytes reserved, a multiple of [`PAGE_BYTES`]. `used_bytes` never exceeds it.
     pub total_bytes: u64,
 }
 
-/// Why a list of RAM blocks is not a layout.
+/// The reason why a list of RAM blocks is not a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LayoutError {
     /// A block's reserved size is zero or not a multiple of [`PAGE_BYTES`].

@@ -22,7 +22,7 @@ use keyframe_units::CheckpointId;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A disk, as layers over its image.
+/// The source of a commit: the layers of a disk over its image.
 pub struct CommitSource {
     /// The name of the source in messages, and in the mark of an interrupted commit: one line.
     pub name: String,
@@ -30,9 +30,9 @@ pub struct CommitSource {
     pub base: PathBuf,
     /// The format of that image.
     pub format: ImageFormat,
-    /// The size of the disk.
+    /// The size of the disk in bytes.
     pub disk_bytes: u64,
-    /// The checkpoint's description of the disk, if one records the image.
+    /// The checkpoint's description of the disk; `None` if no checkpoint records the image.
     pub known: Option<DiskMeta>,
     layer: Option<Box<dyn Layer>>,
     overlay: Option<(Overlay, PathBuf)>,
@@ -65,8 +65,8 @@ impl CommitSource {
         Ok(source)
     }
 
-    /// Opens the writes in the overlay in `dir`, over the image `base` and the checkpoint from which
-    /// its VM was restored.
+    /// Opens the writes in the overlay in `dir`, over the image `base` and the checkpoint from
+    /// which its VM was restored.
     ///
     /// Errors: the overlay or the checkpoint cannot be read, [`Error::OverlayWithoutStore`],
     /// [`Error::OverlayNotDescribed`], or the image has changed.
@@ -134,7 +134,7 @@ impl CommitSource {
         require_unchanged(&beneath)
     }
 
-    /// Returns true if this commit was interrupted before: its blocks are written again.
+    /// Returns true if this commit was interrupted before. Then its blocks are written again.
     pub fn was_interrupted(&self) -> bool {
         commit::interrupted(&self.base).is_some_and(|source| source == self.name)
     }
@@ -145,7 +145,7 @@ impl CommitSource {
         self.layer.as_deref().into_iter().map(|layer| layer as &dyn Layer).chain(overlay)
     }
 
-    /// Returns the amount of data in all layers. Error: a layer cannot be read.
+    /// Returns the amount of data in all layers, in bytes. Error: a layer cannot be read.
     pub fn amount(&self) -> Result<Amount> {
         self.layers().try_fold(Amount::default(), |sum, layer| {
             let one = commit::measure(layer)?;
@@ -154,8 +154,8 @@ impl CommitSource {
         })
     }
 
-    /// Returns what depends on the image, without this overlay; `None` if the source has no store.
-    /// Error: the store cannot be read.
+    /// Returns what depends on the image, apart from this overlay; `None` if the source has no
+    /// store. Error: the store cannot be read.
     pub fn dependents(&self) -> Result<Option<ImageDependents>> {
         let own = self.overlay.as_ref().map(|(_, dir)| dir.as_path());
         self.store.as_ref().map(|store| ImageDependents::on(&self.base, store, own)).transpose()

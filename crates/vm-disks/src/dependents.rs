@@ -17,16 +17,16 @@ use serde::Serialize;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-/// What depends on an image, directly or through images that have it as backing file.
+/// What depends on an image, directly or through images whose backing file it is.
 #[derive(Debug, Default, Serialize)]
 pub struct ImageDependents {
-    /// VMs that run over the image.
+    /// The names of VMs that run over the image.
     pub running: Vec<String>,
-    /// Overlay directories with the writes of VMs that have ended.
+    /// The overlay directories with the writes of VMs that have ended.
     pub left: Vec<PathBuf>,
-    /// Checkpoints with disks over the image.
+    /// The checkpoints with disks over the image.
     pub checkpoints: Vec<CheckpointId>,
-    /// Checkpoints that cannot be read, and may have disks over the image.
+    /// The checkpoints that cannot be read, and may have disks over the image.
     pub unreadable: Vec<CheckpointId>,
 }
 
@@ -54,7 +54,7 @@ impl ImageDependents {
                 dependents.checkpoints.push(sealed.id);
             }
         }
-        dependents.unreadable = listing.unreadable.iter().map(|(id, _)| *id).collect();
+        dependents.unreadable = listing.unreadable.iter().map(|one| one.id).collect();
         Ok(dependents)
     }
 
@@ -66,7 +66,7 @@ impl ImageDependents {
         Err(Error::ImageInUse { image: image.to_owned(), vms: self.running.join(", ") })
     }
 
-    /// The losses that a write to the image would cause, one sentence for each kind.
+    /// Returns the losses that a write to the image would cause, one sentence for each kind.
     pub fn losses(&self) -> Vec<String> {
         let mut lines = Vec::new();
         if !self.checkpoints.is_empty() {

@@ -90,7 +90,7 @@ pub enum Error {
     RemoteDrive {
         /// The drive.
         name: String,
-        /// Where QEMU finds it.
+        /// The address at which QEMU finds it.
         address: String,
     },
     /// Keyframe does not serve images of this format.
@@ -207,13 +207,13 @@ pub enum Error {
     SizeDiffers {
         /// The image.
         path: PathBuf,
-        /// The image's size as a disk.
+        /// The image's size as a disk, in bytes.
         image_bytes: u64,
         /// The disk.
         disk: String,
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// The disk's size in the checkpoint.
+        /// The disk's size in the checkpoint, in bytes.
         disk_bytes: u64,
     },
     /// A VM runs on the image that the command should write.
@@ -231,7 +231,7 @@ pub enum Error {
         overlay: String,
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// Why the store cannot be opened.
+        /// The reason why the store cannot be opened.
         source: keyframe_store::Error,
     },
     /// The description of an overlay directory does not name this overlay.
@@ -244,11 +244,11 @@ pub enum Error {
     OtherImage {
         /// The image.
         path: PathBuf,
-        /// The image's size as a disk.
+        /// The image's size as a disk, in bytes.
         image_bytes: u64,
         /// The source of the commit.
         commit: String,
-        /// The size of its disk.
+        /// The size of its disk, in bytes.
         disk_bytes: u64,
     },
 }
@@ -273,21 +273,21 @@ impl StoreError {
 /// The difference between an image and its description in a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImageChange {
-    /// Its length, in bytes.
+    /// The image's length, in bytes, differs.
     Length {
-        /// At the checkpoint.
+        /// The length at the checkpoint.
         then: u64,
-        /// At present.
+        /// The present length.
         now: u64,
     },
-    /// The modification time alone: the sampled parts are equal.
+    /// The modification time alone differs: the sampled parts are equal.
     Time {
         /// The modification time in the checkpoint, in seconds since 1970.
         modified_s: i64,
         /// The nanoseconds of that time.
         modified_ns: u32,
     },
-    /// Its content.
+    /// The image's content differs.
     Content,
 }
 

@@ -9,7 +9,7 @@ use keyframe_store::{CheckpointId, Listing, Sealed, Store};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The checkpoints that overlays of disks depend on, each with one such overlay directory.
+/// Returns the checkpoints that overlays of disks depend on, each with one such overlay directory.
 ///
 /// Errors: an overlay directory does not tell which checkpoint it depends on.
 pub fn checkpoints_under_overlays(store: &Store) -> Result<BTreeMap<CheckpointId, PathBuf>> {
@@ -33,8 +33,9 @@ pub fn checkpoints_under_overlays(store: &Store) -> Result<BTreeMap<CheckpointId
     Ok(overlay_directory::all(store).into_iter().filter_map(on).collect())
 }
 
-/// The clones of images that only `forgotten` checkpoints name. True as the second value if there
-/// are such clones and a checkpoint that cannot be read may name them too; then the list is empty.
+/// Returns the clones of images that only `forgotten` checkpoints name. The second value is true if
+/// there are such clones and a checkpoint that cannot be read may name them too; then the list is
+/// empty.
 pub fn clones_of(
     store: &Store,
     listing: &Listing,
@@ -63,7 +64,7 @@ pub fn clones_of(
         .filter(is_clone)
         .map(PathBuf::from)
         .collect();
-    let hidden = listing.unreadable.iter().any(|(id, _)| !forgotten.contains(id));
+    let hidden = listing.unreadable.iter().any(|one| !forgotten.contains(&one.id));
     if hidden && !clones.is_empty() { (Vec::new(), true) } else { (clones, false) }
 }
 

@@ -10,10 +10,10 @@ use std::cell::RefCell;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-/// Which blocks the disk server puts between image and overlay.
+/// Names the blocks that the disk server puts between image and overlay.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct LayerSource {
-    /// The store.
+    /// The path or address of the store.
     pub store: PathBuf,
     /// The checkpoint.
     pub checkpoint: CheckpointId,
@@ -61,7 +61,7 @@ pub struct StoredLayer {
 }
 
 impl StoredLayer {
-    /// The blocks of disk number `disk`; `None` if the checkpoint has no such disk.
+    /// Makes the layer of disk number `disk`; `None` if the checkpoint has no such disk.
     pub fn of(disks: Arc<LoadedDisks>, disk: usize) -> Option<Self> {
         let blocks = disks.meta.blocks_of(disk)?;
         Some(Self { disks, blocks })

@@ -45,7 +45,8 @@ pub struct DiskToServe {
 }
 
 impl DiskToServe {
-    /// The disk of a `-drive` or `-blockdev` on a command line. `prefix` is put before its name.
+    /// Describes the disk of a `-drive` or `-blockdev` on a command line. `prefix` is put before
+    /// its name.
     ///
     /// Errors: the drive is a network export; its image has a format that is not served; the line
     /// names other images beneath it than the image itself ([`Error::BackingDiffers`]).
@@ -80,7 +81,7 @@ pub struct ServedDisks {
     pub directory: OverlayDirectory,
     /// The description of each disk.
     pub metas: Vec<DiskMeta>,
-    /// For each disk, whether the guest's writes are discarded at the end.
+    /// For each disk, true if the guest's writes are discarded at the end.
     pub temporary: Vec<bool>,
     /// The content of `disks.json`.
     info: OverlayInfo,
@@ -89,11 +90,11 @@ pub struct ServedDisks {
 }
 
 /// Starts a process that serves `disks` on `socket`. Their overlays are in a new directory of VM
-/// `vm` in `store`. `checkpoint` is the one that the VM was restored from.
+/// `vm` in `store`. `checkpoint` is the one that the VM was restored from; `None` for a VM that was
+/// not restored.
 ///
 /// Errors: an image cannot be opened; the directory cannot be created; the process does not start.
 /// After an error the directory is removed.
-/// directory is removed then.
 pub fn serve(
     store: &Store,
     vm: &str,
@@ -104,7 +105,8 @@ pub fn serve(
     serve_in(OverlayDirectory::claim(store, vm)?, vm, checkpoint, disks, socket)
 }
 
-/// Serves as [`serve`], with overlays in `directory`. After an error `directory` is removed.
+/// Serves as [`serve`], with overlays in `directory`. Errors: those of [`serve`]. After an error
+/// `directory` is removed.
 pub fn serve_in(
     directory: OverlayDirectory,
     vm: &str,
@@ -201,8 +203,8 @@ fn specs(directory: &OverlayDirectory, disks: &[DiskToServe], round: u32) -> Res
 }
 
 impl ServedDisks {
-    /// Ends the server. Removes the directory of the overlays, unless `keep` is true and the guest
-    /// has written data that is not temporary; then returns the directory's path.
+    /// Ends the server. If `keep` is true and the guest has written data that is not temporary,
+    /// keeps the directory of the overlays and returns its path. Removes the directory otherwise.
     ///
     /// Errors: the server does not answer, or does not end. Then the directory stays.
     pub fn end(self, keep: bool) -> Result<Option<PathBuf>> {

@@ -19,8 +19,8 @@ pub struct Media {
 }
 
 impl Media {
-    /// Starts a server for `media`, with a folder of its own in `place`. Relative paths of images
-    /// begin in `directory`. `None` if `media` is empty.
+    /// Starts a server for `media`, with a directory of its own in `place`. Relative paths of
+    /// images begin in `directory`. Returns `None` if `media` is empty.
     ///
     /// Error: a medium cannot be served. QEMU can still read it itself.
     pub fn serve(media: &[Medium], directory: &Path, place: &Path) -> Result<Option<Self>> {
@@ -36,13 +36,13 @@ impl Media {
         Ok(Some(Self { disks: Some(disks), folder }))
     }
 
-    /// The address of the server, for QEMU's command line.
+    /// Returns the address of the server, for QEMU's command line.
     pub fn server(&self) -> DiskServer {
         DiskServer { socket: self.folder.path().join(SOCKET), prefix: String::new() }
     }
 
     /// Makes the server answer on CPU `core`, which the guest's thread uses too, so that an answer
-    /// comes before the guest runs on.
+    /// comes before the guest runs on. Error: the server does not answer.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
         Ok(self.disks.as_mut().map_or(Ok(()), |disks| disks.answer_on(core))?)
     }

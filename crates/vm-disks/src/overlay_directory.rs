@@ -27,14 +27,15 @@ const INFO_BYTES_MAX: u64 = 4 << 20;
 /// The content of `disks.json`: the owner of the overlays in a directory.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct OverlayInfo {
-    /// The VM, or the group.
+    /// The name of the VM, or of the group.
     pub vm: String,
-    /// The time of its start.
+    /// The time at which the VM was started.
     pub began: jiff::Timestamp,
-    /// The checkpoint that it was restored from: its blocks lie between overlay and image.
+    /// The checkpoint that the VM was restored from, whose blocks lie between overlay and image;
+    /// `None` if it was not restored.
     #[serde(skip_serializing_if = "Option::is_none", default)]
     pub checkpoint: Option<u64>,
-    /// The disks and the directories of their overlays.
+    /// The description of each disk, and the directory of its overlay.
     pub disks: Vec<(DiskMeta, String)>,
 }
 
@@ -70,12 +71,12 @@ impl OverlayDirectory {
         Err(Error::TooManyOverlays { folder: folder.to_owned(), vm: vm.to_owned() })
     }
 
-    /// The directory.
+    /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The directory of the overlay of disk number `index`.
+    /// Returns the directory of the overlay of disk number `index`.
     pub fn overlay(&self, index: usize, name: &str) -> PathBuf {
         self.path.join(format!("{index}-{}", name_from(name)))
     }
@@ -95,7 +96,7 @@ impl OverlayDirectory {
     }
 }
 
-/// Reads the description of the overlay directory at `path`. `None` if there is no readable one.
+/// Reads the description of the overlay directory at `path`; `None` if there is no readable one.
 pub fn info(path: &Path) -> Option<OverlayInfo> {
     let file = path.join(INFO);
     let known = std::fs::metadata(&file).ok().filter(|meta| meta.len() <= INFO_BYTES_MAX)?;
@@ -103,14 +104,14 @@ pub fn info(path: &Path) -> Option<OverlayInfo> {
     serde_json::from_slice(&text).ok()
 }
 
-/// The store that holds the overlay in `directory`, and the description of its overlay directory.
-/// `None` if the overlay is in no overlay directory.
+/// Returns the store that holds the overlay in `directory`, and the description of its overlay
+/// directory. `None` if the overlay is in no overlay directory.
 pub fn of_overlay(directory: &Path) -> Option<(PathBuf, OverlayInfo)> {
     let place = directory.parent()?;
     Some((keyframe_store::store_of_folder(place.parent()?.parent()?), info(place)?))
 }
 
-/// All overlay directories of a store, sorted by path.
+/// Returns all overlay directories of a store, sorted by path.
 pub fn all(store: &Store) -> Vec<(PathBuf, OverlayInfo)> {
     let Ok(folder) = store.local_folder() else { return Vec::new() };
     let Ok(folder) = std::fs::read_dir(folder.join("disks")) else { return Vec::new() };
@@ -120,13 +121,15 @@ pub fn all(store: &Store) -> Vec<(PathBuf, OverlayInfo)> {
     found
 }
 
-/// Whether a process uses the overlay in `directory`: a VM that runs, or a command that reads it.
+/// Returns whether a process uses the overlay in `directory`: a VM that runs, or a command that
+/// reads it.
 pub fn is_in_use(directory: &Path) -> bool {
     let locked = |overlay: File| flock(&overlay, FlockOperation::NonBlockingLockShared).is_err();
     File::open(directory).is_ok_and(locked)
 }
 
-/// The overlay directories with writes over one of the images `bases`, each with that image.
+/// Returns the overlay directories with writes over one of the images `bases`, each with that
+/// image.
 pub fn left_over(store: &Store, bases: &[&str]) -> Vec<(PathBuf, OverlayInfo, String)> {
     let mut found = Vec::new();
     for (path, info) in all(store) {

@@ -17,7 +17,7 @@ use crate::{DiskToServe, ServedDisks, specs};
 use keyframe_store::{DiskMeta, Meta, Store};
 use keyframe_units::CheckpointId;
 
-/// The disks of checkpoint `id`, ready to be served.
+/// Describes the disks of checkpoint `id`, ready to be served.
 ///
 /// Errors: an image below a disk has changed since the checkpoint.
 pub fn disks_of_checkpoint(
@@ -50,7 +50,7 @@ pub fn require_all(id: CheckpointId, meta: &Meta) -> Result<()> {
     Err(Error::DisksLeftOut { checkpoint: id, disks: named.join(", ") })
 }
 
-/// Whether two lists name the same disks, of the same sizes, over the same images.
+/// Returns whether two lists name the same disks, of the same sizes, over the same images.
 pub fn are_same(these: &[DiskMeta], those: &[DiskMeta]) -> bool {
     let same = |(a, b): (&DiskMeta, &DiskMeta)| {
         (&a.name, a.disk_bytes, &a.base) == (&b.name, b.disk_bytes, &b.base)
@@ -59,8 +59,8 @@ pub fn are_same(these: &[DiskMeta], those: &[DiskMeta]) -> bool {
 }
 
 impl ServedDisks {
-    /// Opens the disks of checkpoint `id` without serving them. Errors: an image has changed since
-    /// the checkpoint; a disk cannot be opened.
+    /// Opens the disks of checkpoint `id` in the server, beside those that are served, without
+    /// serving them. Errors: an image has changed since the checkpoint; a disk cannot be opened.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         let disks = disks_of_checkpoint(store, id, meta)?;
         self.round += 1;

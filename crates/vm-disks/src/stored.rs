@@ -30,9 +30,10 @@ impl StoredDisk {
         Some(Self { disks, meta, number })
     }
 
-    /// The disk with the name `name`. In a checkpoint of a group, the name is `MEMBER/NAME`, or
-    /// `NAME` if `member` is given. If there is only one disk, `name` may be `None`. Errors:
-    /// [`Error::NoDisk`], [`Error::NoDisks`], [`Error::NoMember`], [`Error::SeveralDisks`].
+    /// Chooses the disk with the name `name`. In a checkpoint of a group, the name is
+    /// `MEMBER/NAME`, or `NAME` if `member` is given. If there is only one disk, `name` may be
+    /// `None`. Errors: [`Error::NoDisk`], [`Error::NoDisks`], [`Error::NoMember`],
+    /// [`Error::SeveralDisks`].
     pub fn choose(
         disks: Arc<LoadedDisks>,
         member: Option<&str>,
@@ -71,17 +72,17 @@ impl StoredDisk {
         Self::of(disks, chosen).ok_or(Error::NoDisks { checkpoint: id, member: None })
     }
 
-    /// The checkpoint's description of the disk.
+    /// Returns the checkpoint's description of the disk.
     pub fn meta(&self) -> &DiskMeta {
         &self.meta
     }
 
-    /// The path of the image.
+    /// Returns the path of the image below the disk.
     pub fn image(&self) -> PathBuf {
         PathBuf::from(&self.meta.base.path)
     }
 
-    /// The format of the image. Error: [`Error::UnknownFormat`].
+    /// Returns the format of the image below the disk. Error: [`Error::UnknownFormat`].
     pub fn format(&self) -> Result<ImageFormat> {
         let DiskMeta { name, base, .. } = &self.meta;
         let format =
@@ -90,7 +91,7 @@ impl StoredDisk {
             .ok_or_else(|| Error::UnknownFormat { disk: name.clone(), format: base.format.clone() })
     }
 
-    /// The blocks of the disk that the checkpoint holds.
+    /// Returns the blocks of the disk that the checkpoint holds, as a layer over the image.
     ///
     /// Error: [`Error::DiskLeftOut`].
     pub fn layer(&self) -> Result<Box<dyn Layer>> {

@@ -1,6 +1,6 @@
 //! Names of VMs, which directories, files and sockets carry too.
 
-/// Whether a VM's name may have this character.
+/// Returns whether a VM's name may contain the character `c`.
 pub fn is_name_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.')
 }

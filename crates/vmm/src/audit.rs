@@ -1,6 +1,6 @@
 //! Findings of an audit: properties of a machine that prevent exact checkpoints.
 
-/// How serious a finding is.
+/// The severity of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Severity {
     /// The VM cannot be checkpointed exactly; Keyframe refuses it.
@@ -14,10 +14,10 @@ pub enum Severity {
 pub struct AuditFinding {
     /// The device, drive or option.
     pub subject: String,
-    /// Why it is a problem.
+    /// The reason why it is a problem.
     pub reason: String,
     /// What the user can do about it.
     pub fix: String,
-    /// How serious it is.
+    /// The severity of the finding.
     pub severity: Severity,
 }

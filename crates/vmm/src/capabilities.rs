@@ -66,11 +66,11 @@ impl fmt::Display for Ability {
 /// Whether a VMM has an ability.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Support {
-    /// It has the ability.
+    /// The VMM has the ability.
     Supported,
-    /// It does not have the ability.
+    /// The VMM does not have the ability.
     Unsupported {
-        /// Why not.
+        /// The reason why not.
         reason: String,
         /// What the user can do instead.
         fix: String,
@@ -85,7 +85,7 @@ pub struct Unsupported {
     pub vmm: VmmKind,
     /// The missing ability.
     pub ability: Ability,
-    /// Why the VMM lacks it.
+    /// The reason why the VMM lacks it.
     pub reason: String,
     /// What the user can do instead.
     pub fix: String,
@@ -100,12 +100,13 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    /// All abilities.
+    /// Returns the capabilities of a VMM that has all abilities.
     pub fn all(vmm: VmmKind) -> Self {
         Self { vmm, missing: BTreeMap::new() }
     }
 
-    /// The same without `ability`: `reason` says why, `fix` what the user can do instead.
+    /// Returns the same capabilities without `ability`: `reason` says why the VMM lacks it, and
+    /// `fix` what the user can do instead.
     #[must_use]
     pub fn without(
         mut self,
@@ -117,12 +118,12 @@ impl Capabilities {
         self
     }
 
-    /// The VMM.
+    /// Returns the kind of the VMM.
     pub fn vmm(&self) -> VmmKind {
         self.vmm
     }
 
-    /// Whether `ability` is there.
+    /// Returns whether the VMM has `ability`, and if not, the reason and the fix.
     pub fn support(&self, ability: Ability) -> Support {
         match self.missing.get(&ability) {
             Some((reason, fix)) => {

@@ -4,7 +4,7 @@ use crate::Unsupported;
 use std::error::Error;
 use std::fmt;
 
-/// What a [`VmmError`] means for the caller.
+/// The kind of a [`VmmError`], by which the caller decides how to go on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmmErrorKind {
     /// The VMM closed its monitor: the VM has ended, or it can no longer be controlled.
@@ -45,7 +45,7 @@ impl VmmError {
         self.fix.as_deref()
     }
 
-    /// The driver's error, for example to downcast it to the driver's own type.
+    /// Returns the driver's error, for example to downcast it to the driver's own type.
     pub fn driver_error(&self) -> &(dyn Error + Send + Sync + 'static) {
         &*self.error
     }

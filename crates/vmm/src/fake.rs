@@ -39,7 +39,7 @@ const PID: u32 = 4_000_001;
 /// Address of the RAM block in the imagined process.
 const HOST: HostVirt = HostVirt(0x7f00_0000_0000);
 
-/// An operation of the fake VM or of its watchdog.
+/// An operation of the fake VM or of its watchdog, which tests observe and disturb.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Step {
     /// [`Vmm::spec`].
@@ -86,7 +86,7 @@ pub enum Step {
     EndWatchdog,
 }
 
-/// What happens at a step.
+/// A disturbance that a test plans for a step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Incident {
     /// The operation fails with this text and has no effect.
@@ -241,7 +241,8 @@ fn lock(shared: &Mutex<FakeState>) -> MutexGuard<'_, FakeState> {
 }
 
 impl FakeVm {
-    /// A running VM with `len_pages` pages of zeros, its watchdog, and the test's view of both.
+    /// Returns a running VM with `len_pages` pages of zeros, its watchdog, and the test's view of
+    /// both.
     pub fn new(len_pages: usize) -> (Self, FakeWatchdog, FakeControl) {
         let state = FakeState {
             runs: true,
@@ -267,7 +268,7 @@ impl FakeVm {
         (Self { shared: Arc::clone(&shared) }, watchdog, FakeControl { shared })
     }
 
-    /// The test's view of this VM.
+    /// Returns the test's view of this VM.
     pub fn control(&self) -> FakeControl {
         FakeControl { shared: Arc::clone(&self.shared) }
     }

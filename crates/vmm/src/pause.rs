@@ -21,18 +21,20 @@ const STANDSTILL_MAX: Duration = Duration::from_mins(10);
 /// Dropping the value while it is armed counts as the engine's death.
 pub trait PauseWatchdog: Send {
     /// Starts watching: unless [`PauseWatchdog::disarm`] follows within `limit`, the watchdog
-    /// resumes the VM.
+    /// resumes the VM. Error: the watchdog has ended or does not answer.
     fn arm(&mut self, limit: Duration) -> Result<(), VmmError>;
 
-    /// As [`PauseWatchdog::arm`], before [`Vmm::pause_and_save`]: unless disarmed within `limit`, the
-    /// watchdog ends the VMM's command.
+    /// Starts watching before [`Vmm::pause_and_save`]: unless disarmed within `limit`, the watchdog
+    /// ends the VMM's command. Error: the watchdog has ended or does not answer.
     fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError>;
 
-    /// Stops watching. True if the watchdog has resumed the VM since it was armed.
+    /// Stops watching. Returns true if the watchdog has resumed the VM since it was armed. Error:
+    /// the watchdog has ended or does not answer.
     fn disarm(&mut self) -> Result<bool, VmmError>;
 
     /// Forbids the VM to run until the next call of another method: if the engine dies meanwhile,
-    /// the watchdog ends the VM. True if it has resumed the VM since it was armed.
+    /// the watchdog ends the VM. Returns true if it has resumed the VM since it was armed. Error:
+    /// the watchdog has ended or does not answer.
     fn forbid_running(&mut self) -> Result<bool, VmmError>;
 
     /// Has the watchdog resume the VM now, and waits a moment for it.
@@ -42,7 +44,7 @@ pub trait PauseWatchdog: Send {
     fn end(self: Box<Self>);
 }
 
-/// The commands of a pause.
+/// The kind of commands by which a VM is paused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PauseForm {
     /// One command, if the VMM has one ([`Vmm::pause_and_save`]); otherwise separate commands.
@@ -54,9 +56,9 @@ pub enum PauseForm {
 /// Whether the VM stood still during a whole pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PauseVerdict {
-    /// It did not run. The captured state is of one instant.
+    /// The VM did not run. The captured state is of one instant.
     Undisturbed,
-    /// The watchdog or another client resumed it. The captured state is torn.
+    /// The watchdog or another client resumed the VM. The captured state is torn.
     RanMeanwhile,
 }
 
@@ -95,28 +97,28 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Self { vm, watchdog, limit, form: PauseForm::Separate, held: None, standstill: None }
     }
 
-    /// The same VM, paused by the commands of `form`.
+    /// Returns the same VM, paused by the commands of `form`.
     #[must_use]
     pub fn with_form(self, form: PauseForm) -> Self {
         Self { form, ..self }
     }
 
-    /// The commands of the next pause.
+    /// Returns the kind of commands of the next pause.
     pub fn form(&self) -> PauseForm {
         self.form
     }
 
-    /// Has later pauses use the commands of `form`.
+    /// Sets the kind of commands of later pauses.
     pub fn set_form(&mut self, form: PauseForm) {
         self.form = form;
     }
 
-    /// The VM.
+    /// Returns the VM without its watchdog.
     pub fn vm(&self) -> &V {
         &self.vm
     }
 
-    /// The VM.
+    /// Returns the VM without its watchdog.
     pub fn vm_mut(&mut self) -> &mut V {
         &mut self.vm
     }
@@ -127,13 +129,15 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         self.vm
     }
 
-    /// Pauses the VM. The pause ends when the guard is released or dropped.
+    /// Pauses the VM. The pause ends when the guard is released or dropped. Error: the watchdog or
+    /// the VMM does not answer. The VM is then as it was.
     pub fn pause(&mut self) -> Result<Pause<'_, V>, VmmError> {
         self.hold()?;
         Ok(Pause { watched: self })
     }
 
-    /// Pauses the VM with the watchdog armed. If that fails, the VM runs again.
+    /// Pauses the VM with the watchdog armed. Returns whether the VM ran before. After an error the
+    /// VM runs again.
     ///
     /// During a standstill the VM is paused already, and the watchdog stays as it is.
     pub fn hold(&mut self) -> Result<StopOutcome, VmmError> {
@@ -157,7 +161,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(stop)
     }
 
-    /// The state of all devices of the held VM.
+    /// Returns the state of all devices of the held VM. Error: the VMM refuses or does not answer.
     pub fn save_devices(&mut self) -> Result<Vec<u8>, VmmError> {
         match self.held.as_mut().and_then(|held| held.device_state.take()) {
             Some(device_state) => Ok(device_state),
@@ -165,8 +169,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
-    /// Resumes the VM if [`WatchedVm::hold`] stopped it. If the monitor fails, the watchdog and a new
-    /// connection resume it instead, and the error is returned.
+    /// Resumes the VM if [`WatchedVm::hold`] stopped it. If the monitor fails, the watchdog and a
+    /// new connection resume it instead, and the error is returned.
     pub fn release(&mut self) -> Result<(), VmmError> {
         match &self.held {
             Some(HeldVm { form: PauseForm::OneCommand, .. }) => {
@@ -180,7 +184,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     }
 
     /// Disarms the watchdog after [`WatchedVm::release`], and tells whether the VM ran during the
-    /// pause.
+    /// pause. Error: the VMM or the watchdog does not answer.
     pub fn settle(&mut self) -> Result<PauseVerdict, VmmError> {
         let is_armed = self.held.take().is_some_and(|held| {
             held.form == PauseForm::OneCommand || held.stop == StopOutcome::Stopped
@@ -199,8 +203,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     }
 
     /// Pauses the VM until [`WatchedVm::end_standstill`], so that several checkpoints can be taken
-    /// of one instant. True if the VM ran. If the engine dies, the watchdog resumes the VM. If this
-    /// method fails, the VM runs again.
+    /// of one instant. Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
+    /// After an error the VM runs again.
     pub fn begin_standstill(&mut self) -> Result<bool, VmmError> {
         let outcome = self.stop_watched(self.limit)?;
         self.standstill = Some(outcome);
@@ -229,7 +233,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(())
     }
 
-    /// Declares that the VM's state is complete again and may run.
+    /// Declares that the VM's state is complete again and may run. Error: the VMM or the watchdog
+    /// does not answer.
     pub fn allow_running(&mut self) -> Result<(), VmmError> {
         match self.standstill {
             Some(StopOutcome::Stopped) => self.watchdog.arm(STANDSTILL_MAX),
@@ -237,7 +242,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
-    /// Ends the standstill: resumes the VM if it ran before.
+    /// Ends the standstill: resumes the VM if it ran before. Error: the VMM or the watchdog does
+    /// not answer.
     pub fn end_standstill(&mut self) -> Result<(), VmmError> {
         if self.standstill.take() != Some(StopOutcome::Stopped) {
             return Ok(());
@@ -299,22 +305,23 @@ pub struct Pause<'a, V: Vmm + ?Sized = dyn Vmm> {
 }
 
 impl<V: Vmm + ?Sized> Pause<'_, V> {
-    /// True if the VM ran before the pause.
+    /// Returns true if the VM ran before the pause.
     pub fn was_running(&self) -> bool {
         self.watched.held.as_ref().is_some_and(|held| held.stop == StopOutcome::Stopped)
     }
 
-    /// The paused VM.
+    /// Returns the paused VM.
     pub fn vm(&mut self) -> &mut V {
         &mut self.watched.vm
     }
 
-    /// The state of all devices.
+    /// Returns the state of all devices. Error: the VMM refuses or does not answer.
     pub fn save_devices(&mut self) -> Result<Vec<u8>, VmmError> {
         self.watched.save_devices()
     }
 
-    /// Ends the pause, and tells whether the VM ran during it.
+    /// Ends the pause, and tells whether the VM ran during it. Error: the VMM or the watchdog does
+    /// not answer.
     pub fn release(self) -> Result<PauseVerdict, VmmError> {
         let released = self.watched.release();
         let verdict = self.watched.settle();

@@ -19,7 +19,7 @@ pub struct RestoreSource {
 /// A source that lives until a lazy restore has read all pages.
 pub type SharedRamSource = Arc<dyn RamSource + Send>;
 
-/// Where a new VM's RAM comes from, and when it is loaded.
+/// The source of a new VM's RAM, and the time at which it is loaded.
 pub enum RestoreRam<'a> {
     /// All RAM is loaded before the VM runs.
     Eager(&'a dyn RamSource),
@@ -27,27 +27,30 @@ pub enum RestoreRam<'a> {
     Lazy(SharedRamSource),
 }
 
-/// Choices of a restore that each VMM understands.
+/// The options of a restore that each VMM understands.
 #[derive(Clone, Debug, Default)]
 pub struct PlanOptions {
-    /// Use this binary instead of the checkpoint's. It must be of the same version.
+    /// The binary to use instead of the checkpoint's, which must be of the same version; `None` for
+    /// the checkpoint's.
     pub binary: Option<PathBuf>,
-    /// Arguments to add to the VMM's command line.
+    /// The arguments to add to the VMM's command line.
     pub arguments: Vec<OsString>,
-    /// Leave the VM paused at the checkpoint.
+    /// True to leave the VM paused at the checkpoint.
     pub paused: bool,
-    /// The checkpoint, for the new VM's [`Vmm::lineage`].
+    /// The identity of the checkpoint, for the new VM's [`Vmm::lineage`].
     pub lineage: Option<Lineage>,
-    /// Append the VMM's standard error to this file instead of our own standard error.
+    /// The file to which the VMM's standard error is appended; `None` for this process's standard
+    /// error.
     pub log: Option<PathBuf>,
 }
 
 /// Starts VMs from checkpoints.
 pub trait Restorer {
-    /// The abilities of the VMs that it starts.
+    /// Returns the abilities of the VMs that this restorer starts.
     fn capabilities(&self) -> Capabilities;
 
     /// Checks that `source` can be restored on this host and plans the restore. Starts nothing.
+    /// Error: why it cannot be restored here.
     fn plan(
         &self,
         source: RestoreSource,
@@ -57,10 +60,11 @@ pub trait Restorer {
 
 /// A restore that is ready to start.
 pub trait RestorePlan {
-    /// The VMM's binary.
+    /// Returns the path of the VMM's binary.
     fn binary(&self) -> &Path;
 
-    /// Differences between the restored VM and the checkpoint's that the user should know.
+    /// Returns the differences between the restored VM and the checkpoint's that the user should
+    /// know, a text each.
     fn notes(&self) -> &[String];
 
     /// Starts the VMM and loads RAM and devices. The VM runs afterwards, unless
@@ -81,34 +85,36 @@ pub struct RestoredVm {
     pub vm: Box<dyn Vmm>,
     /// The loading of its RAM, if the restore is a lazy one.
     pub loading: Option<Box<dyn LazyLoading>>,
-    /// Nanoseconds from the start of the restore until the VM ran, or could run if it is paused.
+    /// The time from the start of the restore until the VM ran, or could run if it is paused, in
+    /// nanoseconds.
     pub ready_ns: u64,
-    /// Nanoseconds that copying all RAM took; `None` for a lazy restore.
+    /// The time that copying all RAM took, in nanoseconds; `None` for a lazy restore.
     pub filled_ns: Option<u64>,
 }
 
 /// The loading of RAM after the VM has started.
 pub trait LazyLoading: Send {
-    /// How far the loading is.
+    /// Returns the progress of the loading.
     fn residency(&self) -> Residency;
 
     /// Separates the VM from this process once all RAM is loaded. To be called repeatedly until
-    /// [`Residency::settled`]. Fails if the VM needed a page that could not be read.
+    /// [`Residency::settled`]. Error: the VM needed a page that could not be read.
     fn settle(&mut self) -> Result<(), VmmError>;
 }
 
-/// How far a lazy restore is.
+/// The progress of a lazy restore.
 #[derive(Clone, Debug, Default)]
 pub struct Residency {
-    /// Nanoseconds from the start of the restore until all pages were loaded; `None` before.
+    /// The time from the start of the restore until all pages were loaded, in nanoseconds; `None`
+    /// before.
     pub resident_ns: Option<u64>,
-    /// Number of pages that the VM waited for.
+    /// The number of pages that the VM waited for.
     pub served_pages: u64,
-    /// Number of pages that were loaded before the VM touched them.
+    /// The number of pages that were loaded before the VM touched them.
     pub prefetched_pages: u64,
-    /// Number of pages that the VM was expected to touch soon, which were loaded first.
+    /// The number of pages that the VM was expected to touch soon, which were loaded first.
     pub expected_pages: u64,
-    /// Number of pages that cannot be read. The VM ends if it touches one.
+    /// The first of them, each with the reason.
     pub unreadable_pages: u64,
     /// The first of them, and why.
     pub unreadable: Vec<(PageIndex, String)>,
@@ -116,14 +122,14 @@ pub struct Residency {
     pub prefetched: bool,
     /// True once the VM no longer needs this process.
     pub settled: bool,
-    /// Why the VM is not separated from this process although all pages are loaded. Another attempt
-    /// follows.
+    /// The reason why the VM is not separated from this process although all pages are loaded.
+    /// Another attempt follows.
     pub held_by: Option<String>,
 }
 
 /// The checkpoint that a running VM is put back to.
 pub struct RollbackTarget<'a> {
-    /// Machine type with aliases resolved.
+    /// The machine type with aliases resolved (`pc-i440fx-7.2`).
     pub machine_type: &'a str,
     /// The RAM blocks, which the VM and the checkpoint have in common.
     pub layout: &'a RamLayout,

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::process::ExitStatus;
 use std::time::Duration;
 
-/// How Keyframe came to control a VM.
+/// The way in which Keyframe came to control a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmOrigin {
     /// Keyframe started it.
@@ -22,12 +22,12 @@ pub enum VmOrigin {
     Attached,
 }
 
-/// Whether a VM's virtual CPUs run.
+/// The run state of a VM.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RunState {
-    /// They run.
+    /// The virtual CPUs run.
     Running,
-    /// They are stopped, and can run again.
+    /// The virtual CPUs are stopped, and can run again.
     Paused,
     /// The guest has shut down; the VMM is still there.
     ShutDown,
@@ -49,7 +49,7 @@ pub enum VmEvent {
 /// The VM's state before [`Vmm::stop`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StopOutcome {
-    /// It ran, and this call stopped it.
+    /// The VM ran, and this call stopped it.
     Stopped,
     /// Another client had paused it. That client must resume it.
     AlreadyPaused,
@@ -67,16 +67,16 @@ pub enum ForeignOperation {
 /// A VM that one command of its VMM holds, and its device state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SavedPause {
-    /// Whether the VM ran before.
+    /// Whether the VM ran before the pause.
     pub stop: StopOutcome,
     /// The state of all devices, in the VMM's own format.
     pub device_state: Vec<u8>,
 }
 
-/// How a VMM's process ended.
+/// The way in which a VMM's process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmExit {
-    /// With this status; the process was Keyframe's child.
+    /// The process ended with this status; it was Keyframe's child.
     Status(ExitStatus),
     /// Another program started the process, and only its parent learns the status.
     Unknown,
@@ -88,7 +88,7 @@ impl VmExit {
         self.status().success()
     }
 
-    /// The status; success if it is unknown.
+    /// Returns the exit status; success if the status is unknown.
     pub fn status(&self) -> ExitStatus {
         match self {
             Self::Status(status) => *status,
@@ -110,72 +110,81 @@ impl fmt::Display for VmExit {
 ///
 /// Dropping the value leaves the guest running; only [`Vmm::end`] ends it.
 pub trait Vmm: Send {
-    /// The process id of the VMM.
+    /// Returns the process id of the VMM.
     fn pid(&self) -> u32;
 
-    /// How Keyframe came to control the VM.
+    /// Returns the way in which Keyframe came to control the VM.
     fn origin(&self) -> VmOrigin;
 
-    /// The kind of VMM.
+    /// Returns the kind of VMM.
     fn kind(&self) -> VmmKind {
         self.capabilities().vmm()
     }
 
-    /// The abilities of this VM.
+    /// Returns the abilities of this VM.
     fn capabilities(&self) -> Capabilities;
 
-    /// The machine as it is now, with devices and memory that were plugged in since its start.
+    /// Returns the machine as it is now, with devices and memory that were plugged in since its
+    /// start. Error: the VMM refuses or does not answer.
     fn spec(&mut self) -> Result<MachineSpec, VmmError>;
 
-    /// The checkpoint that the VM was restored from, if it was.
+    /// Returns the checkpoint that the VM was restored from; `None` if it was not restored.
     fn lineage(&self) -> Option<Lineage>;
 
-    /// Everything about the machine that prevents exact checkpoints, or may do so.
+    /// Returns everything about the machine that prevents exact checkpoints, or may do so. Error:
+    /// the VMM refuses or does not answer.
     fn audit(&mut self) -> Result<Vec<AuditFinding>, VmmError>;
 
-    /// The RAM blocks with their addresses in the VMM's process, in page order.
+    /// Returns the RAM blocks with their addresses in the VMM's process, in page order. Error: the
+    /// VMM refuses or does not answer.
     fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError>;
 
-    /// The RAM blocks with their present sizes, in the same order.
+    /// Returns the RAM blocks with their present sizes, in the order of [`Vmm::ram_blocks`]. Error:
+    /// the VMM refuses or does not answer.
     fn ram_layout(&mut self) -> Result<RamLayout, VmmError>;
 
-    /// Whether a device can discard guest RAM (balloon, virtio-mem). Discarded pages become zero
-    /// without a write.
+    /// Returns whether a device can discard guest RAM (balloon, virtio-mem). Discarded pages become
+    /// zero without a write. Error: the VMM refuses or does not answer.
     fn discards_ram(&mut self) -> Result<bool, VmmError>;
 
-    /// [`Vmm::ram_layout`] and [`Vmm::discards_ram`] in one request, if the VMM allows that.
+    /// Returns the results of [`Vmm::ram_layout`] and [`Vmm::discards_ram`], in one request if the
+    /// VMM allows that. Error: the VMM refuses or does not answer.
     fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool), VmmError> {
         Ok((self.ram_layout()?, self.discards_ram()?))
     }
 
-    /// Whether the virtual CPUs run.
+    /// Returns whether the virtual CPUs run. Error: the VMM refuses or does not answer.
     fn run_state(&mut self) -> Result<RunState, VmmError>;
 
-    /// The events since the last call, oldest first. Does not wait.
+    /// Returns the events since the last call, oldest first. Does not wait. Error: the VMM refuses
+    /// or does not answer.
     fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError>;
 
-    /// Stops the virtual CPUs. On an error the VM may be stopped or about to stop.
+    /// Stops the virtual CPUs. Returns whether the VM ran before. After an error the VM may be
+    /// stopped or about to stop.
     ///
     /// Use [`WatchedVm::hold`](crate::WatchedVm::hold) instead: it guards the pause.
     fn stop(&mut self) -> Result<StopOutcome, VmmError>;
 
-    /// Resumes the virtual CPUs. Does nothing if they run.
+    /// Resumes the virtual CPUs. Does nothing if they run. Error: the VMM refuses or does not
+    /// answer.
     fn resume(&mut self) -> Result<(), VmmError>;
 
-    /// Resumes the virtual CPUs after [`Vmm::stop`], if the VM is in the state in which that call left
-    /// it. Otherwise it leaves the VM alone: another client has migrated it away, for example.
+    /// Resumes the virtual CPUs after [`Vmm::stop`], if the VM is in the state in which that call
+    /// left it. Otherwise it leaves the VM alone: another client has migrated it away, for example.
+    /// Error: the VMM refuses or does not answer.
     fn resume_after_stop(&mut self) -> Result<(), VmmError> {
         self.resume()
     }
 
-    /// What another client has the VMM do that [`Vmm::stop`] and [`Vmm::resume`] would disturb; `None`
-    /// if there is nothing.
+    /// Returns the operation of another client that [`Vmm::stop`] and [`Vmm::resume`] would
+    /// disturb; `None` if there is none. Error: the VMM refuses or does not answer.
     fn foreign_operation(&mut self) -> Result<Option<ForeignOperation>, VmmError> {
         Ok(None)
     }
 
-    /// Pauses the VM and saves its devices by one command, at the end of which the VMM resumes the VM
-    /// by itself, if it ran before. Commands of other clients are carried out after the pause.
+    /// Pauses the VM and saves its devices by one command, at the end of which the VMM resumes the
+    /// VM by itself, if it ran before. Commands of other clients are carried out after the pause.
     /// [`Vmm::end_saved_pause`] ends the command, and so does the end of this process.
     ///
     /// `None` if that is not possible: the VM is as it was. On an error the command may still be
@@ -187,27 +196,32 @@ pub trait Vmm: Send {
     }
 
     /// Ends the pause of [`Vmm::pause_and_save`], and waits until the VMM has resumed the VM.
+    /// Error: the VMM refuses or does not answer.
     fn end_saved_pause(&mut self) -> Result<(), VmmError> {
         Ok(())
     }
 
-    /// Resumes the virtual CPUs another way, after [`Vmm::resume`] failed: for example over a new
-    /// connection to the monitor. The default does nothing.
+    /// Resumes the virtual CPUs in another way, after [`Vmm::resume`] failed: for example over a
+    /// new connection to the monitor. The default does nothing.
     fn resume_by_new_connection(&mut self) {}
 
-    /// Whether another client resumed the VM between the last [`Vmm::stop`] and the
-    /// [`Vmm::resume`] after it, or until now if there was none. After [`Vmm::pause_and_save`]:
-    /// whether the VM ran before [`Vmm::end_saved_pause`].
+    /// Returns true if another client resumed the VM between the last [`Vmm::stop`] and the
+    /// [`Vmm::resume`] after it, or until now if there was none. After [`Vmm::pause_and_save`],
+    /// returns true if the VM ran before [`Vmm::end_saved_pause`].
+    ///
+    /// Error: the VMM refuses or does not answer.
     fn ran_meanwhile(&mut self) -> Result<bool, VmmError>;
 
-    /// The state of all devices, in the VMM's own format. The VM must be paused.
+    /// Returns the state of all devices, in the VMM's own format. The VM must be paused. Error: the
+    /// VMM refuses or does not answer.
     fn save_devices(&mut self) -> Result<Vec<u8>, VmmError>;
 
-    /// How another process can resume the VM.
+    /// Returns the instructions with which another process can resume the VM. Error: a descriptor
+    /// cannot be copied.
     fn resumer(&self) -> Result<Resumer, VmmError>;
 
-    /// Checks that the VM can be rolled back to a checkpoint with `device_state` now: no operation of
-    /// the VM's user is in the way. Changes nothing.
+    /// Checks that the VM can be rolled back to a checkpoint with `device_state` now: no operation
+    /// of the VM's user is in the way. Changes nothing. Error: the reason why it cannot.
     fn check_rollback(&mut self, device_state: &[u8]) -> Result<(), VmmError> {
         let _ = device_state;
         Ok(())
@@ -229,23 +243,28 @@ pub trait Vmm: Send {
         .into())
     }
 
-    /// How the VMM ended, or `None` if it still runs. Does not wait.
+    /// Returns how the VMM ended, or `None` if it still runs. Does not wait. Error: the kernel does
+    /// not tell.
     fn exit(&mut self) -> Result<Option<VmExit>, VmmError>;
 
-    /// Waits at most `timeout` for the VMM's end.
+    /// Waits at most `timeout` for the VMM's end. Returns how it ended; `None` if it still runs.
+    /// Error: the kernel does not tell.
     fn wait_exit(&mut self, timeout: Duration) -> Result<Option<VmExit>, VmmError>;
 
-    /// To be called after [`VmEvent::ShutDown`]: waits for the VMM's end, and ends a VMM that hangs
-    /// in its own shutdown. `None` if the VMM stays although the guest has shut down.
+    /// Waits for the VMM's end after [`VmEvent::ShutDown`], and ends a VMM that hangs in its own
+    /// shutdown. Returns `None` if the VMM stays although the guest has shut down. Error: the VMM
+    /// does not end, even by force.
     fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError>;
 
     /// Ends the VMM: on request, or by force if Keyframe started it. Does nothing if it has ended.
+    /// Error: the VMM does not end, even by force.
     fn end(&mut self) -> Result<(), VmmError>;
 
     /// Leaves the guest running together with everything that it needs from this process. Returns
     /// the VMM's process id.
     fn leave_running(self: Box<Self>) -> u32;
 
-    /// The driver's own type, for abilities of one VMM only (recording, for example).
+    /// Returns the VM as its driver's own type, for abilities of one VMM only (recording, for
+    /// example).
     fn as_any_mut(&mut self) -> &mut dyn Any;
 }

@@ -96,7 +96,7 @@ impl RouteTable {
     }
 }
 
-/// All routes except the page's files.
+/// Returns all routes except the page's files.
 pub fn routes() -> RouteTable {
     RouteTable { router: Router::new(), known: Vec::new() }
         .get("/metrics", metrics_text)
@@ -126,7 +126,7 @@ pub fn routes() -> RouteTable {
         .delete("/api/v1/stores/{store}/tags/{tag}", untag)
 }
 
-/// The complete router: routes, page files and middleware.
+/// Returns the complete router: routes, page files and middleware.
 pub fn router(app: &Arc<App>) -> Router {
     let mut router = routes().router;
     for (path, kind, content) in page::FILES {
@@ -140,7 +140,7 @@ pub fn router(app: &Arc<App>) -> Router {
         .with_state(Arc::clone(app))
 }
 
-/// The router for one connection, which knows its peer.
+/// Returns the router for one connection, which knows its peer.
 pub fn with_peer(router: Router, peer: SocketAddr) -> Router {
     router.layer(axum::Extension(Peer(peer)))
 }

@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 /// The result of the server's functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Why the dashboard cannot be served.
+/// The reason why the dashboard cannot be served.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Other machines could reach the dashboard without a token.
@@ -17,7 +17,7 @@ pub enum Error {
     Io {
         /// The address, or the runtime.
         object: String,
-        /// The operation that failed, a verb.
+        /// The operation that failed, as a verb such as "listen".
         operation: &'static str,
         /// The cause.
         source: io::Error,
@@ -47,7 +47,7 @@ impl Error {
         }
     }
 
-    /// Whether another process uses the address.
+    /// Returns true if the error is that another process uses the address.
     pub fn is_taken(&self) -> bool {
         matches!(self, Self::Io { source, .. } if source.kind() == io::ErrorKind::AddrInUse)
     }

@@ -58,7 +58,7 @@ impl EventHub {
         (self.listeners() < LISTENERS_MAX).then(|| self.events.subscribe())
     }
 
-    /// The number of listeners.
+    /// Returns the number of listeners.
     pub fn listeners(&self) -> usize {
         self.events.receiver_count()
     }

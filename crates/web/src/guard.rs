@@ -31,7 +31,7 @@ pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
 ];
 
-/// Why a request is refused: the status, the reason and the fix.
+/// The reason why a request is refused: the status, the reason and the fix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AccessRefusal {
     pub status: StatusCode,
@@ -56,12 +56,12 @@ impl AccessGuard {
         }
     }
 
-    /// True if reading needs the token.
+    /// Returns true if reading needs the token.
     pub fn reading_needs_token(&self) -> bool {
         !self.is_loopback
     }
 
-    /// True if there is a token. Without one nothing can be changed.
+    /// Returns true if there is a token. Without one nothing can be changed.
     pub fn has_token(&self) -> bool {
         self.token.is_some()
     }

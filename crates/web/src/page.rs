@@ -15,12 +15,12 @@ pub const FILES: [(&str, &str, &str); 8] = [
     ("/views.js", "text/javascript; charset=utf-8", include_str!("page/views.js")),
 ];
 
-/// The content type and contents of the file at `path`.
+/// Returns the content type and contents of the file at `path`.
 pub fn file(path: &str) -> Option<(&'static str, &'static str)> {
     FILES.iter().find(|(known, ..)| *known == path).map(|(_, kind, content)| (*kind, *content))
 }
 
-/// An answer with static content.
+/// Returns an answer with static content.
 pub fn answer(kind: &'static str, content: &'static str) -> Response {
     ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], content).into_response()
 }

@@ -31,7 +31,7 @@ pub struct RequestLogLine<'a> {
 }
 
 impl<'a> RequestLogLine<'a> {
-    /// The line of a request that was answered.
+    /// Returns the line of a request that was answered.
     pub fn of(
         method: &'a str,
         path: &'a str,
@@ -45,7 +45,7 @@ impl<'a> RequestLogLine<'a> {
         Self { time, level, message: "request", method, path, status, duration_ns, peer }
     }
 
-    /// The line as text.
+    /// Returns the line as text.
     pub fn text(&self, format: LogFormat) -> String {
         match format {
             // HTTP allows no control characters in a path.

@@ -28,11 +28,11 @@ const END_MAX: Duration = Duration::from_secs(2);
 /// The options of the server.
 #[derive(Debug)]
 pub struct DashboardOptions {
-    /// The address to listen at; port 0 for any.
+    /// The address to listen at; with port 0 the system chooses a free port.
     pub listen: SocketAddr,
-    /// The token for changes, and off the loopback for reading.
+    /// The token for changes, and for reading from other hosts; `None` for no token.
     pub token: Option<Zeroizing<Vec<u8>>>,
-    /// The most connections at a time; others wait.
+    /// The largest number of connections at a time; others wait.
     pub connections_max: usize,
     /// The format of the request log; `None` for no log.
     pub log: Option<LogFormat>,
@@ -46,9 +46,10 @@ pub struct DashboardServer {
 }
 
 impl DashboardServer {
-    /// Starts to listen.
+    /// Begins to listen at the address in `options`.
     ///
-    /// Errors: [`Error::NoToken`] off the loopback without a token; [`Error::Io`].
+    /// Errors: [`Error::NoToken`] without a token at an address that other hosts can reach;
+    /// [`Error::Io`].
     pub fn bind(options: DashboardOptions) -> Result<Self> {
         let listen = options.listen;
         if !listen.ip().is_loopback() && options.token.is_none() {
@@ -61,7 +62,7 @@ impl DashboardServer {
         Ok(Self { listener, address, options })
     }
 
-    /// The address at which the server listens.
+    /// Returns the address at which the server listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }

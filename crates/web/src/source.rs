@@ -9,9 +9,9 @@ use std::sync::Arc;
 pub struct VmState {
     /// Its name.
     pub name: String,
-    /// The id of the store that it writes to, if that could be opened.
+    /// The id of the store that it writes to; `None` if that store could not be opened.
     pub store: Option<String>,
-    /// Why its engine did not answer, if it did not.
+    /// The reason why its engine did not answer, if it did not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
     /// The VM's object of `keyframe status --json`; null if its engine did not answer.
@@ -21,19 +21,19 @@ pub struct VmState {
 /// A store in the list of stores.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StoreHead {
-    /// Its id: 32 hexadecimal digits, or another unique text if it could not be opened.
+    /// The store's id: 32 hexadecimal digits, or another unique text if it could not be opened.
     pub id: String,
     /// Its path or address.
     pub place: String,
     /// The number of readable checkpoints.
     pub checkpoints: usize,
-    /// The number of the newest one.
+    /// The number of the newest checkpoint; `None` if there is none.
     pub newest: Option<u64>,
     /// The VMs with checkpoints in it.
     pub vms: Vec<String>,
-    /// Rises with each change of its checkpoints or their tags.
+    /// A number that rises with each change of its checkpoints or their tags.
     pub generation: u64,
-    /// Why the store, or a part of it, cannot be read.
+    /// The reason why the store, or a part of it, cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
@@ -43,11 +43,11 @@ pub struct StoreHead {
 pub struct PauseBreakdown {
     /// The time until QEMU confirmed the stop.
     pub stop: u64,
-    /// Saving the device state.
+    /// The time of saving the device state.
     pub device_state: u64,
-    /// The last scan for dirty pages.
+    /// The time of the last scan for dirty pages.
     pub scan: u64,
-    /// Copying dirty pages.
+    /// The time of copying dirty pages.
     pub copy: u64,
     /// The time until QEMU confirmed that the VM runs again.
     pub resume: u64,
@@ -75,63 +75,64 @@ pub struct CheckpointRow {
     pub vm: String,
     /// The id of the run that took it.
     pub run: String,
-    /// Its number within the run.
+    /// Its number within the run, from 0.
     pub epoch: u64,
-    /// The checkpoint that it is based on, which may be forgotten by now.
+    /// The number of the checkpoint that it is based on, which may be forgotten by now; `None` for
+    /// none.
     pub parent: Option<u64>,
     /// The time at which its pause began, in RFC 3339.
     pub taken_at: String,
     /// The same time in milliseconds since 1970.
     pub taken_ms: i64,
-    /// Why it was taken.
+    /// The reason why it was taken.
     pub reason: String,
     /// Its tags.
     pub tags: Vec<String>,
     /// True if it is pinned: retention rules keep it.
     pub pinned: bool,
-    /// How its pages were copied.
+    /// The name of the strategy that copied its pages.
     pub strategy: String,
-    /// The whole pause.
+    /// The duration of the whole pause.
     pub pause_ns: u64,
-    /// The phases of the pause.
+    /// The durations of the steps of the pause.
     pub pause: PauseBreakdown,
     /// The number of distinct pages that it contains.
     pub dirty_pages: u64,
-    /// Of these: zero pages.
+    /// The number of these pages that are zero.
     pub zero_pages: u64,
-    /// Of these: already in the store.
+    /// The number of these pages whose content was already in the store.
     pub dedup_pages: u64,
-    /// Of these: written by the guest without a change.
+    /// The number of these pages that the guest wrote without a change.
     pub unchanged_pages: u64,
-    /// Of these: new.
+    /// The number of these pages whose content was new.
     pub stored_pages: u64,
-    /// Growth of the store: pages, map, device state, disks.
+    /// The growth of the store by it: pages, map, device state, disks.
     pub added_bytes: u64,
-    /// Of this: pages of RAM.
+    /// The part of this growth that is pages of RAM.
     pub stored_bytes: u64,
-    /// Written to disks since the previous checkpoint.
+    /// The number of bytes written to disks since the previous checkpoint.
     pub disk_written_bytes: u64,
-    /// Time since the pause of the previous checkpoint.
+    /// The time since the pause of the previous checkpoint.
     pub interval_ns: u64,
-    /// How late it began, because the previous one was still being encoded.
+    /// The delay with which it began, because the previous one was still being encoded.
     pub backlog_ns: u64,
-    /// Time for hashing, compressing and storing.
+    /// The time of hashing, compressing and storing its pages.
     pub encode_ns: u64,
-    /// The RAM of the VM.
+    /// The size of the RAM of the VM.
     pub ram_bytes: u64,
 }
 
 /// The checkpoints of a store at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointListing {
-    /// As [`StoreHead::generation`].
+    /// The generation of the store's checkpoints: see [`StoreHead::generation`].
     pub generation: u64,
     /// The checkpoints, rising by number.
     pub checkpoints: Vec<Arc<CheckpointRow>>,
 }
 
 impl CheckpointListing {
-    /// The checkpoint with the number `id`.
+    /// Returns the checkpoint with the number `id`; `None` if the listing has none.
     pub fn get(&self, id: u64) -> Option<&Arc<CheckpointRow>> {
         let at = self.checkpoints.binary_search_by_key(&id, |one| one.id).ok()?;
         self.checkpoints.get(at)
@@ -141,27 +142,29 @@ impl CheckpointListing {
 /// The sizes of a store.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StoreSizes {
-    /// Packs, maps, checkpoints and tags on disk.
+    /// The size of packs, maps, checkpoints and tags on disk, in bytes.
     pub total_bytes: u64,
-    /// Sum of the RAM sizes of all checkpoints: the size of full images.
+    /// The sum of the RAM sizes of all checkpoints, in bytes: the size of full images.
     pub raw_bytes: u64,
-    /// Size of all dirty pages.
+    /// The size of all dirty pages, in bytes.
     pub dirty_bytes: u64,
-    /// Of these: zero pages.
+    /// The number of dirty pages that are zero.
     pub zero_pages: u64,
-    /// Of these: already in the store.
+    /// The number of dirty pages whose content was already in the store.
     pub dedup_pages: u64,
-    /// Of these: written by the guest without a change.
+    /// The number of dirty pages that the guest wrote without a change.
     pub unchanged_pages: u64,
-    /// Of these: new.
+    /// The number of dirty pages whose content was new.
     pub stored_pages: u64,
-    /// Bytes appended to packs for pages of RAM.
+    /// The number of bytes appended to packs for pages of RAM.
     pub stored_bytes: u64,
-    /// Pages that are not zero, divided by pages stored.
+    /// The number of dirty pages that are not zero, divided by the number of stored pages; absent
+    /// if none was stored.
     pub dedup_ratio: Option<f64>,
-    /// Size of the stored pages, divided by the bytes that they take.
+    /// The size of the stored pages, divided by the bytes that they take; absent if none was
+    /// stored.
     pub compression_ratio: Option<f64>,
-    /// `raw_bytes` divided by `total_bytes`.
+    /// `raw_bytes` divided by `total_bytes`; absent if the store is empty.
     pub reduction_ratio: Option<f64>,
 }
 
@@ -184,15 +187,15 @@ pub struct HeatMap {
 pub struct HeatRegion {
     /// The name of the RAM block.
     pub name: String,
-    /// Its number of pages.
+    /// The number of its pages.
     pub pages: u64,
-    /// Pages that are not zero.
+    /// The number of pages that are not zero.
     pub nonzero_pages: u64,
-    /// Pages that differ from the parent's.
+    /// The number of pages that differ from the parent's.
     pub changed_pages: u64,
-    /// Changed pages of each piece.
+    /// The number of changed pages in each piece.
     pub changed: Vec<u64>,
-    /// Pages that are not zero, of each piece.
+    /// The number of pages that are not zero, in each piece.
     pub nonzero: Vec<u64>,
 }
 
@@ -203,7 +206,7 @@ pub enum DashboardAction {
     Pin(u64),
     /// Unpin a checkpoint.
     Unpin(u64),
-    /// Set a tag to a checkpoint.
+    /// Point a tag to a checkpoint.
     Tag(u64, String),
     /// Remove a tag.
     Untag(String),
@@ -215,7 +218,7 @@ pub enum DashboardAction {
     Restore(u64),
 }
 
-/// Why a request cannot be answered.
+/// The reason why a request cannot be answered.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ApiError {
     /// The requested object does not exist.
@@ -238,25 +241,29 @@ pub enum ApiError {
 /// The source of the dashboard's data. Several threads call it at once, and its functions may
 /// block. It should keep results for as long as they are valid.
 pub trait DashboardSource: Send + Sync + 'static {
-    /// The running VMs, by name.
+    /// Returns the running VMs, in the order of their names.
     fn vms(&self) -> Vec<VmState>;
-    /// The stores on the command line, and those to which VMs write.
+    /// Returns the stores on the command line, and those to which VMs write.
     fn stores(&self) -> Vec<StoreHead>;
-    /// The checkpoints of a store. Error: the store is unknown or cannot be read.
+    /// Returns the checkpoints of a store. Error: the store is unknown or cannot be read.
     fn listing(&self, store: &str) -> Result<Arc<CheckpointListing>, ApiError>;
-    /// All data of a checkpoint, with the commands for it, as a JSON object.
+    /// Returns all data of a checkpoint, with the commands for it, as a JSON object. Errors: the
+    /// store or the checkpoint is unknown; the store cannot be read.
     fn checkpoint(&self, store: &str, id: u64) -> Result<Value, ApiError>;
-    /// The places in memory where a checkpoint differs from its parent, in about `pieces` pieces.
+    /// Returns the places in memory where a checkpoint differs from its parent, in about `pieces`
+    /// pieces. Errors: the store or the checkpoint is unknown; the store cannot be read.
     fn heat(&self, store: &str, id: u64, pieces: u64) -> Result<HeatMap, ApiError>;
-    /// The differences between a checkpoint and its parent (pages, sectors, bytes) as a JSON
-    /// object.
+    /// Returns the differences between a checkpoint and its parent (pages, sectors, bytes) as a
+    /// JSON object. Errors: the store or the checkpoint is unknown; the store cannot be read.
     fn diff(&self, store: &str, id: u64) -> Result<Value, ApiError>;
-    /// The display of a checkpoint's VM, or of the group's member `member`, as PNG.
+    /// Returns the display of a checkpoint's VM, or of the group's member `member`, as PNG. Errors:
+    /// the store or the checkpoint is unknown; the store cannot be read.
     fn screen(&self, store: &str, id: u64, member: Option<&str>) -> Result<Arc<[u8]>, ApiError>;
-    /// The sizes of a store.
+    /// Returns the sizes of a store. Errors: the store is unknown or cannot be read.
     fn sizes(&self, store: &str) -> Result<StoreSizes, ApiError>;
-    /// The recordings with their intervals, and the progress of analyses, as a JSON object.
+    /// Returns the recordings with their intervals, and the progress of analyses, as a JSON object.
     fn recordings(&self) -> Value;
-    /// Performs an action and returns a message for the user.
+    /// Performs an action and returns a message for the user. Errors: the action is not allowed, or
+    /// has failed; the error has a text for the user.
     fn act(&self, store: &str, action: &DashboardAction) -> Result<String, ApiError>;
 }

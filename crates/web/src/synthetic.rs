@@ -14,22 +14,22 @@ use std::sync::{Arc, Mutex};
 pub const PNG: &[u8] = b"\x89PNG\x0d\x0a\x1a\x0a\x00\x00\x00\x0dIHDR\x00\x00\x00\x01\x00\x00\x00\x01\x08\x02\x00\x00\x00\x90wS\xde\x00\x00\x00\x0cIDATx\x9cc\xf8\xcf\xc0\x00\x00\x03\x01\x01\x00\xc9\xfe\x92\xef\x00\x00\x00\x00IEND\xaeB`\x82";
 /// The id of the only store.
 pub const STORE: &str = "00112233445566778899aabbccddeeff";
-/// A name with special characters of HTML, of metric labels and of log lines.
+/// A name with characters that are special in HTML, in metric labels and in log lines.
 pub const HOSTILE: &str = "<img src=x onerror=\"window.hacked=1\">\"\\\n'&amp;";
 
-/// Generated VMs, and a store with checkpoints of each VM in turn. The first VM and one tag have a
-/// hostile name.
+/// A data source for tests: generated VMs, and a store with checkpoints of each VM in turn. The
+/// first VM and one tag have a hostile name.
 pub struct SyntheticSource {
     vms: usize,
     listing: Arc<CheckpointListing>,
-    /// The actions so far.
+    /// The actions that were asked for so far.
     pub acted: Mutex<Vec<DashboardAction>>,
     /// The number of calls of `vms`, if the source changes with each.
     looks: Option<AtomicU64>,
 }
 
 impl SyntheticSource {
-    /// A source with `vms` VMs and `checkpoints` checkpoints.
+    /// Creates a source with `vms` VMs and `checkpoints` checkpoints.
     pub fn new(vms: usize, checkpoints: u64) -> Self {
         let checkpoints =
             (1..=checkpoints).map(|id| Arc::new(checkpoint(id, vms as u64))).collect();
@@ -37,7 +37,8 @@ impl SyntheticSource {
         Self { vms, listing, acted: Mutex::default(), looks: None }
     }
 
-    /// Makes each VM seal a checkpoint, and the store change, at each call of `vms`.
+    /// Returns a source in which each VM seals a checkpoint, and the store changes, at each call of
+    /// `vms`.
     #[must_use]
     pub fn living(self) -> Self {
         Self { looks: Some(AtomicU64::new(0)), ..self }
@@ -53,7 +54,7 @@ impl SyntheticSource {
     }
 }
 
-/// The name of a VM, by its number.
+/// Returns the name of a VM, by its number.
 pub fn name(vm: u64) -> String {
     if vm == 0 { HOSTILE.into() } else { format!("vm-{vm}") }
 }

@@ -14,7 +14,7 @@ use serde::Serialize;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-/// The most points of a timeline.
+/// The largest number of points of a timeline.
 pub const POINTS_MAX: usize = 1000;
 /// The most tagged checkpoints of a timeline.
 const TAGS_MAX: usize = 200;
@@ -28,9 +28,9 @@ pub struct TimelineBucket {
     pub last_id: u64,
     /// The number of checkpoints.
     pub count: u64,
-    /// When the first was taken.
+    /// The time at which the first was taken, in RFC 3339.
     pub first_at: String,
-    /// When the last was taken.
+    /// The time at which the last was taken, in RFC 3339.
     pub last_at: String,
     /// The number of the checkpoint with the longest pause.
     pub worst_id: u64,
@@ -38,19 +38,19 @@ pub struct TimelineBucket {
     pub pause_ns: u64,
     /// The phases of the longest pause.
     pub pause: PauseBreakdown,
-    /// The dirty pages of all checkpoints.
+    /// The number of dirty pages of all checkpoints together.
     pub dirty_pages: u64,
-    /// The zero pages of all checkpoints.
+    /// The number of zero pages of all checkpoints together.
     pub zero_pages: u64,
-    /// The pages of all checkpoints that were in the store already.
+    /// The number of pages of all checkpoints whose content was in the store already.
     pub dedup_pages: u64,
-    /// The pages of all checkpoints that the guest wrote without a change.
+    /// The number of pages of all checkpoints that the guest wrote without a change.
     pub unchanged_pages: u64,
-    /// The new pages of all checkpoints.
+    /// The number of pages of all checkpoints whose content was new.
     pub stored_pages: u64,
     /// The growth of the store by all checkpoints, in bytes.
     pub added_bytes: u64,
-    /// The bytes written to disks before all checkpoints.
+    /// The number of bytes written to disks before these checkpoints, since the ones before them.
     pub disk_written_bytes: u64,
     /// The largest backlog of a checkpoint, in nanoseconds.
     pub backlog_ns: u64,
@@ -91,8 +91,8 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Summarizes the checkpoints of `vm`, or of all VMs, with numbers in `range`, in at most
-    /// `points` buckets.
+    /// Summarizes the checkpoints of `vm`, or of all VMs if it is `None`, with numbers in `range`,
+    /// in at most `points` buckets.
     pub fn of(
         listing: &CheckpointListing,
         vm: Option<&str>,

@@ -13,7 +13,8 @@ use super::{StoreArg, warn_of_unreadable};
 use crate::failure::{Failure, Outcome, WARNED, chain};
 use crate::output;
 use keyframe_store::{
-    CheckpointId, KeepReason, Listing, Moment, Retention, RetentionVerdict, Sealed, Store,
+    CheckpointId, KeepReason, Listing, Retention, RetentionCandidate, RetentionVerdict, Sealed,
+    Store, UnreadableCheckpoint,
 };
 use keyframe_vm_disks::forget::{checkpoints_under_overlays, clones_of, remove_clones};
 use serde::Serialize;
@@ -147,7 +148,8 @@ impl Forget {
             tags,
         };
         let of_vm = |sealed: &&Sealed| self.vm.as_ref().is_none_or(|vm| *vm == sealed.meta.vm);
-        let moments: Vec<Moment> = listing.sealed.iter().filter(of_vm).map(Moment::from).collect();
+        let moments: Vec<RetentionCandidate> =
+            listing.sealed.iter().filter(of_vm).map(RetentionCandidate::from).collect();
         rules.judge(&moments, standing)
     }
 
@@ -175,8 +177,8 @@ impl Forget {
             }
             ids.insert(id);
         }
-        let is_held = |(id, _): &&(CheckpointId, _)| !ids.contains(id);
-        if let Some((id, error)) = listing.unreadable.iter().find(is_held) {
+        let held = listing.unreadable.iter().find(|one| !ids.contains(&one.id));
+        if let Some(UnreadableCheckpoint { id, error }) = held {
             eprintln!("keyframe: note: checkpoint {id} cannot be read: {}", chain(error));
         }
         Ok(ids.into_iter().map(|id| RetentionVerdict { id, kept: Vec::new() }).collect())

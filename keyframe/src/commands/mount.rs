@@ -3,7 +3,7 @@
 use super::StoreArg;
 use crate::failure::{DONE, Failure, Outcome, chain};
 use fuser::{BackgroundSession, Config, MountOption};
-use keyframe_mount::{MountedFiles, Tree};
+use keyframe_mount::{CheckpointTree, MountedFiles};
 use rustix::io::Errno;
 use rustix::mount::{UnmountFlags, unmount};
 use std::io;
@@ -62,7 +62,7 @@ impl Mount {
             MountOption::DefaultPermissions,
         ];
         config.n_threads = Some(THREADS);
-        let files = MountedFiles::new(Tree::new(store, Box::new(report)));
+        let files = MountedFiles::new(CheckpointTree::new(store, Box::new(report)));
         let session =
             fuser::spawn_mount(files, &dir, &config).map_err(|e| cannot_mount(&dir, &e))?;
         if !self.quiet {

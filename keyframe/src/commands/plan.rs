@@ -116,7 +116,7 @@ impl Plan {
     /// Computes and prints it.
     pub fn run(&self) -> Outcome {
         if let Some(path) = &self.plot {
-            keyframe_plot::Format::of(path).map_err(|e| Failure::new(e.to_string()))?;
+            keyframe_plot::FigureFormat::of(path).map_err(|e| Failure::new(e.to_string()))?;
         }
         let measured = self.measured()?;
         let constants = self.constants(measured.as_ref())?;

@@ -99,7 +99,7 @@ impl ProfileCommand {
     /// Fails before a minute is spent on what could not be written then.
     fn check_files(&self) -> Result<(), Failure> {
         if let Some(path) = &self.plot {
-            keyframe_plot::Format::of(path).map_err(|e| Failure::new(e.to_string()))?;
+            keyframe_plot::FigureFormat::of(path).map_err(|e| Failure::new(e.to_string()))?;
         }
         [&self.csv, &self.plot].into_iter().flatten().try_for_each(|path| writable(path))
     }

@@ -4,9 +4,9 @@ use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
 use crate::words::failover::failure;
 use crate::words::{Importance, StderrWords};
-use keyframe_failover::links::Addresses;
-use keyframe_failover::primary::Ending;
-use keyframe_failover::settings::{Settings, address};
+use keyframe_failover::links::StandbyAddresses;
+use keyframe_failover::primary::ProtectionEnding;
+use keyframe_failover::settings::{FailoverSettings, address};
 use keyframe_failover::standby::{self, StandbyOptions};
 use keyframe_failover::{guard, launch};
 use std::ffi::OsString;
@@ -57,7 +57,7 @@ pub struct Protect {
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
     #[command(flatten)]
-    settings: Settings,
+    settings: FailoverSettings,
     /// QEMU's command line
     #[arg(last = true, required = true, value_name = "QEMU COMMAND")]
     command: Vec<OsString>,
@@ -69,7 +69,8 @@ impl Protect {
         let words = StderrWords::shared(self.settings.is_quiet(), false);
         let setup = self.settings.resolve(words.clone()).map_err(failure)?;
         let beat = self.standby_beat.as_deref().map(address).transpose().map_err(failure)?;
-        let addresses = Addresses { control: address(&self.standby).map_err(failure)?, beat };
+        let addresses =
+            StandbyAddresses { control: address(&self.standby).map_err(failure)?, beat };
         let folder = folder(self.dir, "protect")?;
         // Neither a standby's QEMU nor the fence hook.
         let is_last = self.listen.is_none() && setup.fence_with.is_none();
@@ -78,7 +79,7 @@ impl Protect {
             launch::protect(self.command, name, &folder, addresses, setup.clone(), is_last)
                 .map_err(failure)?;
         let ending = match (engine.run().map_err(failure)?, self.listen) {
-            (Ending::Elsewhere, Some(listen)) => standby::run(&StandbyOptions {
+            (ProtectionEnding::Elsewhere, Some(listen)) => standby::run(&StandbyOptions {
                 listen: address(&listen).map_err(failure)?,
                 folder: folder.join("standby"),
                 name: self.name.unwrap_or_else(|| "standby".into()),
@@ -88,7 +89,7 @@ impl Protect {
             })
             .map_err(failure)?,
             (ending, _) => {
-                if ending == Ending::Elsewhere {
+                if ending == ProtectionEnding::Elsewhere {
                     let text = "to protect it by this host, start: keyframe standby";
                     words.print(Importance::Usual, text);
                 }
@@ -100,11 +101,11 @@ impl Protect {
 }
 
 /// The exit code of a host whose part in a protected VM has ended.
-pub fn exit_code(ending: Ending) -> u8 {
+pub fn exit_code(ending: ProtectionEnding) -> u8 {
     match ending {
-        Ending::Done | Ending::Elsewhere => DONE,
-        Ending::QemuFailed => FAILED,
-        Ending::GivenUp => WARNED,
+        ProtectionEnding::Done | ProtectionEnding::Elsewhere => DONE,
+        ProtectionEnding::QemuFailed => FAILED,
+        ProtectionEnding::GivenUp => WARNED,
     }
 }
 

@@ -4,8 +4,8 @@ use super::protect::{exit_code, folder};
 use crate::failure::Outcome;
 use crate::words::StderrWords;
 use crate::words::failover::failure;
-use keyframe_failover::links::Addresses;
-use keyframe_failover::settings::{Settings, address};
+use keyframe_failover::links::StandbyAddresses;
+use keyframe_failover::settings::{FailoverSettings, address};
 use keyframe_failover::standby::{self, StandbyOptions};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -45,7 +45,7 @@ pub struct Standby {
     #[arg(long, value_name = "HOST:PORT", requires = "peer")]
     peer_beat: Option<String>,
     #[command(flatten)]
-    settings: Settings,
+    settings: FailoverSettings,
     /// Words that differ from the primary's line here
     #[arg(last = true, value_name = "QEMU OPTIONS")]
     extra: Vec<OsString>,
@@ -63,7 +63,7 @@ impl Standby {
             folder: folder(self.dir, "standby")?,
             name: self.name,
             extra: self.extra,
-            peer: peer.map(|control| Addresses { control, beat }),
+            peer: peer.map(|control| StandbyAddresses { control, beat }),
             setup,
         });
         ending.map(exit_code).map_err(failure)

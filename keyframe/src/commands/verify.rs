@@ -136,8 +136,8 @@ fn say_wrong(one: &IntervalCheck) {
     eprintln!(
         "keyframe: {which}: {pages} pages of RAM and {blocks} blocks of disks differ at its end"
     );
-    for (name, offset) in one.first_differing.iter().chain(&one.first_differing_blocks) {
-        eprintln!("keyframe:   {name} at {offset:#x}");
+    for place in one.first_differing.iter().chain(&one.first_differing_blocks) {
+        eprintln!("keyframe:   {} at {:#x}", place.region, place.offset_bytes);
     }
 }
 

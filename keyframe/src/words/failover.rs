@@ -4,36 +4,38 @@ use super::Importance;
 use crate::failure::{Failure, USAGE, chain};
 use crate::output;
 use Importance::{Always, Usual};
-use keyframe_failover::{Error, Event, notice_text};
+use keyframe_failover::{Error, FailoverEvent, notice_text};
 
 /// The line for `event`, and who reads it. `None` if the event is not worth a line.
-pub fn line(event: &Event) -> Option<(Importance, String)> {
+pub fn line(event: &FailoverEvent) -> Option<(Importance, String)> {
     let said = match event {
-        Event::Notice { role, notice } => (Usual, notice_text(*role, notice)),
-        Event::ConnectFailed(error) => {
+        FailoverEvent::Notice { role, notice } => (Usual, notice_text(*role, notice)),
+        FailoverEvent::ConnectFailed(error) => {
             let text = format!(
                 "no standby; it is tried again, and meanwhile the VM runs unprotected: {}",
                 with_fix(error)
             );
             (Usual, text)
         }
-        Event::EpochFailed(error) => (Usual, format!("an epoch failed: {}", with_fix(error))),
-        Event::GuardFailed { error, restarts: true } => {
+        FailoverEvent::EpochFailed(error) => {
+            (Usual, format!("an epoch failed: {}", with_fix(error)))
+        }
+        FailoverEvent::GuardFailed { error, restarts: true } => {
             (Always, format!("{}; another one is started", with_fix(error)))
         }
-        Event::GateFailed(error) => {
+        FailoverEvent::GateFailed(error) => {
             (Always, format!("the gate of the VM's network: {}", chain(&**error)))
         }
-        Event::GuardFailed { error, .. }
-        | Event::ResumeFailed(error)
-        | Event::LookFailed(error) => (Always, with_fix(error)),
-        Event::FenceHookFailed(error) => (Always, format!("run the fence hook: {error}")),
-        Event::WritesKept(directory) => {
+        FailoverEvent::GuardFailed { error, .. }
+        | FailoverEvent::ResumeFailed(error)
+        | FailoverEvent::LookFailed(error) => (Always, with_fix(error)),
+        FailoverEvent::FenceHookFailed(error) => (Always, format!("run the fence hook: {error}")),
+        FailoverEvent::WritesKept(directory) => {
             let text =
                 format!("what the VM has written to its disks is in {}", directory.display());
             (Usual, text)
         }
-        Event::RunsElsewhere { term } => {
+        FailoverEvent::RunsElsewhere { term } => {
             (Usual, format!("the VM runs on the other host, in term {term}"))
         }
         other => return standby(other),
@@ -42,47 +44,47 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
 }
 
 /// Events of standbys and witnesses.
-fn standby(event: &Event) -> Option<(Importance, String)> {
+fn standby(event: &FailoverEvent) -> Option<(Importance, String)> {
     let said = match event {
-        Event::StandbyListens(address) => {
+        FailoverEvent::StandbyListens(address) => {
             (Usual, format!("standby: waits for a primary at {address}"))
         }
-        Event::NoPeer => {
+        FailoverEvent::NoPeer => {
             let text = "note: without --peer (the address at which the other host will listen) \
                         the VM has no standby once it runs here";
             (Usual, text.into())
         }
-        Event::CommandLineNote(note) => (Usual, format!("note: {note}")),
-        Event::QemuWaits { vm, qemu_pid } => {
+        FailoverEvent::CommandLineNote(note) => (Usual, format!("note: {note}")),
+        FailoverEvent::QemuWaits { vm, qemu_pid } => {
             (Usual, format!("a QEMU waits for VM {vm} (pid {qemu_pid})"))
         }
-        Event::WaitingQemuEnded(exit) => {
+        FailoverEvent::WaitingQemuEnded(exit) => {
             let text = format!(
                 "the QEMU that waited has ended ({exit}); the primary is asked to begin again"
             );
             (Always, text)
         }
-        Event::ConnectionRefused(error) => {
+        FailoverEvent::ConnectionRefused(error) => {
             (Usual, format!("a connection is refused: {}", with_fix(error)))
         }
-        Event::PrimaryRefused(error) => {
+        FailoverEvent::PrimaryRefused(error) => {
             (Usual, format!("a primary is refused: {}", with_fix(error)))
         }
-        Event::TookOver { vm, epoch, ready_ns } => {
+        FailoverEvent::TookOver { vm, epoch, ready_ns } => {
             let text = format!(
                 "took over: VM {vm} runs here from epoch {epoch} on, {} after it had the right to",
                 output::duration(*ready_ns)
             );
             (Usual, text)
         }
-        Event::NameNotKept(error) => {
+        FailoverEvent::NameNotKept(error) => {
             let text = format!(
                 "warning: the VM is found by the standby's name alone: {}",
                 with_fix(error)
             );
             (Always, text)
         }
-        Event::WitnessSilent(error) => {
+        FailoverEvent::WitnessSilent(error) => {
             (Always, format!("{}: the question is not answered", with_fix(error)))
         }
         _ => return None,

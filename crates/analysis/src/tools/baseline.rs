@@ -5,7 +5,8 @@ use crate::context::{MergeContext, Part, RunContext, ToolSummary};
 use crate::error::Result;
 use crate::ring_reader::SharedBoard;
 
-/// The work of the plugin at each memory access.
+/// A tool without results, which measures what a plugin costs by what the plugin does at each
+/// memory access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Baseline {
     /// Nothing: the plugin is loaded and registers no callback. This is the cost of the replay.
@@ -17,7 +18,7 @@ pub enum Baseline {
 }
 
 impl Baseline {
-    /// The baseline with this tool name.
+    /// Returns the baseline with this tool name; `None` for any other name.
     pub fn by_name(name: &str) -> Option<Self> {
         [Self::Nothing, Self::Callback, Self::Text].into_iter().find(|one| one.name() == name)
     }

@@ -25,7 +25,8 @@ use std::time::Instant;
 /// Pages that the background copies under one lock: a write to a waiting page may wait that long.
 const BATCH_PAGES: u64 = 32;
 
-/// Copies each page on its first write, or in the background.
+/// Freezes the pages in the pause. Copies each page after the pause: before its first write, or
+/// else in the background.
 pub struct CopyOnWriteStrategy {
     writes: Arc<dyn FirstWriteMonitor>,
     state: Arc<Mutex<CopyState>>,

@@ -12,7 +12,7 @@ use crate::ports::{PageReader, RamFreezer};
 use keyframe_units::{PageSet, elapsed_ns};
 use std::time::Instant;
 
-/// Copies the pages from a forked child.
+/// Forks the VMM in the pause, and copies the pages from the forked child after it.
 pub struct ForkStrategy {
     freezer: Box<dyn RamFreezer>,
     frozen: Option<FrozenPages>,

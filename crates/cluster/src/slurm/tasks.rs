@@ -17,12 +17,12 @@ pub struct SlurmTask {
     pub state: String,
     /// The node on which it runs; empty if it does not run.
     pub node: String,
-    /// Why it does not run.
+    /// Slurm's reason why the task does not run; empty if it runs.
     pub reason: String,
 }
 
 impl SlurmTask {
-    /// Whether its processes may exist.
+    /// Returns whether processes of the task may exist.
     pub fn is_running(&self) -> bool {
         matches!(
             &*self.state,
@@ -30,7 +30,7 @@ impl SlurmTask {
         )
     }
 
-    /// Whether it may still run.
+    /// Returns whether the task has not run yet but still may.
     pub fn is_waiting(&self) -> bool {
         matches!(
             &*self.state,

@@ -31,7 +31,7 @@ const PHASES: [(&str, NumberOf); 6] = [
     ("whole pause", |e| e.pause_ns),
 ];
 
-/// Adds all parts about `sealed`.
+/// Adds to `page` all parts about the checkpoints `sealed`. Error: a plot cannot be drawn.
 pub fn add(page: &mut ReportPage, sealed: &[Sealed]) -> Result<()> {
     let entries: Vec<Entry> = sealed.iter().map(Entry::of).collect();
     let mut of_vms = BTreeMap::<&str, Vec<&Entry>>::new();

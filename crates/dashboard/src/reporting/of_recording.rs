@@ -137,7 +137,8 @@ fn add_intervals(page: &mut ReportPage, all: &[Interval]) {
     );
 }
 
-/// Adds a part about the analysis in the directory `out`. Fails if its files cannot be read.
+/// Adds to `page` a part about the analysis in the directory `out`. Error: its files cannot be
+/// read.
 pub fn add_analysis(page: &mut ReportPage, out: &Path) -> Result<()> {
     let (head, took) = previous_timings(out)?;
     page.part(&format!("Analysis {}", head.tool));

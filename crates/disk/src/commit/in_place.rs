@@ -62,7 +62,7 @@ impl InPlace {
         Ok(Self { image, path, disk_bytes, _lock: lock })
     }
 
-    /// The size of the disk in bytes.
+    /// Returns the size of the disk in bytes.
     pub fn disk_bytes(&self) -> u64 {
         self.disk_bytes
     }
@@ -123,7 +123,7 @@ impl InPlace {
         synced.map_err(Error::io(self.name(), "sync"))
     }
 
-    /// Removes the mark, so that the image can be served again.
+    /// Removes the mark, so that the image can be served again. Error: the mark cannot be removed.
     pub fn unmark(self) -> Result<()> {
         let marker = marker(&self.path);
         std::fs::remove_file(&marker)
@@ -191,7 +191,7 @@ pub(crate) fn marker(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// The source of the interrupted commit into the image at `path`, if there is one.
+/// Returns the source of the interrupted commit into the image at `path`, if there is one.
 pub fn interrupted(path: &Path) -> Option<String> {
     let path = path.canonicalize().ok()?;
     std::fs::read_to_string(marker(&path)).ok().map(|source| source.trim_end().to_owned())

@@ -17,14 +17,14 @@ const RANGES_MAX: usize = 1024;
 /// Writes `disk` to a new raw image at `path`, with holes for zeros. The image is complete and
 /// durable, or does not exist.
 ///
-/// Errors: a file exists at `path`; the disk cannot be read or the image not written.
-/// Error: also where something is at `path` already.
+/// Errors: something exists at `path` already; the disk cannot be read; the image cannot be
+/// written.
 pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
     to_new(disk, path, ImageFormat::Raw, &mut |_| Ok(()))
 }
 
 /// Writes a new image as [`to_new_raw`] does, in either format. Calls `watch` with the number of
-/// bytes of the disk done so far.
+/// bytes of the disk done so far. Errors: those of [`to_new_raw`].
 pub fn to_new(
     disk: &dyn Readable,
     path: &Path,
@@ -35,7 +35,7 @@ pub fn to_new(
 }
 
 /// Writes a new image as [`to_new`] does. If `replace` is true, it replaces an existing file by a
-/// rename.
+/// rename. Errors: those of [`to_new`].
 pub fn to_file(
     disk: &dyn Readable,
     path: &Path,

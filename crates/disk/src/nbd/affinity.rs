@@ -43,9 +43,9 @@ pub struct ThreadPlacement {
 }
 
 impl ThreadPlacement {
-    /// Whether this thread itself performs a read of unknown speed (an image that must be decoded,
-    /// a checkpoint's blocks), so that the guest gets it at once. False for some time after such a
-    /// read has waited for a device.
+    /// Returns whether this thread itself performs a read of unknown speed (an image that must be
+    /// decoded, a checkpoint's blocks), so that the guest gets it at once. False for some time
+    /// after such a read has waited for a device.
     pub fn may_read_inline(&mut self) -> bool {
         if core_of(self.said).is_none() {
             return false;

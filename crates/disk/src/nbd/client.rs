@@ -84,12 +84,13 @@ impl Client {
         Self::unnegotiated(stream, name).negotiate(export, context)
     }
 
-    /// A client over `stream`, which is connected to the server and which another process keeps
-    /// open. Its end does not close the connection: that is left to the server. At no time does the
-    /// server wait for this client to read, so that it can close the connection at any time.
+    /// Creates a client over `stream`, which is connected to the server and which another process
+    /// keeps open. The end of the client does not close the connection: that is left to the server.
+    /// At no time does the server wait for this client to read, so that it can close the connection
+    /// at any time.
     ///
-    /// `part_bytes` is the shortest range that the metadata context tells apart. Errors: as
-    /// [`Self::connect`].
+    /// `part_bytes` is the length in bytes of the shortest range that the metadata context tells
+    /// apart. Errors: those of [`Self::connect`].
     pub fn patient(
         stream: UnixStream,
         export: &str,
@@ -151,12 +152,13 @@ impl Client {
         Ok(client)
     }
 
-    /// The size of the disk in bytes.
+    /// Returns the size of the disk in bytes.
     pub fn len_bytes(&self) -> u64 {
         self.len_bytes
     }
 
-    /// The consecutive parts from `offset` on: at least one, perhaps not up to the end of the disk.
+    /// Returns the consecutive parts from `offset` on: at least one, perhaps not up to the end of
+    /// the disk.
     /// Errors: the server does not answer or breaks the protocol.
     pub fn status(&mut self, offset: u64) -> Result<Vec<RangeStatus>> {
         let len = self.len_bytes.saturating_sub(offset).min(self.status_bytes);
@@ -231,8 +233,11 @@ impl Client {
     }
 
     /// Calls `take` with every block that has a part whose flags are `wanted`. Blocks are whole,
-    /// rising, each given once, at most 1 MiB in one call, with the number of the first. The server's parts need not begin or end at a block. If the disk ends within its last
-    /// block, zeros follow.
+    /// rising, each given once, at most 1 MiB in one call, with the number of the first. The
+    /// server's parts need not begin or end at a block. If the disk ends within its last block,
+    /// zeros follow.
+    ///
+    /// Errors: those of `take`; the server does not answer or breaks the protocol.
     pub fn each_block<E: From<Error>>(
         &mut self,
         wanted: fn(u32) -> bool,

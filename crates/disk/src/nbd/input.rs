@@ -24,7 +24,7 @@ impl ClientInput {
         Self { stream, buffer: vec![0; BUFFER_BYTES].into(), start: 0, end: 0 }
     }
 
-    /// True if `len` bytes are buffered, so that reading them needs no wait.
+    /// Returns true if `len` bytes are buffered, so that reading them needs no wait.
     pub fn has(&self, len: usize) -> bool {
         self.end - self.start >= len
     }

@@ -40,7 +40,7 @@ pub struct Transmission {
     placement: ThreadPlacement,
 }
 
-/// The protocol's error number for an error.
+/// Returns the protocol's error number for an error.
 pub fn number(error: &Error) -> u32 {
     if error.is_disk_full() || matches!(error, Error::Limit { .. }) { ENOSPC } else { EIO }
 }

@@ -89,7 +89,7 @@ pub struct EpochChain {
 }
 
 impl EpochChain {
-    /// The chain after a restart: all blocks count as written since the last cut.
+    /// Returns the chain after a restart: all blocks count as written since the last cut.
     pub fn recovered(map: ExtentMap<BlockPlace>) -> Self {
         let mut chain = Self { settled: map, ..Self::default() };
         chain.settled.iter().for_each(|(s, n, _)| chain.owed.insert(s, n, (), &mut |_, _, ()| {}));
@@ -197,8 +197,8 @@ impl EpochChain {
         self.frozen.iter().position(|f| f.epoch == epoch && !f.done)
     }
 
-    /// The extents that an epoch in flight covers, from block `from` on, about `max` of them, and
-    /// the block at which to continue. `None` if the epoch is not in flight.
+    /// Returns the extents that an epoch in flight covers, from block `from` on, about `max` of
+    /// them, and the block at which to continue. `None` if the epoch is not in flight.
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -260,7 +260,7 @@ impl EpochChain {
         true
     }
 
-    /// The epochs in flight.
+    /// Returns the epochs in flight.
     pub fn in_flight(&self) -> Vec<DiskEpoch> {
         self.frozen.iter().filter(|f| !f.done).map(|f| f.epoch).collect()
     }
@@ -284,13 +284,13 @@ impl EpochChain {
         self.frozen.front().is_some_and(|f| f.done)
     }
 
-    /// The first range that the overlay holds at or after `from`, over all maps.
+    /// Returns the first range that the overlay holds at or after `from`, over all maps.
     pub fn next(&self, from: u64) -> Option<(u64, u64)> {
         let maps = self.frozen.iter().map(|f| &f.map).chain([&self.current, &self.settled]);
         maps.filter_map(|map| map.next(from)).map(|(s, n, _)| (s, n)).min()
     }
 
-    /// The number of entries in all maps. It determines the memory use.
+    /// Returns the number of entries in all maps. It determines the memory use.
     pub fn entries(&self) -> usize {
         let frozen: usize = self.frozen.iter().map(|f| f.map.entries() + f.owed.entries()).sum();
         self.current.entries() + self.owed.entries() + self.settled.entries() + frozen

@@ -18,7 +18,7 @@ fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub struct MemoryFolder(Mutex<BTreeMap<String, Bytes>>);
 
 impl MemoryFolder {
-    /// A directory with an overlay's two files.
+    /// Returns a directory with an overlay's two files.
     pub fn folder(journal: Vec<u8>, data: Vec<u8>) -> Arc<Self> {
         let files = [(NAME, journal), (DATA, data)];
         let files = files.map(|(name, bytes)| (name.to_owned(), Arc::new(Mutex::new(bytes))));

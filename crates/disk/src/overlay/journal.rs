@@ -45,7 +45,7 @@ pub struct JournalRecord {
 }
 
 impl JournalRecord {
-    /// Whether a disk of `disk_bytes` bytes can have this record.
+    /// Returns whether a disk of `disk_bytes` bytes can have this record.
     pub fn is_possible(&self, disk_bytes: u64) -> bool {
         let end = self.block.checked_add(self.blocks);
         let has_slots = match self.place {
@@ -290,8 +290,8 @@ impl Journal {
         format!("{}/{NAME}", self.folder.name())
     }
 
-    /// Appends records and makes them durable: with them, the journal holds all recent records up to
-    /// number `covered`. The error says whether a retry is possible.
+    /// Appends records and makes them durable: with them, the journal holds all recent records up
+    /// to number `covered`. The error says whether a retry is possible.
     pub fn append(&mut self, records: &[JournalRecord], covered: u64) -> Result<(), AppendError> {
         let mut chunks = records.chunks(BATCH_RECORDS_MAX).peekable();
         while let Some(records) = chunks.next() {
@@ -333,7 +333,7 @@ impl Journal {
         bytes
     }
 
-    /// True if the journal is several times as long as its content needs.
+    /// Returns true if the journal is several times as long as its content needs.
     pub fn is_long(&self) -> bool {
         self.end >= self.rewrite_at
     }
@@ -384,7 +384,7 @@ impl Journal {
     }
 }
 
-/// Why records could not be appended.
+/// The reason why records could not be appended.
 pub struct AppendError {
     pub error: Error,
     /// True if the journal is unchanged, so that a retry is possible.

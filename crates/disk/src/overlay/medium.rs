@@ -12,12 +12,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A file.
+/// A file of an overlay: a real one, or one of a test.
 pub trait OverlayFile: Send + Sync {
     /// Fills `buf` from `offset` on. Bytes past the end are zero.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
-    /// As [`Self::read`], but returns `false` if that would wait for a device. Then the content of
-    /// `buf` is undefined.
+    /// Reads as [`Self::read`], but returns `false` if that would wait for a device. Then the
+    /// content of `buf` is undefined. Error: the file cannot be read.
     fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
         self.read(offset, buf).map(|()| true)
     }
@@ -25,15 +25,15 @@ pub trait OverlayFile: Send + Sync {
     fn write(&self, offset: u64, buf: &[u8]) -> Result<()>;
     /// Makes all written data durable.
     fn sync(&self) -> Result<()>;
-    /// The length in bytes.
+    /// Returns the length in bytes.
     fn len_bytes(&self) -> Result<u64>;
     /// Truncates or extends the file.
     fn set_len(&self, len_bytes: u64) -> Result<()>;
 }
 
-/// A directory.
+/// The directory of an overlay: a real one, or one of a test.
 pub trait OverlayFolder: Send + Sync {
-    /// The path, for messages.
+    /// Returns the path, for messages.
     fn name(&self) -> String;
     /// Opens a file. Creates it if it does not exist.
     fn open(&self, name: &str) -> Result<Arc<dyn OverlayFile>>;
@@ -41,8 +41,8 @@ pub trait OverlayFolder: Send + Sync {
     fn replace(&self, from: &str, to: &str) -> Result<()>;
     /// Makes the directory's entries durable.
     fn sync(&self) -> Result<()>;
-    /// A number that differs for each boot of the machine, so that unsynced data of an earlier boot
-    /// is not taken for complete.
+    /// Returns a number that differs for each boot of the machine, so that unsynced data of an
+    /// earlier boot is not taken for complete.
     fn boot_seed(&self) -> Result<u64>;
 }
 
@@ -92,7 +92,7 @@ impl OverlayFile for RealFile {
     }
 }
 
-/// Fills `buf`. Bytes past the end of the file are zero.
+/// Fills `buf`. Bytes past the end of the file are zero. Error: the file cannot be read.
 pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
     let mut done = 0;
     while done < buf.len() {
@@ -110,7 +110,7 @@ pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result
 }
 
 /// Reads as [`read_or_zero`] if all bytes are in the page cache. Returns false if some are not; the
-/// kernel has begun to read them.
+/// kernel has begun to read them. Error: the file cannot be read.
 pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<bool> {
     let mut done = 0;
     while done < buf.len() {
@@ -148,7 +148,7 @@ pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<(
 const LOCK_TRIES: u32 = 20;
 const LOCK_EVERY: Duration = Duration::from_millis(10);
 
-/// A real directory. One process at a time holds it.
+/// A directory of the file system. One process at a time can have it open.
 pub struct RealFolder {
     path: PathBuf,
     folder: File,

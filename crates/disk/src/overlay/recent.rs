@@ -119,8 +119,8 @@ impl RecentLog {
         Ok(())
     }
 
-    /// A sync begins, which takes all records until now into the journal. Returns the number of the
-    /// last one.
+    /// Begins a sync, which takes all records until now into the journal. Returns the number of the
+    /// last of them.
     pub fn begin_sync(&mut self) -> u64 {
         let other = &mut self.files[1 - self.active];
         if other.last <= self.covered {
@@ -130,12 +130,12 @@ impl RecentLog {
         self.last
     }
 
-    /// The journal holds all records up to `number`.
+    /// Notes that the journal holds all records up to `number`.
     pub fn set_covered(&mut self, number: u64) {
         self.covered = number;
     }
 
-    /// The number of the last record.
+    /// Returns the number of the last record.
     pub fn last(&self) -> u64 {
         self.last
     }

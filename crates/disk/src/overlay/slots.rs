@@ -129,12 +129,12 @@ impl SlotAllocator {
         }
     }
 
-    /// The number of slots in the data file.
+    /// Returns the number of slots in the data file.
     pub fn tail(&self) -> u32 {
         self.tail
     }
 
-    /// The number of slots that can be taken without extending the data file.
+    /// Returns the number of slots that can be taken without extending the data file.
     pub fn free(&self) -> u64 {
         self.free.blocks()
     }

@@ -164,8 +164,8 @@ impl Disks {
         Ok(())
     }
 
-    /// All blocks that `epoch` of the disk at `index` covers, rising: the blocks written since the
-    /// previous cut, and those of epochs that were given back.
+    /// Returns all blocks that `epoch` of the disk at `index` covers, rising: the blocks written
+    /// since the previous cut, and those of epochs that were given back.
     pub fn pages(&mut self, index: usize, epoch: DiskEpoch) -> Pages<'_> {
         Pages { disks: self, index, epoch, next: Some(DiskBlock(0)), ready: Vec::new().into_iter() }
     }
@@ -257,7 +257,7 @@ impl Disks {
         Ok(std::mem::take(&mut self.shared.lock().staged))
     }
 
-    /// The state of the server. Errors: the server has ended or does not answer.
+    /// Returns the state of the server. Errors: the server has ended or does not answer.
     pub fn stats(&mut self) -> Result<ServerStats> {
         match self.ask(&DiskRequest::Stats, ANSWER_TIMEOUT)? {
             DiskResponse::Stats(stats) => Ok(stats),
@@ -301,7 +301,7 @@ impl Disks {
     }
 }
 
-/// The extents of an epoch, fetched some thousand at a time.
+/// An iterator over the extents of an epoch, which are fetched some thousand at a time.
 pub struct Pages<'a> {
     disks: &'a mut Disks,
     index: usize,

@@ -13,7 +13,7 @@
 use super::connection::Connection;
 use super::{DiskRequest, DiskSpec};
 use crate::{DiskEpoch, Error, Result};
-use keyframe_confine::{Keep, capabilities_but};
+use keyframe_confine::{KeptRights, capabilities_but};
 use keyframe_locks::IgnorePoison;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
@@ -41,20 +41,21 @@ pub enum ServerEvent {
     Restarted {
         /// The new process.
         pid: u32,
-        /// For how long no process served the disks.
+        /// The time for which no process served the disks.
         down: Duration,
     },
     /// A process has ended without an order, and no new one could be started. The guest's requests
     /// wait. It is tried again.
     NotRestarted {
-        /// Why.
+        /// The reason why none could be started.
         error: Error,
-        /// When it is tried again.
+        /// The time until it is tried again.
         again: Duration,
     },
 }
 
-/// Called on the supervisor's thread.
+/// Receives each event of the server. It is called on the supervisor's thread, which waits until it
+/// returns.
 pub type ServerObserver = Arc<dyn Fn(ServerEvent) + Send + Sync>;
 
 /// What the engine's handle and the supervisor share.
@@ -77,7 +78,7 @@ pub(super) struct State {
 }
 
 impl State {
-    /// The connection. Error: [`Error::ServerEnded`].
+    /// Returns the connection. Error: [`Error::ServerEnded`].
     pub fn connection(&mut self) -> Result<&mut Connection> {
         self.connection.as_mut().ok_or(Error::ServerEnded)
     }
@@ -87,7 +88,7 @@ impl State {
         DiskEpoch(self.restarts * EPOCHS_OF_PROCESS)
     }
 
-    /// True if all of these epochs are of a process that has ended.
+    /// Returns true if all of these epochs are of a process that has ended.
     pub fn are_void(&self, epochs: &[DiskEpoch]) -> bool {
         epochs.iter().all(|epoch| epoch.0 <= self.void_epochs().0)
     }
@@ -122,7 +123,7 @@ impl Supervisor {
     pub fn run(mut self) {
         // The engine gives up rights later, and this thread would keep them. A kernel that refuses
         // leaves it with all.
-        let _ = capabilities_but(Keep::Files);
+        let _ = capabilities_but(KeptRights::Files);
         let mut began = Instant::now();
         let mut failures = 0;
         while self.process_ended() {

@@ -4,9 +4,9 @@
 use super::PrimaryEngineEvent;
 use crate::arbitration;
 use crate::error::{Error, Result};
-use crate::event::Event;
+use crate::event::FailoverEvent;
 use crate::guard::GuardRemote;
-use crate::settings::Setup;
+use crate::settings::FailoverSetup;
 use crate::vm::Gate;
 use keyframe_net::{GateRemote, GateStatus};
 use keyframe_replication::{RunPermit, WitnessRequest};
@@ -42,7 +42,7 @@ pub trait HostControl: Send {
 /// A host whose VM is QEMU's.
 pub struct QemuHost {
     name: String,
-    setup: Setup,
+    setup: FailoverSetup,
     gate: Gate,
     guard: Option<GuardRemote>,
     qemu: OwnedFd,
@@ -56,14 +56,14 @@ impl QemuHost {
         qemu_pid: u32,
         name: String,
         gate: Gate,
-        setup: Setup,
+        setup: FailoverSetup,
         sender: Sender<PrimaryEngineEvent>,
     ) -> Result<Self> {
         let guard = match GuardRemote::spawn(qemu_pid) {
             Ok(guard) => Some(guard),
             Err(error) => {
                 // The VM is free at first. Another guard is started as soon as it is not.
-                setup.events.failover_event(&Event::GuardFailed { error, restarts: false });
+                setup.events.failover_event(&FailoverEvent::GuardFailed { error, restarts: false });
                 None
             }
         };
@@ -73,14 +73,14 @@ impl QemuHost {
         Ok(Self { name, setup, gate, guard, qemu, qemu_pid, sender })
     }
 
-    fn tell(&self, event: &Event) {
+    fn tell(&self, event: &FailoverEvent) {
         self.setup.events.failover_event(event);
     }
 
     fn ask_gate(&self, ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<()>) {
         if let Err(error) = self.gate.ask(ask) {
             // What is held stays held.
-            self.tell(&Event::GateFailed(error));
+            self.tell(&FailoverEvent::GateFailed(error));
         }
     }
 
@@ -92,7 +92,7 @@ impl QemuHost {
 impl HostControl for QemuHost {
     fn set_run_permit(&mut self, permit: RunPermit) {
         let Err(error) = self.ask_guard(|guard| guard.set(permit)) else { return };
-        self.tell(&Event::GuardFailed { error, restarts: true });
+        self.tell(&FailoverEvent::GuardFailed { error, restarts: true });
         match GuardRemote::spawn(self.qemu_pid) {
             Ok(mut fresh) => {
                 let set = fresh.set(permit);
@@ -101,7 +101,7 @@ impl HostControl for QemuHost {
                     return;
                 }
             }
-            Err(error) => self.tell(&Event::GuardFailed { error, restarts: false }),
+            Err(error) => self.tell(&FailoverEvent::GuardFailed { error, restarts: false }),
         }
         // No guard enforces the permit: the VM must not run.
         let _ = pidfd_send_signal(&self.qemu, Signal::STOP);
@@ -109,7 +109,7 @@ impl HostControl for QemuHost {
 
     fn vm_paused(&mut self) {
         if let Err(error) = self.ask_guard(GuardRemote::paused) {
-            self.tell(&Event::GuardFailed { error, restarts: false });
+            self.tell(&FailoverEvent::GuardFailed { error, restarts: false });
         }
     }
 

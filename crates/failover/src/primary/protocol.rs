@@ -6,11 +6,11 @@
 use super::PrimaryEngineEvent;
 use super::host::HostControl;
 use crate::error::with_fix;
-use crate::event::{Event, SharedEventSink};
+use crate::event::{FailoverEvent, SharedFailoverEventSink};
 use crate::links::{self, LinkEvent, SharedMachineFrame};
 use crate::notice_text::notice_text;
 use crate::sending::{Link, SharedWire};
-use crate::vm::{MachineDescription, VmAction, VmEvent};
+use crate::vm::{MachineDescription, ProtectedVmEvent, VmAction};
 use crate::witness::WitnessAnswer;
 use keyframe_link::Channel;
 use keyframe_locks::IgnorePoison;
@@ -54,14 +54,14 @@ pub struct ProtocolParts {
     /// The status that clients of the control socket see.
     pub status: SharedStatus,
     /// Receives the events of this host.
-    pub events: SharedEventSink,
+    pub events: SharedFailoverEventSink,
     /// Set when the user wants an end.
     pub interrupted: Arc<AtomicBool>,
     /// The clock of core and guard.
     pub clock: Clock,
 }
 
-/// Why the loop ended.
+/// The reason why the loop ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The VM has ended.
@@ -91,7 +91,7 @@ pub struct Protocol {
     acknowledged: Option<Epoch>,
     vm_stopped: bool,
     pub(super) status: SharedStatus,
-    events: SharedEventSink,
+    events: SharedFailoverEventSink,
     interrupted: Arc<AtomicBool>,
     clock: Clock,
     killed_at_ns: Option<u64>,
@@ -99,7 +99,7 @@ pub struct Protocol {
     end: Option<End>,
     /// The error of the last attempt to connect, already emitted as an event.
     trouble: Option<String>,
-    /// Why the newest epoch failed, told already.
+    /// The reason why the newest epoch failed, told already.
     pub(super) failed_epoch: Option<String>,
     /// A machine that standbys do not know yet.
     changed: Option<ChangedMachine>,
@@ -170,7 +170,7 @@ impl Protocol {
         self.end
     }
 
-    /// True if the standby is connected.
+    /// Returns true if the standby is connected.
     pub fn is_linked(&self) -> bool {
         self.link.is_some()
     }
@@ -219,7 +219,7 @@ impl Protocol {
         !is_asked && self.exit.is_some_and(|exit| !exit.success())
     }
 
-    fn tell(&self, event: &Event) {
+    fn tell(&self, event: &FailoverEvent) {
         self.events.failover_event(event);
     }
 
@@ -280,16 +280,16 @@ impl Protocol {
             LinkEvent::ConnectFailed(error) => {
                 let text = with_fix(&error);
                 if self.trouble.as_ref() != Some(&text) {
-                    self.tell(&Event::ConnectFailed(error));
+                    self.tell(&FailoverEvent::ConnectFailed(error));
                     self.trouble = Some(text);
                 }
             }
         }
     }
 
-    fn handle_vm_event(&mut self, event: VmEvent) {
+    fn handle_vm_event(&mut self, event: ProtectedVmEvent) {
         match event {
-            VmEvent::Captured { epoch, gate, reason } => {
+            ProtectedVmEvent::Captured { epoch, gate, reason } => {
                 if let Some(gate) = gate {
                     self.gates.insert(epoch, gate);
                 }
@@ -299,33 +299,35 @@ impl Protocol {
                 });
                 self.handle(PrimaryEvent::Captured { epoch });
             }
-            VmEvent::CaptureFailed(error) => {
+            ProtectedVmEvent::CaptureFailed(error) => {
                 let text = with_fix(&error);
                 if self.core.state() != PrimaryState::Solo
                     && self.failed_epoch.as_ref() != Some(&text)
                 {
-                    self.tell(&Event::EpochFailed(error));
+                    self.tell(&FailoverEvent::EpochFailed(error));
                     self.update(|status| status.note = format!("an epoch failed: {text}"));
                     self.failed_epoch = Some(text);
                 }
                 self.handle(PrimaryEvent::CaptureFailed);
             }
-            VmEvent::CaptureBlocked { reason } => self.handle(PrimaryEvent::CaptureBlocked(reason)),
-            VmEvent::CaptureUnblocked(None) => self.handle(PrimaryEvent::CaptureUnblocked),
-            VmEvent::CaptureUnblocked(Some(machine)) => {
+            ProtectedVmEvent::CaptureBlocked { reason } => {
+                self.handle(PrimaryEvent::CaptureBlocked(reason))
+            }
+            ProtectedVmEvent::CaptureUnblocked(None) => self.handle(PrimaryEvent::CaptureUnblocked),
+            ProtectedVmEvent::CaptureUnblocked(Some(machine)) => {
                 self.changed = Some(ChangedMachine { machine, alone_since_ns: None });
             }
-            VmEvent::Stopped => {
+            ProtectedVmEvent::Stopped => {
                 self.vm_stopped = true;
                 self.host.vm_paused();
                 self.handle(PrimaryEvent::VmStopped);
             }
-            VmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
-            VmEvent::Ended(exit) => {
+            ProtectedVmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
+            ProtectedVmEvent::Ended(exit) => {
                 self.exit = Some(exit);
                 self.handle(PrimaryEvent::VmEnded);
             }
-            VmEvent::EpochDone(report) => self.record_epoch(&report),
+            ProtectedVmEvent::EpochDone(report) => self.record_epoch(&report),
         }
     }
 
@@ -495,7 +497,7 @@ impl Protocol {
     fn notify(&mut self, notice: Notice) {
         let role = ReplicationRole::Primary;
         let text = notice_text(role, &notice);
-        self.tell(&Event::Notice { role, notice });
+        self.tell(&FailoverEvent::Notice { role, notice });
         self.update(|status| status.note = text);
     }
 }

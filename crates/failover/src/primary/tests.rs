@@ -7,13 +7,13 @@ use super::PrimaryEngineEvent as EngineEvent;
 use super::host::HostControl;
 use super::protocol::{END_TIMEOUT_NS, End, Protocol, ProtocolParts};
 use crate::error::Error;
-use crate::event::{Event, FailoverEventSink};
-use crate::frames::Kind;
+use crate::event::{FailoverEvent, FailoverEventSink};
+use crate::frames::FrameKind;
 use crate::links::{LinkEvent, SharedMachineFrame};
 use crate::sending::{Link, SharedWire};
-use crate::vm::{VmAction, VmEvent};
+use crate::vm::{ProtectedVmEvent, VmAction};
 use crate::witness::WitnessAnswer;
-use keyframe_link::{Channel, Input, Key, Party};
+use keyframe_link::{Channel, FrameBuffer, Party, SharedKey};
 use keyframe_net::GateStatus;
 use keyframe_replication::{
     Arbitration, Epoch, GroupId, NodeId, PeerMessage, Primary, PrimaryStart, PrimaryState,
@@ -114,7 +114,7 @@ impl keyframe_session::EventSink<keyframe_session::Event> for Told {
 }
 
 impl FailoverEventSink for Told {
-    fn failover_event(&self, event: &Event) {
+    fn failover_event(&self, event: &FailoverEvent) {
         self.0.lock().unwrap().push(format!("{event:?}"));
     }
 }
@@ -123,7 +123,7 @@ impl FailoverEventSink for Told {
 struct Peer {
     number: u64,
     channel: Channel,
-    input: Input,
+    input: FrameBuffer,
 }
 
 struct Test {
@@ -186,7 +186,7 @@ impl Test {
         protocol.begin();
         Self {
             protocol,
-            party: Party::new(&Key::of(&[7; 32]).unwrap()).unwrap(),
+            party: Party::new(&SharedKey::of(&[7; 32]).unwrap()).unwrap(),
             host,
             told,
             clock,
@@ -233,7 +233,7 @@ impl Test {
         });
         let control = Arc::new(self.party.connect(address, TIMEOUT).unwrap());
         let channel = accept.join().unwrap();
-        self.peer = Some(Peer { number, channel, input: Input::default() });
+        self.peer = Some(Peer { number, channel, input: FrameBuffer::default() });
         self.linked.store(true, Ordering::Relaxed);
         let link = Arc::new(Link { control, data: Vec::new() });
         self.step(EngineEvent::Link(LinkEvent::Connected(number, link)));
@@ -313,11 +313,11 @@ impl Test {
             VmAction::Capture { .. } => self.capture(),
             VmAction::Stop => {
                 self.others.push("stop");
-                self.step(EngineEvent::Vm(VmEvent::Stopped));
+                self.step(EngineEvent::Vm(ProtectedVmEvent::Stopped));
             }
             VmAction::Resume => {
                 self.others.push("resume");
-                self.step(EngineEvent::Vm(VmEvent::Resumed));
+                self.step(EngineEvent::Vm(ProtectedVmEvent::Resumed));
             }
             VmAction::Owe { .. } => self.others.push("owe"),
             _ => {}
@@ -327,7 +327,7 @@ impl Test {
     fn receive(&mut self) -> Option<PeerMessage> {
         let peer = self.peer.as_mut()?;
         let frame = peer.channel.receive(&mut peer.input, FRAME_WAIT).ok()??;
-        assert_eq!(Kind::of(frame.kind), Some(Kind::Core));
+        assert_eq!(FrameKind::of(frame.kind), Some(FrameKind::Core));
         Some(PeerMessage::decode(&frame.payload).unwrap())
     }
 
@@ -338,7 +338,7 @@ impl Test {
         let after = self.held;
         self.epoch = self.epoch.next();
         let (epoch, gate) = (self.epoch, Some(100 + self.epoch.0));
-        self.step(EngineEvent::Vm(VmEvent::Captured { epoch, gate, reason: "due" }));
+        self.step(EngineEvent::Vm(ProtectedVmEvent::Captured { epoch, gate, reason: "due" }));
         if self.data_flows {
             let session = SessionId(self.session);
             self.tell_standby(StandbyEvent::EpochComplete { session, epoch, after });
@@ -393,7 +393,7 @@ impl Test {
     }
 
     fn vm_ends(&mut self, status: i32) {
-        self.step(EngineEvent::Vm(VmEvent::Ended(ExitStatus::from_raw(status))));
+        self.step(EngineEvent::Vm(ProtectedVmEvent::Ended(ExitStatus::from_raw(status))));
     }
 
     fn has_told(&self, text: &str) -> usize {

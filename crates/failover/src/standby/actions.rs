@@ -2,7 +2,7 @@
 
 use super::prepared_vm::IncomingEpoch;
 use super::{Activation, StandbyEngine, StandbyEngineEvent};
-use crate::event::Event;
+use crate::event::FailoverEvent;
 use crate::guard::now_ns;
 use crate::notice_text::notice_text;
 use crate::{arbitration, links, resync, verify};
@@ -87,7 +87,7 @@ impl StandbyEngine {
             StandbyAction::Notify(note) => {
                 let role = ReplicationRole::Standby;
                 let text = notice_text(role, &note);
-                let event = Event::Notice { role, notice: note };
+                let event = FailoverEvent::Notice { role, notice: note };
                 self.options.setup.events.failover_event(&event);
                 self.update(|status| status.note = text);
             }

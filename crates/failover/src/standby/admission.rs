@@ -1,11 +1,11 @@
 //! Accepts connections of hosts with the key, and reads the purpose of each.
 
-use super::super::frames::{Greeting, Kind, MachineFrame, Purpose, VERSION, parse};
-use super::super::settings::Setup;
+use super::super::frames::{FrameKind, Greeting, MachineFrame, Purpose, VERSION, parse};
+use super::super::settings::FailoverSetup;
 use super::{Refusals, StandbyEngineEvent};
 use crate::error::{Error, Result};
-use crate::event::Event;
-use keyframe_link::{Channel, Input};
+use crate::event::FailoverEvent;
+use keyframe_link::{Channel, FrameBuffer};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,7 +36,7 @@ pub fn bound(address: SocketAddr) -> Result<TcpListener> {
 /// Accepts connections until `ends` is set. Reads the greeting of each in another thread.
 pub fn admit(
     listener: TcpListener,
-    setup: &Setup,
+    setup: &FailoverSetup,
     sender: &Sender<StandbyEngineEvent>,
     ends: &Arc<AtomicBool>,
 ) -> Result<()> {
@@ -62,7 +62,7 @@ pub fn admit(
                         drop(sender.send(event));
                     }
                     Err(error) => {
-                        refusals.tell(&*setup.events, error, Event::ConnectionRefused);
+                        refusals.tell(&*setup.events, error, FailoverEvent::ConnectionRefused);
                     }
                 }
                 drop(stranger);
@@ -73,26 +73,26 @@ pub fn admit(
     std::thread::Builder::new().name("admit".into()).spawn(work).map(drop).map_err(failed)
 }
 
-fn accepted(stream: TcpStream, setup: &Setup) -> Result<StandbyEngineEvent> {
+fn accepted(stream: TcpStream, setup: &FailoverSetup) -> Result<StandbyEngineEvent> {
     stream.set_nonblocking(false).map_err(|e| Error::io("listen", e))?;
     greeted(setup.party.accept(stream, GREETING_TIMEOUT)?)
 }
 
 fn greeted(channel: Channel) -> Result<StandbyEngineEvent> {
-    let mut input = Input::default();
-    let mut next = |what: Kind| {
+    let mut input = FrameBuffer::default();
+    let mut next = |what: FrameKind| {
         let frame = channel.receive(&mut input, GREETING_TIMEOUT)?;
-        let frame = frame.filter(|frame| Kind::of(frame.kind) == Some(what));
+        let frame = frame.filter(|frame| FrameKind::of(frame.kind) == Some(what));
         frame.map(|frame| frame.payload).ok_or(Error::NoPurpose)
     };
-    let greeting: Greeting = parse(&next(Kind::Greeting)?)?;
+    let greeting: Greeting = parse(&next(FrameKind::Greeting)?)?;
     if greeting.version != VERSION {
         return Err(Error::OtherVersion(greeting.version));
     }
     let number = greeting.connection;
     Ok(match greeting.purpose {
         Purpose::Control => {
-            let machine = Box::new(parse::<MachineFrame>(&next(Kind::Machine)?)?);
+            let machine = Box::new(parse::<MachineFrame>(&next(FrameKind::Machine)?)?);
             StandbyEngineEvent::Control { number, machine, channel: Arc::new(channel) }
         }
         Purpose::Beat => StandbyEngineEvent::Beat { number, channel: Arc::new(channel) },

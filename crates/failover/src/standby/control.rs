@@ -1,9 +1,9 @@
 //! The standby's answers to the control socket, its status, and the primary's connections.
 
 use super::{StandbyEngine, StandbyEngineEvent};
-use crate::event::Event;
-use crate::frames::{Kind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
-use keyframe_link::{Channel, Input};
+use crate::event::FailoverEvent;
+use crate::frames::{FrameKind, MachineFrame, ReadyFrame, epoch_parts, text, unmarked};
+use keyframe_link::{Channel, FrameBuffer};
 use keyframe_locks::IgnorePoison;
 use keyframe_replication::{Epoch, PeerMessage, StandbyEvent, StandbyState};
 use keyframe_session::control::server::Pending;
@@ -68,11 +68,16 @@ impl StandbyEngine {
             }
             Err(error) => {
                 let (problem, fix) = (error_chain(&error), error.fix());
-                self.refusals.tell(&*self.options.setup.events, error, Event::PrimaryRefused);
+                self.refusals.tell(
+                    &*self.options.setup.events,
+                    error,
+                    FailoverEvent::PrimaryRefused,
+                );
                 ReadyFrame::Refused { problem, fix }
             }
         };
-        let sent = text(&frame).is_ok_and(|text| channel.send(Kind::Ready as u8, &[&text]).is_ok());
+        let sent =
+            text(&frame).is_ok_and(|text| channel.send(FrameKind::Ready as u8, &[&text]).is_ok());
         if !is_ready || !sent {
             channel.close();
             return;
@@ -94,18 +99,18 @@ impl StandbyEngine {
     pub(super) fn read(&self, channel: Arc<Channel>, path: u8, number: u64) {
         let (sender, ends) = (self.sender.clone(), Arc::clone(&self.ends));
         let work = move || {
-            let mut input = Input::default();
+            let mut input = FrameBuffer::default();
             while !ends.load(Ordering::Relaxed) {
                 let frame = match channel.receive(&mut input, READ_WAIT) {
                     Ok(None) => continue,
                     Ok(Some(frame)) => frame,
                     Err(_) => break,
                 };
-                let said = match Kind::of(frame.kind) {
-                    Some(Kind::Core) => PeerMessage::decode(&frame.payload)
+                let said = match FrameKind::of(frame.kind) {
+                    Some(FrameKind::Core) => PeerMessage::decode(&frame.payload)
                         .ok()
                         .map(|message| StandbyEngineEvent::Received { path, number, message }),
-                    Some(Kind::Epoch) => {
+                    Some(FrameKind::Epoch) => {
                         unmarked(&frame.payload).and_then(|(session, epoch, rest)| {
                             let (head, devices) = epoch_parts(rest)?;
                             Some(StandbyEngineEvent::Epoch {

@@ -51,7 +51,7 @@ pub fn own(folder: &Path) -> Result<File> {
     }
 }
 
-/// The files of a machine's disks.
+/// Returns the files of a machine's disks.
 pub fn disk_paths(folder: &Path, machine: &MachineFrame) -> Vec<PathBuf> {
     let path = |(number, name): (usize, &str)| {
         folder.join("disks").join(format!("{number}-{}.raw", name_from(name)))
@@ -87,12 +87,12 @@ impl StandbyImage {
         Ok(Self { ram, ram_pages, small: RwLock::default(), disks })
     }
 
-    /// All pages, disks included.
+    /// Returns all pages, disks included.
     pub fn len_pages(&self) -> u64 {
         self.disks.last().map_or(self.ram_pages, |disk| disk.pages.end().0)
     }
 
-    /// True if its disks were never written to. RAM is zeros at first.
+    /// Returns true if its disks were never written to. RAM is zeros at first.
     pub fn disks_are_blank(&self) -> bool {
         self.disks.iter().all(|disk| disk.file.metadata().is_ok_and(|known| known.blocks() == 0))
     }

@@ -8,7 +8,7 @@ use super::StandbyEngine;
 use super::image::{StandbyImage, make_disks};
 use super::streams::Streams;
 use crate::error::{Error, Result};
-use crate::event::Event;
+use crate::event::FailoverEvent;
 use keyframe_inspect::source_of;
 use keyframe_qemu::net_gate;
 use keyframe_qemu::restore::{Plan, Prepared, PreparedRam, RestoreOptions, prepare};
@@ -105,7 +105,7 @@ impl StandbyEngine {
         let core = Standby::new(config, Term(0), None);
         let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
         let (vm, qemu_pid) = (machine.name.clone(), prepared.pid());
-        setup.events.failover_event(&Event::QemuWaits { vm, qemu_pid });
+        setup.events.failover_event(&FailoverEvent::QemuWaits { vm, qemu_pid });
         self.ready = Some(PreparedVm {
             machine,
             prepared,
@@ -169,7 +169,7 @@ impl StandbyEngine {
         let source = source_of(&machine.spec, &machine.ram);
         let plan = Plan::new(source, self.options.extra.clone(), options)?;
         for note in plan.notes() {
-            self.options.setup.events.failover_event(&Event::CommandLineNote(note.clone()));
+            self.options.setup.events.failover_event(&FailoverEvent::CommandLineNote(note.clone()));
         }
         let mut prepared = prepare(plan)?;
         let memory = prepared.memory()?;

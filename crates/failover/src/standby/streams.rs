@@ -7,11 +7,11 @@
 //! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are against
 //! that one. Data of a session that arrives before the session's start waits for it.
 
-use super::super::frames::{Kind, unmarked};
+use super::super::frames::{FrameKind, unmarked};
 use super::image::StandbyImage;
-use keyframe_link::{Channel, Input};
+use keyframe_link::{Channel, FrameBuffer};
 use keyframe_locks::IgnorePoison;
-use keyframe_transfer::{Decoder, EpochBuffer};
+use keyframe_transfer::{EpochBuffer, EpochDecoder};
 use keyframe_units::{Epoch, error_chain};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -114,7 +114,7 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// The pages of an epoch that has arrived on all streams; `None` if it has not.
+    /// Returns the pages of an epoch that has arrived on all streams; `None` if it has not.
     pub fn take(&self, session: u64, epoch: Epoch) -> Option<Vec<EpochBuffer>> {
         let mut state = self.lock();
         let is = |done: &Option<CompleteBuffer>| {
@@ -130,7 +130,7 @@ impl Streams {
         Some(state.done.iter_mut().map(take).collect())
     }
 
-    /// The taken epoch is applied; the next one may be decoded.
+    /// Records that the taken epoch is applied, so that the next one may be decoded.
     pub fn applied(&self) {
         self.lock().done.iter_mut().for_each(|done| *done = None);
         self.applied.notify_all();
@@ -146,8 +146,8 @@ impl Streams {
     ) {
         let streams = Arc::clone(self);
         let work = move || {
-            let decoder = Decoder::new(streams.image.len_pages());
-            let mut input = Input::default();
+            let decoder = EpochDecoder::new(streams.image.len_pages());
+            let mut input = FrameBuffer::default();
             while !ends.load(Ordering::Relaxed) {
                 match channel.receive(&mut input, READ_WAIT) {
                     Ok(None) => {}
@@ -182,9 +182,9 @@ impl Streams {
         (stream, connection): (usize, u64),
         kind: u8,
         payload: &[u8],
-        decoder: &Decoder,
+        decoder: &EpochDecoder,
     ) -> Result<Option<(u64, Epoch)>, String> {
-        let kind = Kind::of(kind).ok_or("a message that is none")?;
+        let kind = FrameKind::of(kind).ok_or("a message that is none")?;
         let (session, epoch, rest) = unmarked(payload).ok_or("a message that is cut off")?;
         let epoch = Epoch(epoch);
         let unknown = |state: &mut State| {
@@ -215,7 +215,7 @@ impl Streams {
             return Err(format!("there is no stream {stream}"));
         };
         match kind {
-            Kind::Batch => {
+            FrameKind::Batch => {
                 // Other streams need the lock meanwhile.
                 let mut own = std::mem::take(building);
                 drop(state);
@@ -229,12 +229,12 @@ impl Streams {
                 decoded.map_err(|e| error_chain(&e))?;
                 Ok(None)
             }
-            Kind::Mark => {
+            FrameKind::Mark => {
                 let buffer = std::mem::take(building);
                 *done = Some(CompleteBuffer { session, epoch, buffer });
                 Ok(Some((session, epoch)))
             }
-            Kind::Discard => {
+            FrameKind::Discard => {
                 building.clear();
                 Ok(None)
             }

@@ -2,10 +2,10 @@
 
 use super::{Activation, StandbyEngine};
 use crate::error::{Error, Result};
-use crate::event::Event;
-use crate::launch::{self, DISKS_SOCKET, LaunchedVm, RunContext};
+use crate::event::FailoverEvent;
+use crate::launch::{self, DISKS_SOCKET, EngineContext, FirstTerm, LaunchedVm};
 use crate::links;
-use crate::primary::Ending;
+use crate::primary::ProtectionEnding;
 use crate::vm::MachineDescription;
 use keyframe_qemu::QemuIdentity;
 use keyframe_replication::{PeerMessage, PrimaryStart};
@@ -25,7 +25,7 @@ impl StandbyEngine {
         mut self,
         Activation { epoch, term, forced }: Activation,
         interrupted: &Arc<AtomicBool>,
-    ) -> Result<Ending> {
+    ) -> Result<ProtectionEnding> {
         let ready = self.ready.take().ok_or(Error::NothingHeld)?;
         let devices = ready.devices.as_ref().ok_or(Error::NothingHeld)?;
         let restored = match ready.prepared.activate(&*ready.image, devices) {
@@ -36,7 +36,7 @@ impl StandbyEngine {
             }
         };
         let (ready_ns, mut vm) = (restored.ready_ns(), restored.into_vm());
-        self.options.setup.events.failover_event(&Event::TookOver {
+        self.options.setup.events.failover_event(&FailoverEvent::TookOver {
             vm: ready.machine.name.clone(),
             epoch,
             ready_ns,
@@ -51,7 +51,7 @@ impl StandbyEngine {
             };
         });
         if let Err(error) = self.run_dir.runs(&ready.machine.name) {
-            self.options.setup.events.failover_event(&Event::NameNotKept(error.into()));
+            self.options.setup.events.failover_event(&FailoverEvent::NameNotKept(error.into()));
         }
         if let Some((_, channel)) = &self.control {
             links::send_message(channel, &PeerMessage::TookOver { term });
@@ -75,14 +75,17 @@ impl StandbyEngine {
             served: ready.served,
             gate: ready.gate,
         };
-        let context = RunContext {
+        let context = EngineContext {
             name: ready.machine.name.clone(),
             run_dir: self.run_dir,
             status: self.status,
             interrupted: Arc::clone(interrupted),
             inbox: Some(self.requests),
         };
-        let start = (PrimaryStart::TakenOver { term, forced }, Epoch(epoch.0 + EPOCH_GAP));
+        let start = FirstTerm {
+            start: PrimaryStart::TakenOver { term, forced },
+            first_epoch: Epoch(epoch.0 + EPOCH_GAP),
+        };
         let engine = launch::start_taken_over(
             launched,
             context,

@@ -3,9 +3,11 @@
 //! Invariants: one epoch is in flight at most; pages of an epoch that the standby does not
 //! acknowledge are owed to the next.
 
-use super::{CapturedEpoch, EpochReport, MachineDescription, ProtectedVm, VmAction, VmEvent};
+use super::{
+    CapturedEpoch, EpochReport, MachineDescription, ProtectedVm, ProtectedVmEvent, VmAction,
+};
 use crate::error::{Error, with_fix};
-use crate::event::{Event, SharedEventSink};
+use crate::event::{FailoverEvent, SharedFailoverEventSink};
 use crate::resync::RemotePageHashes;
 use crate::sending::{SentEpoch, SharedWire};
 use keyframe_capture::EncodeReport;
@@ -31,8 +33,8 @@ pub struct LoopParts<V> {
     pub wire: SharedWire,
     pub policy: Box<dyn ReplicationScheduler>,
     pub first_epoch: Epoch,
-    pub events: Box<dyn Fn(VmEvent) + Send>,
-    pub sink: SharedEventSink,
+    pub events: Box<dyn Fn(ProtectedVmEvent) + Send>,
+    pub sink: SharedFailoverEventSink,
     pub clock: Box<dyn Fn() -> u64 + Send>,
 }
 
@@ -56,8 +58,8 @@ pub struct VmLoop<V> {
     pub(super) vm: V,
     pub(super) wire: SharedWire,
     policy: Box<dyn ReplicationScheduler>,
-    events: Box<dyn Fn(VmEvent) + Send>,
-    sink: SharedEventSink,
+    events: Box<dyn Fn(ProtectedVmEvent) + Send>,
+    sink: SharedFailoverEventSink,
     clock: Box<dyn Fn() -> u64 + Send>,
     pub(super) next_epoch: Epoch,
     /// The policy may take epochs.
@@ -72,7 +74,7 @@ pub struct VmLoop<V> {
     /// A session that is to begin, and the pages that its standby holds.
     pub(super) wanted_session: Option<u64>,
     pub(super) remote: Option<(u64, RemotePageHashes)>,
-    /// Why no capture can succeed now, and when that is looked at again.
+    /// The reason why no capture can succeed now, and when that is looked at again.
     blocked: Option<Blocked>,
     /// The machine is not that of the session's standby: nothing is captured before the next
     /// session.
@@ -82,7 +84,7 @@ pub struct VmLoop<V> {
     ended: bool,
 }
 
-/// Why no capture can succeed.
+/// The reason why no capture can succeed.
 struct Blocked {
     /// The reason that was told.
     told: Option<String>,
@@ -139,7 +141,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         self.look().min(LOOK_EVERY)
     }
 
-    pub(super) fn tell(&self, event: VmEvent) {
+    pub(super) fn tell(&self, event: ProtectedVmEvent) {
         (self.events)(event);
     }
 
@@ -171,13 +173,13 @@ impl<V: ProtectedVm> VmLoop<V> {
             }
             VmAction::Stop => {
                 if let Err(error) = self.vm.pause() {
-                    self.tell(VmEvent::CaptureFailed(error));
+                    self.tell(ProtectedVmEvent::CaptureFailed(error));
                 }
-                self.tell(VmEvent::Stopped);
+                self.tell(ProtectedVmEvent::Stopped);
             }
             VmAction::Resume => {
                 self.resume();
-                self.tell(VmEvent::Resumed);
+                self.tell(ProtectedVmEvent::Resumed);
             }
             VmAction::Report(report) => self.reported(*report),
             // The look that follows decides.
@@ -204,10 +206,10 @@ impl<V: ProtectedVm> VmLoop<V> {
             Ok(Some(exit)) => {
                 self.ended = true;
                 self.may_capture = false;
-                self.tell(VmEvent::Ended(exit));
+                self.tell(ProtectedVmEvent::Ended(exit));
             }
             Ok(None) => {}
-            Err(error) => self.sink.failover_event(&Event::LookFailed(error)),
+            Err(error) => self.sink.failover_event(&FailoverEvent::LookFailed(error)),
         }
     }
 
@@ -288,7 +290,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         }
         std::thread::sleep(RETRY.saturating_mul(1 << self.failures.min(4)).min(RETRY_MAX));
         self.failures += 1;
-        self.tell(VmEvent::CaptureFailed(error));
+        self.tell(ProtectedVmEvent::CaptureFailed(error));
     }
 
     /// True if no capture can succeed now.
@@ -304,7 +306,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         self.blocked = Some(Blocked { told: None, look_at_ns: self.now_ns() });
         match self.vm.renew() {
             Ok(machine) => {
-                self.tell(VmEvent::CaptureBlocked {
+                self.tell(ProtectedVmEvent::CaptureBlocked {
                     reason: format!("{reason}; a standby gets the whole VM as it is now"),
                 });
                 self.unblock(machine);
@@ -330,7 +332,7 @@ impl<V: ProtectedVm> VmLoop<V> {
             // Its standby has another machine.
             (self.wanted_session, self.remote, self.is_session_void) = (None, None, true);
         }
-        self.tell(VmEvent::CaptureUnblocked(machine.map(Box::new)));
+        self.tell(ProtectedVmEvent::CaptureUnblocked(machine.map(Box::new)));
         self.begin_wanted_session();
     }
 
@@ -339,12 +341,16 @@ impl<V: ProtectedVm> VmLoop<V> {
         let (reason, look_at_ns) = (with_fix(error), self.now_ns() + RENEW_EVERY_NS);
         let told = self.blocked.take().and_then(|blocked| blocked.told);
         if told.as_ref() != Some(&reason) {
-            self.tell(VmEvent::CaptureBlocked { reason: reason.clone() });
+            self.tell(ProtectedVmEvent::CaptureBlocked { reason: reason.clone() });
         }
         self.blocked = Some(Blocked { told: Some(reason), look_at_ns });
     }
 
-    fn record_capture(&mut self, captured: CapturedEpoch, reason: &'static str) -> VmEvent {
+    fn record_capture(
+        &mut self,
+        captured: CapturedEpoch,
+        reason: &'static str,
+    ) -> ProtectedVmEvent {
         let epoch = self.next_epoch;
         self.next_epoch = epoch.next();
         let captured_ns = self.now_ns();
@@ -352,7 +358,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         let (report, acknowledged, stood_ns, seq) = (None, false, None, captured.seq);
         self.in_flight =
             Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });
-        VmEvent::Captured { epoch, gate: captured.gate, reason }
+        ProtectedVmEvent::Captured { epoch, gate: captured.gate, reason }
     }
 
     fn reported(&mut self, report: EncodeReport<SentEpoch>) {
@@ -363,7 +369,7 @@ impl<V: ProtectedVm> VmLoop<V> {
             }
             self.in_flight = None;
             // If the connection broke, the protocol learns it from its reader.
-            self.tell(VmEvent::CaptureFailed(Error::NotSent(problem)));
+            self.tell(ProtectedVmEvent::CaptureFailed(Error::NotSent(problem)));
             return;
         }
         match &mut self.in_flight {
@@ -420,7 +426,7 @@ impl<V: ProtectedVm> VmLoop<V> {
             suspended_ns: self.suspended_at_ns.map_or(0, |at_ns| now_ns.saturating_sub(at_ns)),
             estimates: self.policy.describe(),
         };
-        self.tell(VmEvent::EpochDone(Box::new(report)));
+        self.tell(ProtectedVmEvent::EpochDone(Box::new(report)));
         if std::mem::take(&mut self.is_wanted) {
             self.capture(EpochReason::Asked.name(), false);
         }

@@ -2,7 +2,7 @@
 
 use super::{CapturedEpoch, Gate, GuestActivity, MachineDescription, ProtectedVm};
 use crate::error::{Error, Result};
-use crate::event::{Event, SharedEventSink};
+use crate::event::{FailoverEvent, SharedFailoverEventSink};
 use crate::gate::GatedMachines;
 use crate::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
 use crate::vcpu_time::VcpuTime;
@@ -38,10 +38,28 @@ pub struct VmParts {
     pub wire: SharedWire,
     /// Decides when epochs are taken.
     pub policy: Box<dyn ReplicationScheduler>,
-    /// The first epoch's number.
+    /// The number of the first epoch.
     pub first_epoch: Epoch,
     /// Receives failed resumes and other errors of the VM.
-    pub events: SharedEventSink,
+    pub events: SharedFailoverEventSink,
+}
+
+/// The disks of a VM, as their server exports them.
+#[derive(Clone, Debug)]
+pub struct DiskExports {
+    /// The path of the server's socket.
+    pub socket: PathBuf,
+    /// The exports, in the order of the disks.
+    pub exports: Vec<DiskExport>,
+}
+
+/// One export of a disk.
+#[derive(Clone, Debug)]
+pub struct DiskExport {
+    /// The name of the export.
+    pub name: String,
+    /// The size of the disk in bytes.
+    pub disk_bytes: u64,
 }
 
 /// The VM with all that captures it.
@@ -60,12 +78,12 @@ pub struct CapturedParts {
     pub gate: Gate,
     /// The connections to the standby.
     pub wire: SharedWire,
-    /// RAM is compared with the standby's at each epoch.
+    /// True if RAM is compared with the standby's at each epoch.
     pub verify: bool,
-    /// The socket of the disks' server, and the exports with their bytes.
-    pub disks: Option<(PathBuf, Vec<(String, u64)>)>,
+    /// The exports of the disks; `None` if the VM has no disks.
+    pub disks: Option<DiskExports>,
     /// Receives failed resumes and other errors of the VM.
-    pub events: SharedEventSink,
+    pub events: SharedFailoverEventSink,
 }
 
 /// A capture and its encoder.
@@ -108,8 +126,8 @@ pub struct CapturedMachines {
     wire: SharedWire,
     verify: bool,
     verifier: Verifier,
-    disks: Option<(PathBuf, Vec<(String, u64)>)>,
-    events: SharedEventSink,
+    disks: Option<DiskExports>,
+    events: SharedFailoverEventSink,
     /// Nothing was captured yet.
     is_fresh: bool,
     disk_bytes: u64,
@@ -118,8 +136,8 @@ pub struct CapturedMachines {
 }
 
 impl CapturedMachines {
-    /// A VM whose capture begins with the first [`ProtectedVm::renew`]. `report` gets the encoder's
-    /// result for each epoch.
+    /// Creates a VM whose capture begins with the first [`ProtectedVm::renew`]. `report` gets the
+    /// encoder's result for each epoch.
     pub fn new(
         parts: CapturedParts,
         report: impl Fn(EncodeReport<SentEpoch>) + Send + Sync + 'static,
@@ -215,8 +233,8 @@ impl CapturedMachines {
     }
 
     fn disk_blocks(&self) -> Vec<u64> {
-        let disks = self.disks.iter().flat_map(|(_, disks)| disks);
-        disks.map(|(_, bytes)| bytes.div_ceil(PAGE_BYTES as u64)).collect()
+        let disks = self.disks.iter().flat_map(|disks| &disks.exports);
+        disks.map(|disk| disk.disk_bytes.div_ceil(PAGE_BYTES as u64)).collect()
     }
 
     /// Returns the bytes that the guest has written to its disks since the newest epoch, as the
@@ -232,12 +250,12 @@ impl CapturedMachines {
     }
 
     fn send_disks(&mut self) -> Result<(), BoxError> {
-        let Some((socket, disks)) = self.disks.clone() else { return Ok(()) };
+        let Some(DiskExports { socket, exports }) = self.disks.clone() else { return Ok(()) };
         if let Some((storage, _)) = self.gated.machines.storage() {
             storage.begin_anew()?;
         }
-        for (number, (export, _)) in disks.iter().enumerate() {
-            let mut client = Client::connect(&socket, export, "base:allocation")?;
+        for (number, export) in exports.iter().enumerate() {
+            let mut client = Client::connect(&socket, &export.name, "base:allocation")?;
             self.send_disk(number, &mut client)?;
         }
         Ok(())
@@ -271,7 +289,7 @@ impl ProtectedVm for CapturedMachines {
         for member in self.gated.machines.members_mut() {
             if let Err(error) = member.vm.vm_mut().resume() {
                 let error = Error::vm("let the VM run", error);
-                self.events.failover_event(&Event::ResumeFailed(error));
+                self.events.failover_event(&FailoverEvent::ResumeFailed(error));
             }
         }
     }

@@ -1,7 +1,7 @@
 //! The start of a session with a standby: pages that it holds already are not sent.
 
 use super::epochs::VmLoop;
-use super::{ProtectedVm, VmEvent};
+use super::{ProtectedVm, ProtectedVmEvent};
 use crate::resync::RemotePageHashes;
 
 impl<V: ProtectedVm> VmLoop<V> {
@@ -14,7 +14,7 @@ impl<V: ProtectedVm> VmLoop<V> {
         let Some((_, remote)) = &mut self.remote else { return };
         if let Err(error) = remote.take_in(first, hashes, pages) {
             self.remote = None;
-            return self.tell(VmEvent::CaptureFailed(error.into()));
+            return self.tell(ProtectedVmEvent::CaptureFailed(error.into()));
         }
         self.begin_wanted_session();
     }

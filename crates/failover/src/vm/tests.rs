@@ -3,7 +3,7 @@
 use super::epochs::{LOOK_EVERY, LoopParts, VmLoop};
 use super::*;
 use crate::error::PageHashesError;
-use crate::event::{Event, FailoverEventSink};
+use crate::event::{FailoverEvent, FailoverEventSink};
 use crate::sending::SharedWire;
 use keyframe_capture::EncodeError;
 use keyframe_scheduling::replication::{
@@ -184,8 +184,8 @@ impl keyframe_session::EventSink<keyframe_session::Event> for FailedLooks {
 }
 
 impl FailoverEventSink for FailedLooks {
-    fn failover_event(&self, event: &Event) {
-        if matches!(event, Event::LookFailed(_)) {
+    fn failover_event(&self, event: &FailoverEvent) {
+        if matches!(event, FailoverEvent::LookFailed(_)) {
             self.0.fetch_add(1, Ordering::Relaxed);
         }
     }
@@ -196,7 +196,7 @@ struct Test {
     vm: FakeVm,
     policy: Script,
     vm_loop: VmLoop<FakeVm>,
-    told: Receiver<VmEvent>,
+    told: Receiver<ProtectedVmEvent>,
     failed_looks: Arc<FailedLooks>,
 }
 
@@ -228,20 +228,20 @@ impl Test {
 
     /// The events so far, a word each.
     fn told(&self) -> Vec<String> {
-        let name = |event: VmEvent| match event {
-            VmEvent::Captured { epoch, gate, .. } => {
+        let name = |event: ProtectedVmEvent| match event {
+            ProtectedVmEvent::Captured { epoch, gate, .. } => {
                 assert_eq!(gate, Some(100 + epoch.0));
                 format!("captured {epoch}")
             }
-            VmEvent::CaptureFailed(error) => format!("failed: {error}"),
-            VmEvent::CaptureBlocked { reason } => format!("blocked: {reason}"),
-            VmEvent::CaptureUnblocked(machine) => {
+            ProtectedVmEvent::CaptureFailed(error) => format!("failed: {error}"),
+            ProtectedVmEvent::CaptureBlocked { reason } => format!("blocked: {reason}"),
+            ProtectedVmEvent::CaptureUnblocked(machine) => {
                 format!("unblocked{}", if machine.is_some() { ", changed" } else { "" })
             }
-            VmEvent::Stopped => "stopped".into(),
-            VmEvent::Resumed => "resumed".into(),
-            VmEvent::Ended(_) => "ended".into(),
-            VmEvent::EpochDone(report) => {
+            ProtectedVmEvent::Stopped => "stopped".into(),
+            ProtectedVmEvent::Resumed => "resumed".into(),
+            ProtectedVmEvent::Ended(_) => "ended".into(),
+            ProtectedVmEvent::EpochDone(report) => {
                 format!("done {}", report.acknowledged.unwrap().0)
             }
         };
@@ -456,7 +456,7 @@ fn disks_that_cannot_be_copied_fail_the_session() {
 fn page_hashes_without_sense_are_told() {
     let mut test = Test::new();
     test.step(VmAction::PageHashes { session: 7, first: 3, hashes: vec![0; 16] });
-    let Ok(VmEvent::CaptureFailed(Error::PageHashes(error))) = test.told.try_recv() else {
+    let Ok(ProtectedVmEvent::CaptureFailed(Error::PageHashes(error))) = test.told.try_recv() else {
         panic!("no error of the hashes")
     };
     assert_eq!(error, PageHashesError::Misplaced { hashes: 1, first: 3 });

@@ -13,7 +13,7 @@
 //! A fault can come late, for a page that was opened meanwhile, by another thread's fault: what was
 //! opened since the last drain is noted (one bit a page), and told to no hook again.
 
-use super::{BUSY_MAX, BUSY_SLEEP, FirstWriteHook, MemoryEvent};
+use super::{BUSY_MAX, BUSY_SLEEP, MemoryEvent, MemoryEventHook};
 use crate::abi::{self, MESSAGE_BYTES, Message};
 use crate::mapped_range::MappedRange;
 use crate::ranges::{between, intersection, union};
@@ -48,8 +48,8 @@ pub(super) struct State {
     pub discarded: Vec<HostRange>,
     /// True from the first discard on, wherever it was.
     pub has_discarded: bool,
-    pub hook: Option<FirstWriteHook>,
-    /// Why nothing is tracked any more.
+    pub hook: Option<MemoryEventHook>,
+    /// The reason why nothing is tracked any more.
     failure: Option<(io::ErrorKind, String)>,
 }
 
@@ -93,7 +93,7 @@ impl Segment {
 }
 
 impl State {
-    /// The error that ended the tracking.
+    /// Returns the error that ended the tracking.
     pub fn broken(&self) -> Option<io::Error> {
         self.failure.as_ref().map(|(kind, text)| io::Error::new(*kind, text.clone()))
     }

@@ -291,7 +291,7 @@ pub fn try_drain(tracker: &FaultTracker, range: HostRange) -> Result<Vec<(u64, b
     Ok(pages)
 }
 
-/// Why a test of exact reports is skipped.
+/// The reason why a test of exact reports is skipped.
 pub const SEES_NO_MARKERS: &str =
     "without CAP_SYS_ADMIN the kernel reports more pages than were written";
 

@@ -1,6 +1,6 @@
 //! Errors of a simulation.
 
-/// Why a simulation has no outcome.
+/// The reason why a simulation has no outcome.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SimulationError {
@@ -14,7 +14,7 @@ pub enum SimulationError {
         /// The valid values.
         must: &'static str,
     },
-    /// There are no intervals, or no node with a slot.
+    /// There is nothing of this kind: no interval, or no node with a slot.
     #[error("the cluster has no {0}")]
     None(&'static str),
     /// A listed failure names a node that does not exist.

@@ -15,7 +15,7 @@ pub struct IntervalRun {
     pub end_s: f64,
     /// The bytes of the transfer.
     pub sent_bytes: f64,
-    /// How often it was begun, with the attempts that ended with a failure.
+    /// The number of times that it was begun, with the attempts that ended with a failure.
     pub tries: u32,
 }
 
@@ -23,15 +23,15 @@ pub struct IntervalRun {
 /// makespan times the number of slots.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct NodeUsage {
-    /// Simulating, with the work that a failure undid.
+    /// The time in which the node simulated, with the work that a failure undid.
     pub busy_s: f64,
-    /// Waiting for transfers.
+    /// The time in which it waited for transfers.
     pub transfer_s: f64,
-    /// Starting.
+    /// The time in which it started.
     pub start_s: f64,
-    /// Down after a failure.
+    /// The time in which it was down after a failure.
     pub down_s: f64,
-    /// Without work.
+    /// The time in which it had no work.
     pub idle_s: f64,
     /// The part of `busy_s` and `transfer_s` that failures undid.
     pub lost_s: f64,

@@ -41,8 +41,8 @@ impl PlannedRun {
         Self { constants: *constants, intervals: None, sequential_s }
     }
 
-    /// Plans a run of measured `intervals`, which are `recorded_s` seconds of the recording. If that
-    /// is 0, the run counts as whole.
+    /// Plans a run of measured `intervals`, which are `recorded_s` seconds of the recording. If
+    /// that is 0, the run counts as whole.
     pub fn of_intervals(
         constants: &Constants,
         intervals: Vec<SimulatedInterval>,
@@ -77,7 +77,8 @@ impl PlannedRun {
         self.intervals.as_ref().map(|_| range)
     }
 
-    /// Simulates the run on `cluster`, which counts as `nodes` nodes.
+    /// Simulates the run on `cluster`. The result calls that `nodes` nodes; equal intervals get the
+    /// best length for so many.
     ///
     /// Errors: those of [`simulate`].
     pub fn on(&self, nodes: u64, cluster: &Cluster) -> Result<ClusterRun, SimulationError> {

@@ -51,13 +51,13 @@ impl GateRemote {
         Ok(remote)
     }
 
-    /// The id of the gate's process.
+    /// Returns the id of the gate's process.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// A pipe on which a byte arrives when the first frame of an epoch is held. It ends with the
-    /// gate. Error: the descriptor cannot be copied.
+    /// Returns a pipe on which a byte arrives when the first frame of an epoch is held. It ends
+    /// with the gate. Error: the descriptor cannot be copied.
     pub fn bell(&self) -> Result<PipeReader> {
         self.bell.try_clone().map_err(Error::io("take the gate's bell"))
     }
@@ -89,7 +89,7 @@ impl GateRemote {
         self.ask(&GateRequest::Release { epoch }, ANSWER_TIMEOUT).map(drop)
     }
 
-    /// The gate's state. Errors: the gate has ended or does not answer.
+    /// Returns the gate's state. Errors: the gate has ended or does not answer.
     pub fn status(&mut self) -> Result<GateStatus> {
         match self.ask(&GateRequest::Look, ANSWER_TIMEOUT)? {
             GateResponse::Look(look) => Ok(look),
@@ -97,7 +97,7 @@ impl GateRemote {
         }
     }
 
-    /// Closes the control connection and waits briefly for the gate's end.
+    /// Closes the control connection, and waits briefly for the end of the gate's process.
     pub fn end(self) {
         let Self { stream, mut child, .. } = self;
         drop(stream);

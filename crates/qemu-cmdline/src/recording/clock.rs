@@ -51,8 +51,8 @@ fn has_network(line: &[Argument]) -> bool {
     line.iter().any(|a| a.name() == "netdev")
 }
 
-/// True if the main loop of a QEMU with this line may run late without effect on the guest: the
-/// clock follows the guest's time, and there is no network.
+/// Returns true if the main loop of a QEMU with this line may run late without effect on the guest:
+/// the clock follows the guest's time, and there is no network.
 pub fn may_run_late(line: &[Argument]) -> bool {
     value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm") && !has_network(line)
 }

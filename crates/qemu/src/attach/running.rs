@@ -74,7 +74,7 @@ fn binary(pid: u32) -> std::io::Result<PathBuf> {
     Ok(name.strip_suffix(" (deleted)").map_or_else(|| path.clone(), PathBuf::from))
 }
 
-/// True if `pid` runs something by QEMU's name.
+/// Returns true if `pid` runs something by QEMU's name.
 pub fn is_qemu(pid: u32) -> bool {
     binary(pid).is_ok_and(|path| {
         path.file_name().is_some_and(|name| name.to_string_lossy().contains("qemu"))

@@ -16,7 +16,7 @@ pub enum QmpChannel {
 }
 
 impl QmpChannel {
-    /// The name of the channel in errors.
+    /// Returns the name of the channel in errors.
     pub fn name(&self) -> &str {
         match self {
             Self::Socket(socket) => socket.name(),
@@ -38,7 +38,7 @@ impl QmpChannel {
         }
     }
 
-    /// The next answer or event, waiting for at most `timeout`.
+    /// Returns the next answer or event, waiting for at most `timeout`.
     pub fn receive(&mut self, operation: &str, timeout: Duration) -> Result<Value> {
         match self {
             Self::Socket(socket) => socket.receive(operation, timeout),
@@ -46,7 +46,7 @@ impl QmpChannel {
         }
     }
 
-    /// The next answer or event; `None` if none has arrived.
+    /// Returns the next answer or event; `None` if none has arrived.
     pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
         match self {
             Self::Socket(socket) => socket.receive_now(operation),
@@ -54,12 +54,12 @@ impl QmpChannel {
         }
     }
 
-    /// True if the event that a command causes may arrive after the command's answer.
+    /// Returns true if the event that a command causes may arrive after the command's answer.
     pub fn events_lag(&self) -> bool {
         matches!(self, Self::Libvirt(_))
     }
 
-    /// The error for an answer that cannot be understood.
+    /// Returns the error for an answer that cannot be understood.
     pub fn protocol(&self, operation: &str, problem: String) -> Error {
         Error::Protocol { monitor: self.name().into(), operation: operation.into(), problem }
     }

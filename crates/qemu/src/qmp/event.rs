@@ -2,7 +2,7 @@
 
 use serde_json::Value;
 
-/// Something that happened in QEMU.
+/// An event that QEMU reports on its monitor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum QmpEvent {
     /// The VM was paused.
@@ -63,9 +63,9 @@ pub(super) fn timestamp_us(message: &Value) -> Option<u64> {
 pub enum RunStatus {
     /// The virtual CPUs run.
     Running,
-    /// Stopped by a monitor.
+    /// A monitor command has stopped the VM.
     Paused,
-    /// Started with `-S` and not continued yet.
+    /// The VM was started with `-S` and has not been continued yet.
     Prelaunch,
     /// QEMU waits for the VM's state, or loads it.
     InMigrate,
@@ -88,7 +88,7 @@ impl RunStatus {
         }
     }
 
-    /// True if the virtual CPUs run.
+    /// Returns true if the virtual CPUs run.
     pub fn is_running(&self) -> bool {
         *self == Self::Running
     }

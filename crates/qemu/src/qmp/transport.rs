@@ -62,7 +62,7 @@ impl Transport {
         }
     }
 
-    /// A transport over a connected, non-blocking socket. Errors call it `name`.
+    /// Creates a transport over a connected, non-blocking socket. Errors call it `name`.
     pub fn over(socket: OwnedFd, name: String) -> Self {
         Self { socket, name, buffer: Vec::new(), scanned: 0, mid_line: false }
     }
@@ -72,13 +72,13 @@ impl Transport {
         Self { mid_line: true, ..Self::over(socket, name) }
     }
 
-    /// A second descriptor of the socket, for another process.
+    /// Returns a second descriptor of the socket, for another process.
     pub fn duplicate(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.socket, 3)
             .map_err(Error::io(format!("duplicate the connection to QEMU's monitor {}", self.name)))
     }
 
-    /// The name of the transport in errors.
+    /// Returns the name of the transport in errors.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -117,7 +117,7 @@ impl Transport {
         Ok(())
     }
 
-    /// The next line, waiting for at most `timeout`.
+    /// Returns the next line, waiting for at most `timeout`.
     pub fn receive(&mut self, operation: &str, timeout: Duration) -> Result<Value> {
         let started = Instant::now();
         loop {
@@ -128,7 +128,7 @@ impl Transport {
         }
     }
 
-    /// The next line; `None` if no whole line has arrived.
+    /// Returns the next line; `None` if no whole line has arrived.
     pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
         loop {
             let fresh = self.buffer.get(self.scanned..).unwrap_or_default();
@@ -164,7 +164,7 @@ impl Transport {
         }
     }
 
-    /// The error for an answer that cannot be understood.
+    /// Returns the error for an answer that cannot be understood.
     pub fn protocol(&self, operation: &str, problem: String) -> Error {
         Error::Protocol { monitor: self.name.clone(), operation: operation.into(), problem }
     }

@@ -202,7 +202,7 @@ impl Virsh {
         }
     }
 
-    /// The next answer or event, waiting for at most `timeout`.
+    /// Returns the next answer or event, waiting for at most `timeout`.
     pub fn receive(&mut self, operation: &str, timeout: Duration) -> Result<Value> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -221,7 +221,7 @@ impl Virsh {
         }
     }
 
-    /// The next answer or event, if it is there already.
+    /// Returns the next answer or event, if it is there already.
     pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
         if let Some(message) = self.ready.pop_front() {
             return Ok(Some(message));

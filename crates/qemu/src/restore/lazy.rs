@@ -54,8 +54,8 @@ const NAMED_MAX: usize = 8;
 
 pub use keyframe_vmm::{Residency, SharedRamSource as SharedSource};
 
-/// Serves the RAM of a restored VM. If it is dropped before all pages are there, the VM waits for the
-/// rest, and the kernel ends it together with the thread that started it.
+/// Serves the RAM of a restored VM. If it is dropped before all pages are there, the VM waits for
+/// the rest, and the kernel ends it together with the thread that started it.
 pub struct Lazy {
     shared: Arc<Shared>,
     stop: OwnedFd,
@@ -103,7 +103,8 @@ enum Job {
 
 impl Lazy {
     /// Marks the RAM of QEMU as missing and begins to serve it. QEMU is process `pid`, a child that
-    /// this thread started, with the empty `memories` as its memory backends.
+    /// this thread started, with the empty `memories` as its memory backends. Error: the kernel
+    /// does not let this process serve QEMU's memory.
     pub fn attach(
         pid: u32,
         memories: &[Memory],
@@ -146,7 +147,7 @@ impl Lazy {
         Ok(Self { shared, stop, server: Some(server), prefetchers: Vec::new(), tried: None })
     }
 
-    /// Begins to load the pages that the VM has not touched yet.
+    /// Begins to load the pages that the VM has not touched yet. Error: a thread cannot be started.
     pub fn prefetch(&mut self) -> Result<()> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = cores.min(PREFETCHERS_MAX);
@@ -173,9 +174,9 @@ impl Lazy {
         Ok(())
     }
 
-    /// Releases the VM once all of its RAM is there. The thread that waits for QEMU's end calls this
-    /// from time to time. Errors: [`Error::PageLost`], and any other error that ended the serving.
-    /// QEMU has been ended then.
+    /// Releases the VM once all of its RAM is there. The thread that waits for QEMU's end calls
+    /// this from time to time. Errors: [`Error::PageLost`], and any other error that ended the
+    /// serving. QEMU has been ended then.
     pub fn settle(&mut self) -> Result<()> {
         let mut state = self.shared.state();
         if let Some(failure) = state.failure.take() {
@@ -205,12 +206,12 @@ impl Lazy {
         Ok(())
     }
 
-    /// The number of pages that are there, and of all pages.
+    /// Returns how many pages are there, and how many pages the VM has.
     pub fn residency(&self) -> Residency {
         self.shared.state().residency.clone()
     }
 
-    /// The pages that the VM waited for, in the order in which it touched them.
+    /// Returns the pages that the VM waited for, in the order in which it touched them.
     pub fn touched(&self) -> Vec<PageIndex> {
         self.shared.touched.lock().ignore_poison().clone()
     }
@@ -339,8 +340,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Places the page at `address` for the threads that wait for it. Returns the page if it had not
-    /// been placed before.
+    /// Places the page at `address` for the threads that wait for it. Returns the page if it had
+    /// not been placed before.
     fn answer(&self, address: HostVirt) -> Result<Option<(&Place, PageIndex)>> {
         let Some((place, page)) = self.page_at(address) else { return Ok(None) };
         let range = HostRange { start: address, len_bytes: PAGE_BYTES as u64 };

@@ -21,7 +21,7 @@ use keyframe_qemu_cmdline::{
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// The plan of a restore.
+/// The plan of a restore: what will be started, with which command line.
 #[derive(Debug)]
 pub struct Plan {
     pub(super) binary: PathBuf,
@@ -112,17 +112,17 @@ impl Plan {
         })
     }
 
-    /// Notes for the user about differences between the restored VM and the checkpoint's.
+    /// Returns notes for the user about differences between the restored VM and the checkpoint's.
     pub fn notes(&self) -> &[String] {
         &self.notes
     }
 
-    /// The accelerator, if the command line leaves QEMU no choice.
+    /// Returns the accelerator of the command line; `None` if the line leaves QEMU a choice.
     pub fn named_accelerator(&self) -> Option<Accelerator> {
         self.accelerator.or_else(|| named_accelerator(&self.arguments))
     }
 
-    /// The QEMU binary.
+    /// Returns the path of the QEMU binary.
     pub fn binary(&self) -> &Path {
         &self.binary
     }
@@ -197,8 +197,8 @@ fn release(version: &str) -> &str {
     version.split_whitespace().next().unwrap_or_default()
 }
 
-/// The numbers of the RAM blocks with a memory backend, in the order in which a restored QEMU makes
-/// them. Error: [`Error::CommandLine`] if the command line does not fit the RAM blocks.
+/// Returns the numbers of the RAM blocks with a memory backend, in the order in which a restored
+/// QEMU makes them. Error: [`Error::CommandLine`] if the command line does not fit the RAM blocks.
 pub fn backends_as_made(source: &RestoreSource) -> Result<Vec<usize>> {
     Ok(keyframe_qemu_cmdline::backends_as_made(&source.machine.user_command, &source.ram)?)
 }

@@ -31,7 +31,7 @@ use std::path::Path;
 use std::process::Child;
 use std::time::Instant;
 
-/// A QEMU that waits for its device state.
+/// A restored QEMU that has its machine and waits for its device state.
 pub struct Prepared {
     /// `None` once it is given back.
     plan: Option<Plan>,
@@ -111,13 +111,15 @@ impl PreparedRam {
         Some((&part.file, part.offset + (page.0 - part.pages.first.0) * PAGE_BYTES as u64))
     }
 
-    /// Writes a page of main RAM; false if `page` is not in main RAM.
+    /// Writes a page of main RAM. Returns false, and writes nothing, if `page` is not in main RAM.
+    /// Error: its file cannot be written.
     pub fn write_page(&self, page: PageIndex, content: &Page) -> io::Result<bool> {
         let Some((file, offset)) = self.place(page) else { return Ok(false) };
         file.write_all_at(content, offset).map(|()| true)
     }
 
-    /// Reads a page of main RAM; false if `page` is not in main RAM.
+    /// Reads a page of main RAM into `into`. Returns false, and reads nothing, if `page` is not in
+    /// main RAM. Error: its file cannot be read.
     pub fn read_page(&self, page: PageIndex, into: &mut Page) -> io::Result<bool> {
         let Some((file, offset)) = self.place(page) else { return Ok(false) };
         file.read_exact_at(into, offset).map(|()| true)
@@ -143,7 +145,7 @@ impl Prepared {
         self.child.as_ref().map_or(0, Child::id)
     }
 
-    /// The exit status of QEMU; `None` if it runs.
+    /// Returns the exit status of QEMU; `None` if it runs. Error: the kernel does not tell.
     pub fn try_wait(&mut self) -> Result<Option<std::process::ExitStatus>> {
         let Some(child) = &mut self.child else { return Ok(None) };
         child.try_wait().map_err(Error::io("wait for QEMU"))
@@ -154,8 +156,8 @@ impl Prepared {
         self.plan.take().ok_or_else(activated_twice)
     }
 
-    /// The properties of the waiting machine for which it could not be checkpointed once it runs
-    /// here. `disks` is the socket of the server of its disks.
+    /// Returns the properties of the waiting machine for which it could not be checkpointed once it
+    /// runs here. `disks` is the socket of the server of its disks. Error: QEMU does not answer.
     pub fn refusals(&mut self, disks: Option<&Path>) -> Result<Vec<AuditFinding>> {
         let qmp = self.qmp.as_mut().ok_or_else(activated_twice)?;
         let machine_type = machine_type(qmp)?;
@@ -165,7 +167,8 @@ impl Prepared {
         Ok(found)
     }
 
-    /// The main RAM, which any thread can read and write.
+    /// Returns the main RAM, which any thread can read and write. Error: a file of the RAM cannot
+    /// be opened.
     pub fn memory(&mut self) -> Result<PreparedRam> {
         if self.starting.memories.is_empty() {
             return self.process_memory();

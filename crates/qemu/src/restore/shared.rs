@@ -17,7 +17,7 @@ use keyframe_units::{BlockKind, RamLayout};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
 use std::sync::atomic::AtomicBool;
 
-/// The main RAM of a checkpoint, for any number of VMs.
+/// The main RAM of a checkpoint, which any number of VMs share.
 pub struct SharedRam {
     memories: Vec<Memory>,
     layout: RamLayout,
@@ -25,6 +25,7 @@ pub struct SharedRam {
 
 impl SharedRam {
     /// Fills the RAM from `source`, as [`super::start`] does. Ends early if `cancelled` is set.
+    /// Errors: the source cannot be read; no memory for the RAM.
     pub fn fill(
         layout: &RamLayout,
         source: &dyn RamSource,
@@ -63,7 +64,7 @@ impl SharedRam {
 }
 
 /// Restores a VM as [`super::start`], with main RAM that the VM shares with others until it writes
-/// a page. `ram` provides the small blocks.
+/// a page. `ram` provides the small blocks. Errors: those of [`super::start`].
 pub fn start_shared(
     plan: Plan,
     shared: &SharedRam,

@@ -20,7 +20,7 @@ const MIGRATING: &[&str] = &[
     "wait-unplug",
 ];
 
-/// Why a VM cannot be rolled back now.
+/// The reason why a VM cannot be rolled back now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RollbackObstacle {
     /// A migration is under way.

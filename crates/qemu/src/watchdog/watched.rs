@@ -37,7 +37,7 @@ const SEND_FOR: Duration = LAST_STOP;
 /// Resumes a paused VM. QEMU ignores it if the VM runs.
 const CONT: &[u8] = b"{\"execute\": \"cont\", \"id\": \"keyframe-watchdog\"}\n";
 
-/// The VM that a watchdog watches.
+/// What a watchdog needs to know of the VM that it watches.
 #[derive(Debug)]
 pub struct Watched {
     /// The monitor by which it resumes the VM.
@@ -62,7 +62,7 @@ pub enum WatchedMonitor {
     Libvirt {
         /// The domain.
         domain: String,
-        /// The URI of libvirt's connection; `None`: virsh's default.
+        /// The URI of libvirt's connection; `None` for virsh's default.
         uri: Option<String>,
         /// The descriptor set that QEMU forgets when the engine has ended, if there is one.
         set: Option<u32>,
@@ -73,7 +73,7 @@ pub enum WatchedMonitor {
 const PIPE: &str = "pipe";
 
 impl Watched {
-    /// A VM without a pipe, whose watchdog has a monitor of its own at socket `monitor`.
+    /// Creates a VM without a pipe, whose watchdog has a monitor of its own at socket `monitor`.
     pub fn by_monitor(monitor: PathBuf) -> Self {
         Self { monitor: WatchedMonitor::Own(monitor), pipe: None }
     }
@@ -85,7 +85,7 @@ impl Watched {
         pipe.chain(self.monitor.words()).collect()
     }
 
-    /// The same as a value of crate `vmm`, for [`super::Watchdog::spawn_resumer`].
+    /// Converts it to the value of crate `vmm` that [`super::Watchdog::spawn_resumer`] takes.
     pub fn into_resumer(self) -> Resumer {
         let words = self.words();
         let mut descriptors: Vec<OwnedFd> = self.pipe.into_iter().collect();
@@ -104,6 +104,7 @@ impl Watched {
     }
 
     /// Reads the words that [`super::Watchdog::spawn`] gives a watchdog's process, in that process.
+    /// Error: the words have another form.
     pub fn parse(words: &[OsString]) -> Result<Self> {
         match words {
             [pipe, number, monitor @ ..] if pipe == PIPE => {
@@ -263,8 +264,8 @@ impl Reach {
         }
     }
 
-    /// Has QEMU close the descriptors that the engine passed to it, and removes what the engine left
-    /// on the VM's disks: a job of its would fill the disk of its scratch file.
+    /// Has QEMU close the descriptors that the engine passed to it, and removes what the engine
+    /// left on the VM's disks: a job of its would fill the disk of its scratch file.
     pub fn forget_engine(&mut self) -> Result<()> {
         let Self::Own(qmp, set) = self else { return Ok(()) };
         let swept = match statefile::has_engine(qmp) {

@@ -119,16 +119,16 @@ fn require_format(path: &Path, head: &FormatHead) -> Result<()> {
     .into())
 }
 
-/// The part of an interval, complete.
+/// The complete part of an interval.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct FinishedPart {
     /// The interval's index.
     pub index: u32,
-    /// How many tries it took.
+    /// The number of tries that it took.
     pub tries: u32,
-    /// From the first try to the end of the last, in nanoseconds.
+    /// The time from the first try to the end of the last, in nanoseconds.
     pub wall_ns: u64,
-    /// When its first try began, in nanoseconds since 1970.
+    /// The time at which its first try began, in nanoseconds since 1970.
     pub began_at_ns: u64,
     /// The name of the worker that made it.
     pub worker: String,
@@ -154,16 +154,16 @@ pub(super) fn empty_dir(dir: &Path) -> Result<()> {
     std::fs::create_dir_all(dir).map_err(|e| Error::file("make", dir, e))
 }
 
-/// How long an interval took.
+/// The duration of an interval's analysis.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct IntervalTiming {
     /// The interval's index.
     pub index: u32,
-    /// How many tries it took.
+    /// The number of tries that it took.
     pub tries: u32,
-    /// From the first try to the end of the last, in nanoseconds.
+    /// The time from the first try to the end of the last, in nanoseconds.
     pub wall_ns: u64,
-    /// When its first try began, in nanoseconds since 1970.
+    /// The time at which its first try began, in nanoseconds since 1970.
     pub began_at_ns: u64,
 }
 
@@ -208,14 +208,14 @@ pub fn previous_timings(out: &Path) -> Result<(AnalysisHeader, Vec<IntervalTimin
     Ok((head, took))
 }
 
-/// How far an interval of an analysis is.
+/// The progress of an interval of an analysis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum IntervalState {
-    /// Its part is complete.
+    /// The interval's part is complete.
     Done,
-    /// Its part failed in all tries.
+    /// The interval's part failed in all tries.
     Failed,
-    /// It waits, or is being replayed.
+    /// The interval waits, or is being replayed.
     Waiting,
 }
 

@@ -41,7 +41,8 @@ impl Analysis<'_> {
         text.unwrap_or_else(|_| "its part is not there".into())
     }
 
-    /// Merges all parts into the tool's results, and writes how long the intervals took.
+    /// Merges all parts into the tool's results, and writes how long the intervals took. Errors:
+    /// those of the tool; the file of the times cannot be written.
     pub fn merge(&self, done: Vec<FinishedPart>) -> Result<ToolSummary> {
         let timings: Vec<IntervalTiming> = done.iter().map(IntervalTiming::from).collect();
         let text = serde_json::to_string_pretty(&timings).unwrap_or_default();
@@ -52,7 +53,8 @@ impl Analysis<'_> {
     }
 
     /// Makes the results of one replay through all intervals, in `OUT/sequential`. `on_progress` is
-    /// called now and then with the instruction that QEMU has reached.
+    /// called now and then with the instruction that QEMU has reached. Errors: the replay fails;
+    /// those of the tool.
     pub fn in_sequence(
         &self,
         interrupted: &AtomicBool,
@@ -75,7 +77,8 @@ impl Analysis<'_> {
         Ok(self.tool.merge(&MergeContext { parts, out })?)
     }
 
-    /// Removes the parts and the queue, which are not needed after the merge.
+    /// Removes the parts and the queue, which are not needed after the merge. Error: a file cannot
+    /// be removed.
     pub fn clear(&self) -> Result<()> {
         let parts = self.out.join("parts");
         std::fs::remove_dir_all(&parts)

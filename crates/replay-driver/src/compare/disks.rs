@@ -39,7 +39,7 @@ struct Reader {
 }
 
 impl<'a> ComparedDisks<'a> {
-    /// Makes the disks of `checkpoint`. `served` serves them to the replay that writes to them;
+    /// Makes the disks of `checkpoint`. `served` serves them to a replay, which writes to them;
     /// `None` if there is no replay.
     pub fn new(checkpoint: Arc<LoadedDisks>, served: Option<&'a mut ServedDisks>) -> Self {
         Self { checkpoint, served }
@@ -234,7 +234,7 @@ mod tests {
         let mut difference = Difference::default();
         compare_disk(&readers, [one.0, other], 0, &mut difference).unwrap();
         assert_eq!(difference.count, difference.first.len() as u64);
-        difference.first.into_iter().map(|(_, offset)| offset / BLOCK_BYTES as u64).collect()
+        difference.first.into_iter().map(|one| one.offset_bytes / BLOCK_BYTES as u64).collect()
     }
 
     #[test]

@@ -14,7 +14,7 @@ use super::stub::Stub;
 use super::{DebugContext, StubState};
 use crate::error::{ReplayError, Result};
 use crate::{PauseOptions, PausedReplay, ReplayRoute};
-use keyframe_gdb::{Breakpoint, GdbConnection, Received, StopReply};
+use keyframe_gdb::{Breakpoint, GdbConnection, GdbMessage, StopReply};
 use std::net::TcpStream;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -164,14 +164,16 @@ fn run_on(
     loop {
         stub.wait(gdb, &mut idle_watch)?;
         match stub.receive(Duration::ZERO)? {
-            Some(Received::Packet(reply)) if StopReply::parse(&reply).is_some() => {
+            Some(GdbMessage::Packet(reply)) if StopReply::parse(&reply).is_some() => {
                 return Ok(Some(reply));
             }
-            Some(Received::Closed) => return Err(ReplayError::EndedInSearch.into()),
+            Some(GdbMessage::Closed) => return Err(ReplayError::EndedInSearch.into()),
             _ => {}
         }
-        let interrupted =
-            matches!(gdb.receive(Duration::ZERO)?, Some(Received::Interrupt | Received::Closed));
+        let interrupted = matches!(
+            gdb.receive(Duration::ZERO)?,
+            Some(GdbMessage::Interrupt | GdbMessage::Closed)
+        );
         if interrupted || context.interrupted.load(Ordering::Relaxed) {
             return Ok(None);
         }

@@ -6,7 +6,7 @@ use super::{DebugContext, LOOK_EVERY, StubState};
 use crate::error::{ReplayError, Result};
 use crate::event::{EventSink, ReplayEvent};
 use crate::{PauseOptions, PausedReplay, ReplayRoute};
-use keyframe_gdb::{GdbConnection, GdbRequest, Received, StopReply};
+use keyframe_gdb::{GdbConnection, GdbMessage, GdbRequest, StopReply};
 use keyframe_replay::{ReplayProgress, StallDetector};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
@@ -66,9 +66,9 @@ impl<'a> Session<'a> {
                 return Ok(SessionEnd::Killed);
             }
             let payload = match self.gdb.receive(LOOK_EVERY) {
-                Ok(None | Some(Received::Interrupt)) => continue,
-                Ok(Some(Received::Closed)) => return Ok(SessionEnd::Detached),
-                Ok(Some(Received::Packet(payload))) => payload,
+                Ok(None | Some(GdbMessage::Interrupt)) => continue,
+                Ok(Some(GdbMessage::Closed)) => return Ok(SessionEnd::Detached),
+                Ok(Some(GdbMessage::Packet(payload))) => payload,
                 Err(e) => {
                     // The VM stays paused for the next debugger.
                     self.context.events.event(&ReplayEvent::DebuggerLost { error: e.into() });
@@ -77,7 +77,8 @@ impl<'a> Session<'a> {
             };
             if std::mem::take(&mut is_first) {
                 // A debugger that connected before the VM was paused has repeated its packet.
-                while self.gdb.receive(Duration::ZERO)? == Some(Received::Packet(payload.clone())) {
+                while self.gdb.receive(Duration::ZERO)? == Some(GdbMessage::Packet(payload.clone()))
+                {
                 }
             }
             match self.answer(&payload)? {
@@ -171,7 +172,7 @@ impl<'a> Session<'a> {
         loop {
             stub.wait(gdb, &mut idle_watch)?;
             match stub.receive(Duration::ZERO)? {
-                Some(Received::Packet(reply)) => match StopReply::parse(&reply) {
+                Some(GdbMessage::Packet(reply)) => match StopReply::parse(&reply) {
                     // Console output and the like.
                     None => gdb.send(&reply)?,
                     Some(_) if stub.icount()? >= end || stub.is_shut_down()? => {
@@ -179,13 +180,13 @@ impl<'a> Session<'a> {
                     }
                     Some(_) => return Ok(reply),
                 },
-                Some(Received::Closed) => return Err(ReplayError::EndedUnderDebugger.into()),
-                Some(Received::Interrupt) | None => {}
+                Some(GdbMessage::Closed) => return Err(ReplayError::EndedUnderDebugger.into()),
+                Some(GdbMessage::Interrupt) | None => {}
             }
             // After a debugger that has gone, the next one finds the VM paused.
             let wants_stop = matches!(
                 gdb.receive(Duration::ZERO)?,
-                Some(Received::Interrupt | Received::Closed)
+                Some(GdbMessage::Interrupt | GdbMessage::Closed)
             );
             if !has_stopped
                 && (wants_stop

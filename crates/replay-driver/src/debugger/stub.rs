@@ -4,7 +4,7 @@ use super::StubState;
 use crate::PausedReplay;
 use crate::error::{ReplayError, Result};
 use crate::idle_watch::{IdleWatch, Idleness};
-use keyframe_gdb::{GdbConnection, Received, StopReply, wait_for_either};
+use keyframe_gdb::{GdbConnection, GdbMessage, StopReply, wait_for_either};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
@@ -51,8 +51,10 @@ impl Stub {
     /// Returns the answer to a packet that was sent.
     pub fn answer(&mut self) -> Result<Vec<u8>> {
         match self.link.receive(ANSWER_WAIT)? {
-            Some(Received::Packet(answer)) => Ok(answer),
-            Some(Received::Interrupt | Received::Closed) => Err(ReplayError::EndedInStub.into()),
+            Some(GdbMessage::Packet(answer)) => Ok(answer),
+            Some(GdbMessage::Interrupt | GdbMessage::Closed) => {
+                Err(ReplayError::EndedInStub.into())
+            }
             None => Err(ReplayError::StubSilent { seconds: ANSWER_WAIT.as_secs() }.into()),
         }
     }
@@ -63,7 +65,7 @@ impl Stub {
     }
 
     /// Returns what has come within `wait`.
-    pub fn receive(&mut self, wait: Duration) -> Result<Option<Received>> {
+    pub fn receive(&mut self, wait: Duration) -> Result<Option<GdbMessage>> {
         Ok(self.link.receive(wait)?)
     }
 

@@ -75,9 +75,9 @@ pub enum AnalysisError {
     EmptyRange {
         /// The first instruction of the range.
         from: u64,
-        /// The instruction behind the range.
+        /// The first instruction after the range.
         to: u64,
-        /// Number of instructions of the recording.
+        /// The number of instructions of the recording.
         instructions: u64,
     },
     /// The recording has no such interval.
@@ -92,13 +92,13 @@ pub enum AnalysisError {
     /// Parts could not be made.
     #[error("{failed} of {count} intervals failed; interval {index}: {reason}")]
     IntervalsFailed {
-        /// Number of intervals without a part.
+        /// The number of intervals without a part.
         failed: usize,
-        /// Number of all intervals.
+        /// The number of all intervals.
         count: usize,
         /// The first of those without a part.
         index: u32,
-        /// Why it has none.
+        /// The reason why it has none.
         reason: String,
     },
     /// Keyframe has no plugin for this version of QEMU.
@@ -110,9 +110,9 @@ pub enum AnalysisError {
     /// The VM has too few or too many RAM backends for tools.
     #[error("the recorded VM has {count} RAM backends; tools see from 1 to {max}")]
     RamBackends {
-        /// How many it has.
+        /// The number of the VM's RAM backends.
         count: usize,
-        /// How many a tool can see.
+        /// The largest number that a tool can see.
         max: usize,
     },
     /// QEMU 7.2 does not tell plugins where memory modules are.

@@ -14,9 +14,9 @@ pub enum ReplayError {
     Diverged {
         /// The instruction before which it has stopped.
         icount: u64,
-        /// Number of instructions to its target; `None` if that is the log's end.
+        /// The number of instructions to its target; `None` if the target is the log's end.
         missing_instructions: Option<u64>,
-        /// Bytes of the log that QEMU has read, if known.
+        /// The number of bytes of the log that QEMU has read; `None` if that is unknown.
         log_bytes: Option<u64>,
         /// The first lines of the processor's registers, as QEMU prints them.
         registers: Vec<String>,
@@ -24,15 +24,15 @@ pub enum ReplayError {
     /// The replay stopped at an instruction that was not its target.
     #[error("the replay stopped at instruction {icount}, not at {target}")]
     StoppedElsewhere {
-        /// Where it stopped.
+        /// The instruction at which it stopped.
         icount: u64,
-        /// Its target.
+        /// The instruction at which it should have stopped.
         target: u64,
     },
     /// The replay stopped before the log's end.
     #[error("the replay stopped at instruction {icount}")]
     StoppedBeforeLogEnd {
-        /// Where it stopped.
+        /// The instruction at which it stopped.
         icount: u64,
     },
     /// The log ends before the instruction that was asked for.
@@ -41,7 +41,7 @@ pub enum ReplayError {
     /// QEMU ended before the target.
     #[error("QEMU ended ({exit}) before instruction {target}")]
     EndedBeforeTarget {
-        /// How it ended.
+        /// The exit status.
         exit: ExitStatus,
         /// The target.
         target: u64,
@@ -49,7 +49,7 @@ pub enum ReplayError {
     /// QEMU ended with a failure before the log's end.
     #[error("QEMU ended with {exit} before the log's end")]
     EndedBeforeLogEnd {
-        /// How it ended.
+        /// The exit status.
         exit: ExitStatus,
     },
     /// QEMU has closed its monitor and does not end.
@@ -67,7 +67,7 @@ pub enum ReplayError {
     /// QEMU's gdbstub does not answer.
     #[error("QEMU's stub has not answered for {seconds} s")]
     StubSilent {
-        /// How long it was waited for, in seconds.
+        /// The time for which it was waited for, in seconds.
         seconds: u64,
     },
     /// The replay was started without a gdbstub.
@@ -87,7 +87,7 @@ pub enum ReplayError {
     /// The simulation does not execute instructions.
     #[error("the simulation gets no further than {icount} instructions")]
     SimulationStalled {
-        /// How many instructions it has executed.
+        /// The number of instructions that it has executed.
         icount: u64,
     },
     /// The kernel does not tell the CPU time of the virtual processor's thread.

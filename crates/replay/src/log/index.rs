@@ -65,7 +65,7 @@ impl LogIndex {
         Ok(index)
     }
 
-    /// Adds the log's next event.
+    /// Adds the log's next event to the index.
     pub fn add(&mut self, event: PositionedEvent) {
         self.shutdown.add(event);
         let instructions = match event.event {
@@ -92,41 +92,42 @@ impl LogIndex {
         }
     }
 
-    /// The last instruction that every replay reaches: the log's last one, or the one at which the
-    /// machine was asked to shut down.
+    /// Returns the last instruction that every replay reaches: the log's last one, or the one at
+    /// which the machine was asked to shut down.
     pub fn end(&self) -> u64 {
         self.shutdown.end(self.events.last().copied().unwrap_or(0))
     }
 
-    /// Whether the log ends with a shutdown request. A replay then ends QEMU as it reaches the end.
+    /// Returns whether the log ends with a shutdown request. A replay then ends QEMU as it reaches
+    /// the end.
     pub fn ends_with_shutdown(&self) -> bool {
         self.shutdown.0.is_some()
     }
 
-    /// The *holds*: instructions at which the recorded VM was stopped while a network card was
-    /// about to send. A VM that resumes schedules the card's sending bottom half once more, so the
-    /// log has it twice. A replay gets past such an instruction only if it stops there, too.
+    /// Returns the *holds*: instructions at which the recorded VM was stopped while a network card
+    /// was about to send. A VM that resumes schedules the card's sending bottom half once more, so
+    /// the log has it twice. A replay gets past such an instruction only if it stops there, too.
     pub fn holds(&self) -> &[u64] {
         &self.holds
     }
 
-    /// Whether the guest has two states at the log's end: before and after an interrupt.
+    /// Returns whether the guest has two states at the log's end: before and after an interrupt.
     pub fn end_is_ambiguous(&self) -> bool {
         self.last_delivery == Some(self.end())
     }
 
-    /// Whether the VM has exactly one state at instruction `icount`.
+    /// Returns whether the VM has exactly one state at instruction `icount`.
     pub fn is_unambiguous(&self, icount: u64) -> bool {
         self.events.binary_search(&icount).is_err()
     }
 
-    /// The number of instructions with events in `range`.
+    /// Returns the number of instructions with events in `range`.
     pub fn count(&self, range: Range<u64>) -> u64 {
         let before = |icount| self.events.partition_point(|event| *event < icount);
         before(range.end).saturating_sub(before(range.start)) as u64
     }
 
-    /// The last unambiguous instruction that is not after `icount`; 0 if there is none.
+    /// Returns the last unambiguous instruction that is at or before `icount`; 0 if there is none.
     pub fn last_unambiguous(&self, icount: u64) -> u64 {
         let upto = self.events.partition_point(|event| *event <= icount);
         let mut candidate = icount;
@@ -139,7 +140,8 @@ impl LogIndex {
         candidate
     }
 
-    /// The first unambiguous instruction after `icount`; `None` if no replay is sure to reach one.
+    /// Returns the first unambiguous instruction after `icount`; `None` if no replay is sure to
+    /// reach one.
     pub fn next_unambiguous(&self, icount: u64) -> Option<u64> {
         let first = icount.checked_add(1)?;
         let from = self.events.partition_point(|event| *event < first);
@@ -151,7 +153,8 @@ impl LogIndex {
             .filter(|candidate| *candidate < self.end())
     }
 
-    /// The first unambiguous instruction after the next answer of a disk at or after `icount`.
+    /// Returns the first unambiguous instruction after the next answer of a disk at or after
+    /// `icount`; `None` if there is none.
     pub fn next_unambiguous_after_disk_answer(&self, icount: u64) -> Option<u64> {
         let next = self.disk_answers.partition_point(|answer| *answer < icount);
         self.next_unambiguous(*self.disk_answers.get(next)?)

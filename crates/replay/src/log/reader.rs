@@ -48,9 +48,10 @@ pub enum LogEvent {
 pub struct PositionedEvent {
     /// The event.
     pub event: LogEvent,
-    /// Byte offset of the event in the file.
+    /// The byte offset of the event in the file.
     pub offset: u64,
-    /// Instructions that ran before the event; an [`LogEvent::Instructions`] counts its own.
+    /// The number of instructions that ran before the event; an [`LogEvent::Instructions`] counts
+    /// its own.
     pub icount: u64,
 }
 
@@ -66,7 +67,7 @@ pub struct LogReader<R> {
     has_ended: bool,
 }
 
-/// Why an event could not be read.
+/// The reason why an event could not be read.
 enum EventError {
     /// The file ends within the event.
     Incomplete,
@@ -75,13 +76,14 @@ enum EventError {
 }
 
 impl<R: Read> LogReader<R> {
-    /// Reads from the first event on. `input` starts directly after the header; `path` appears in
-    /// error messages.
+    /// Creates a reader that begins with the first event. `input` starts directly after the header;
+    /// `path` appears in error messages.
     pub fn new(input: R, path: &Path) -> Self {
         Self::resume(input, path, HEADER_BYTES, 0)
     }
 
-    /// Reads from byte `offset` on, before which `icount` instructions ran. `input` starts there.
+    /// Creates a reader that begins at byte `offset` of the log, before which `icount` instructions
+    /// ran. `input` starts there; `path` appears in error messages.
     pub fn resume(input: R, path: &Path, offset: u64, icount: u64) -> Self {
         Self {
             input: BufReader::with_capacity(1 << 16, input),
@@ -97,7 +99,7 @@ impl<R: Read> LogReader<R> {
         self.offset
     }
 
-    /// Instructions up to [`LogReader::offset`].
+    /// Returns the number of instructions that ran up to [`LogReader::offset`].
     pub fn icount(&self) -> u64 {
         self.icount
     }

@@ -5,18 +5,18 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 
-/// The value of `format`.
+/// The value of the field `format` in `recording.json`.
 pub const FORMAT: &str = "keyframe-recording";
-/// The version that is written and read.
+/// The version of the format that is written and read.
 pub const VERSION: u32 = 1;
-/// The value of `store` for the store in the recording's own directory.
+/// The value of the field `store` for the store in the recording's own directory.
 pub const OWN_STORE: &str = ".";
 
 /// How a recording ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum RecordingEnding {
-    /// It has not ended: it is being made, or its recorder was killed.
+    /// The recording has not ended: it is being made, or its recorder was killed.
     Recording,
     /// The guest shut down, or the recording was stopped in good order.
     Complete,
@@ -27,29 +27,29 @@ pub enum RecordingEnding {
 /// The contents of `recording.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordingMeta {
-    /// [`FORMAT`].
+    /// Always [`FORMAT`].
     pub format: String,
-    /// [`VERSION`].
+    /// Always [`VERSION`].
     pub version: u32,
     /// The recording's id: 32 hexadecimal digits.
     pub id: String,
     /// The VM's name.
     pub vm: String,
-    /// When the recording began.
+    /// The time at which the recording began.
     pub began_at: Timestamp,
-    /// How long it took, in nanoseconds.
+    /// The recording's duration, in nanoseconds; 0 while it is made.
     pub duration_ns: u64,
     /// How it ended.
     pub ending: RecordingEnding,
-    /// Instructions of the whole recording; 0 while it is made.
+    /// The number of instructions of the whole recording; 0 while it is made.
     pub instructions: u64,
-    /// Length of the log as QEMU wrote it, in bytes.
+    /// The length of the log as QEMU wrote it, in bytes.
     pub log_bytes: u64,
     /// The path of the QEMU binary.
     pub qemu_path: String,
     /// The version of QEMU.
     pub qemu_version: String,
-    /// The BLAKE3 hash of the QEMU binary, hexadecimal.
+    /// The BLAKE3 hash of the QEMU binary, in hexadecimal digits.
     pub qemu_blake3: String,
     /// The directory in which QEMU was started.
     pub working_directory: String,
@@ -118,12 +118,13 @@ pub struct ImageMeta {
     pub path: String,
     /// The image's length, in bytes.
     pub bytes: u64,
-    /// When the image was last modified, in nanoseconds since 1970.
+    /// The time at which the image was last modified, in nanoseconds since 1970.
     pub modified_ns: i64,
 }
 
 impl ImageMeta {
-    /// Describes the image at `path`, as it is now.
+    /// Describes the image at `path`, as it is now. `disk` is its disk's name on QEMU's command
+    /// line.
     ///
     /// Error: [`Error::Io`].
     pub fn of(disk: &str, path: &Path) -> Result<Self> {

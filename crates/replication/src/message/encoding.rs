@@ -54,7 +54,8 @@ impl PeerMessage {
         }
     }
 
-    /// Decodes one message, which must be all of `bytes`.
+    /// Decodes one message, which must be all of `bytes`. Error: the bytes are malformed, or of
+    /// another version.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, PROTOCOL_VERSION)?;

@@ -2,7 +2,8 @@
 
 use crate::{Epoch, Notice, PeerMessage, SessionId, Term, WitnessReply, WitnessRequest};
 
-/// How a node becomes primary. In each case its VM exists, and runs or is about to run.
+/// The way in which a node becomes primary. In each case its VM exists, and runs or is about to
+/// run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrimaryStart {
     /// The VM is protected for the first time: no other node knows its group.
@@ -63,8 +64,8 @@ pub enum PrimaryEvent {
     },
     /// The capture failed.
     CaptureFailed,
-    /// No capture can succeed before [`PrimaryEvent::CaptureUnblocked`]; the text is the reason. The
-    /// VM goes on alone.
+    /// No capture can succeed before [`PrimaryEvent::CaptureUnblocked`]; the text is the reason.
+    /// The VM goes on alone.
     CaptureBlocked(String),
     /// Captures can succeed again: a standby may join.
     CaptureUnblocked,
@@ -143,9 +144,9 @@ pub enum PrimaryAction {
 /// The state of a primary, as users see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PrimaryState {
-    /// It runs the VM alone.
+    /// The primary runs the VM alone.
     Solo,
-    /// It runs the VM alone, and a standby receives the whole VM.
+    /// The primary runs the VM alone, and a standby receives the whole VM.
     Syncing,
     /// Output is held, and one more epoch is on its way.
     Closing,

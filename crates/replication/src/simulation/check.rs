@@ -19,7 +19,7 @@ impl World {
         assert!(!(self.nodes[0].runs() && self.nodes[1].runs()), "two VMs run");
     }
 
-    /// Whether a node may run its VM whatever the other does.
+    /// Returns whether a node may run its VM whatever the other does.
     pub fn is_alone(&self, node: usize) -> bool {
         let (me, other) = (&self.nodes[node], &self.nodes[1 - node]);
         if me.insisted {

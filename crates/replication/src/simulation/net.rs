@@ -69,7 +69,7 @@ impl HostLink {
     }
 }
 
-/// The link's end at `host`.
+/// Returns the link's end at `host`.
 pub fn end_of(link: usize, host: usize) -> usize {
     usize::from(LINKS[link].1 == host)
 }

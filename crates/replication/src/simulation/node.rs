@@ -84,7 +84,7 @@ pub struct NodeEngine {
     pub partial: Option<(u64, u8)>,
     /// Standby: the last pieces of complete epochs, which stand for the whole epochs.
     pub whole: VecDeque<Data>,
-    /// When the last operation on the VM ends.
+    /// The time at which the last operation on the VM ends.
     pub vm_at_ns: u64,
     /// Standby: when the last epoch to apply is applied.
     pub apply_at_ns: u64,
@@ -156,7 +156,7 @@ impl SimulatedNode {
             + (i128::from(now_ns) * i128::from(1_000_000 + self.drift_ppm) / 1_000_000) as u64
     }
 
-    /// The first true time at which this node's clock shows `local_ns`.
+    /// Returns the first true time at which this node's clock shows `local_ns`.
     pub fn true_ns(&self, local_ns: u64) -> u64 {
         let since = i128::from(local_ns.saturating_sub(self.offset_ns));
         (since * 1_000_000 / i128::from(1_000_000 + self.drift_ppm)) as u64 + 1

@@ -103,16 +103,16 @@ pub enum StandbyAction {
 /// The state of a standby, as users see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StandbyState {
-    /// No primary has accepted it.
+    /// No primary has accepted the standby.
     Alone,
     /// The session's first epoch is on its way.
     Joining,
-    /// It holds an epoch of the session.
+    /// The standby holds an epoch of the session.
     Following,
-    /// It may ask to take over when the primary is silent.
+    /// The standby may ask to take over when the primary is silent.
     Armed,
-    /// It asks for the right to take over.
+    /// The standby asks for the right to take over.
     Asking,
-    /// It runs the VM.
+    /// The standby has taken over and runs the VM.
     Active,
 }

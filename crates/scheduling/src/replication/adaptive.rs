@@ -50,22 +50,24 @@ pub struct OverheadTarget {
 /// The targets and the constants of the adaptive scheduler.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdaptiveParameters {
-    /// The latency to keep, at the least overhead.
+    /// The latency to keep, at the least overhead; `None` for no such target.
     pub latency: Option<LatencyTarget>,
-    /// The overhead to keep, at the least latency; 33 % without.
+    /// The overhead to keep, at the least latency; `None` for 33 %.
     pub overhead: Option<OverheadTarget>,
     /// The cost of the guest's first write to a page after a checkpoint, in nanoseconds.
     pub first_write_ns: u64,
-    /// Without packets, the largest share of its epoch that a checkpoint may cost, in percent.
+    /// The largest share of its epoch that a checkpoint may cost while no packets are held, in
+    /// percent.
     pub quiet_percent: f64,
-    /// The dirty page set is reached when it grows by less than this between two counts, in
+    /// The dirty page set counts as reached when it grows by less than this between two counts, in
     /// percent.
     pub growth_percent: u64,
-    /// The most bytes that disks may hold back.
+    /// The largest number of bytes of disk writes that may be held back.
     pub disk_buffer_bytes: u64,
-    /// The longest epoch while no checkpoint is in flight.
+    /// The longest epoch while no checkpoint is in flight, in nanoseconds.
     pub wait_max_ns: u64,
-    /// The time between counts of dirty pages that are compared, and between looks without events.
+    /// The time in nanoseconds between counts of dirty pages that are compared, and between looks
+    /// without events.
     pub look_every_ns: u64,
 }
 
@@ -104,7 +106,7 @@ const BUSY_MIN: f64 = 0.2;
 /// The pause to assume before the first checkpoint.
 const PAUSE_NS: f64 = 2e6;
 
-/// The adaptive scheduler.
+/// The adaptive scheduler: keeps a latency or an overhead, from measurements of past checkpoints.
 #[derive(Clone, Debug)]
 pub struct AdaptivePolicy {
     parameters: AdaptiveParameters,

@@ -8,7 +8,7 @@ use super::{
 };
 use std::time::Duration;
 
-/// Checkpoints at a fixed interval.
+/// A policy that takes checkpoints at a fixed interval.
 #[derive(Clone, Debug)]
 pub struct FixedInterval {
     interval_ns: u64,
@@ -16,7 +16,8 @@ pub struct FixedInterval {
 }
 
 impl FixedInterval {
-    /// Creates the policy with `interval_ns` (at least 1) from the begin of one pause to the next.
+    /// Creates the policy with `interval_ns` nanoseconds (at least 1) from the begin of one pause
+    /// to the next.
     pub fn every(interval_ns: u64) -> Self {
         Self { interval_ns: interval_ns.max(1), epoch_ns: 0 }
     }

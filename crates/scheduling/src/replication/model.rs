@@ -56,7 +56,7 @@ pub(super) struct Workload {
     /// The dirty page set, and the work [ns] after which two thirds of it are written.
     pub set_pages: f64,
     pub bend_ns: f64,
-    /// Pages outside of the set that each millisecond of work writes.
+    /// The number of pages outside of the set that each millisecond of work writes.
     pub pages_per_ms: f64,
     pub disk_bytes_per_ms: f64,
     pub traffic: Traffic,

@@ -37,17 +37,18 @@ use super::{
 /// The time between looks while packets are held and a checkpoint is in flight.
 const WATCH_NS: u64 = 1_000_000;
 
-/// The constants of the algorithm. The defaults are the printed ones.
+/// The constants of the paper's algorithm. The defaults are the printed ones.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PaperParameters {
-    /// The dirty page set is reached when it grows by less than this between two counts, in
+    /// The dirty page set counts as reached when it grows by less than this between two counts, in
     /// percent.
     pub growth_percent: u64,
-    /// The most bytes that disks may hold back.
+    /// The largest number of bytes of disk writes that may be held back.
     pub disk_buffer_bytes: u64,
-    /// The longest epoch while no checkpoint is in flight.
+    /// The longest epoch while no checkpoint is in flight, in nanoseconds.
     pub wait_max_ns: u64,
-    /// The time between two counts of dirty pages that are compared. Not printed.
+    /// The time in nanoseconds between two counts of dirty pages that are compared. The paper does
+    /// not print it.
     pub look_every_ns: u64,
 }
 
@@ -62,7 +63,7 @@ impl Default for PaperParameters {
     }
 }
 
-/// The scheduler of figure 6.
+/// The scheduler of figure 6 of the paper that the module's documentation names.
 #[derive(Clone, Debug)]
 pub struct PaperPolicy {
     parameters: PaperParameters,
@@ -84,8 +85,8 @@ impl PaperPolicy {
         }
     }
 
-    /// The paper's `vm_stop_threshold` in pages. `None` until a checkpoint that moved bytes has
-    /// been acknowledged; the VM is not suspended before.
+    /// Returns the paper's `vm_stop_threshold` in pages; `None` until a checkpoint that moved bytes
+    /// has been acknowledged. Until then the VM is not suspended.
     pub fn vm_stop_threshold_pages(&self) -> Option<u64> {
         let pages =
             self.bandwidth_bytes_per_ns.0? * self.pause_ns.0? / self.bytes_per_page.0?.max(1.0);

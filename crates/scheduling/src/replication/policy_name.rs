@@ -9,7 +9,7 @@ const INTERVAL_NS_MIN: u64 = 1_000_000;
 /// The longest interval.
 const INTERVAL_NS_MAX: u64 = 3_600_000_000_000;
 
-/// A policy by its name.
+/// A policy, as users name it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReplicationPolicy {
     /// [`AdaptivePolicy`].
@@ -19,7 +19,7 @@ pub enum ReplicationPolicy {
     Paper,
     /// [`FixedInterval`].
     Fixed {
-        /// The time from one pause to the next.
+        /// The time from the begin of one pause to the next, in nanoseconds.
         interval_ns: u64,
     },
 }
@@ -51,7 +51,7 @@ impl fmt::Display for ReplicationPolicy {
     }
 }
 
-/// A text that names no policy.
+/// The reason why a text names no policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnknownPolicy {
     /// There is no policy with this name.
@@ -68,7 +68,7 @@ pub enum UnknownPolicy {
     Interval {
         /// The text after `fixed:`.
         text: String,
-        /// The problem.
+        /// What is wrong with it.
         why: String,
     },
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Sends `request` to the engine whose run directory is `run_dir`, and waits up to `wait` for the
-/// answer.
+/// answer. Error: no engine answers in time, or it has refused the request.
 pub fn ask(run_dir: &Path, request: &EngineRequest, wait: Duration) -> Result<EngineResponse> {
     let path = run_dir.join("control.sock");
     let io = |operation| {
@@ -39,7 +39,9 @@ pub fn ask(run_dir: &Path, request: &EngineRequest, wait: Duration) -> Result<En
 /// Engines that are asked at the same time.
 const ASKED_MAX: usize = 16;
 
-/// Asks several engines, many at a time; the answers in their order.
+/// Sends `request` to several engines, many at a time, and waits up to `wait` for each answer.
+/// Returns the answers in the order of `run_dirs`. Error: no engine answers in time, or it has
+/// refused the request.
 pub fn ask_all<'a>(
     run_dirs: &'a [PathBuf],
     request: &EngineRequest,

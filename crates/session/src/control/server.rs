@@ -23,11 +23,12 @@ pub struct Pending {
 /// The status that clients are shown; the engine keeps it up to date.
 pub type SharedStatus = Arc<Mutex<EngineStatus>>;
 
-/// Passes a request to the engine. Returns false if the engine has ended.
+/// A function that passes a request to the engine. It returns false if the engine has ended.
 pub trait Deliver: Fn(Pending) -> bool + Clone + Send + 'static {}
 impl<F: Fn(Pending) -> bool + Clone + Send + 'static> Deliver for F {}
 
-/// Listens until the process ends. Requests that change something go through `deliver`.
+/// Listens at the control socket in `run_dir` until the process ends. Answers requests for the
+/// status itself; requests that change something go to `deliver`. Error: the socket cannot be made.
 pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> io::Result<Socket> {
     let path = run_dir.join("control.sock");
     let listener = UnixListener::bind(&path)?;
@@ -53,7 +54,7 @@ pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> i
     Ok(Socket(path))
 }
 
-/// Removes the socket when the engine ends.
+/// The file of a control socket. Dropping it removes the file.
 pub struct Socket(PathBuf);
 
 impl Drop for Socket {

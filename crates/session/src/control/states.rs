@@ -15,7 +15,7 @@ macro_rules! named_states {
         }
 
         impl $type {
-            /// The name in JSON, and as users read it.
+            /// Returns the name in JSON, and as users read it.
             pub fn name(self) -> &'static str {
                 match self {
                     $(Self::$variant => $name,)+
@@ -151,7 +151,7 @@ named_states! {
 }
 
 impl CaptureState {
-    /// The state of a capture in `phase`. Phases of the encoder count as idle.
+    /// Returns the state of a capture in `phase`. Phases of the encoder count as idle.
     pub fn of(phase: Phase) -> Self {
         match phase {
             Phase::Precopy => Self::Precopy,
@@ -166,7 +166,7 @@ impl CaptureState {
 }
 
 impl EncoderState {
-    /// The state of an encoder in `phase`.
+    /// Returns the state of an encoder in `phase`.
     pub fn of(phase: Phase) -> Self {
         match phase {
             Phase::Sealing => Self::Sealing,

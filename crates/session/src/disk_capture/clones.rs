@@ -73,7 +73,7 @@ pub struct ClonedDiskCapture {
 
 impl ClonedDiskCapture {
     /// Prepares to clone `disks` for the checkpoints of `vm` in `store`. Removes the files that a
-    /// killed engine has left.
+    /// killed engine has left. Error: a file cannot be made, or QEMU does not answer.
     pub fn new(
         store: &Store,
         vm: &str,
@@ -109,7 +109,8 @@ impl ClonedDiskCapture {
         &self.metas
     }
 
-    /// A capture begins: files to clone into, and little left to flush.
+    /// Begins a capture: makes files to clone into, and flushes the images so that little is left
+    /// to flush in the pause. Error: a file cannot be made, or QEMU does not answer.
     pub fn begin(&mut self, members: &mut [Member]) -> Result<ClonedCut, BoxError> {
         require_same(&self.disks, members)?;
         self.discard_prepared();
@@ -123,7 +124,8 @@ impl ClonedDiskCapture {
         Ok(cut)
     }
 
-    /// Flushes the images, so that little is left to.
+    /// Flushes the images, so that little is left to flush in the pause. Error: an image cannot be
+    /// flushed.
     pub fn sync(&self) -> Result<(), BoxError> {
         for source in &self.sources {
             source.file.sync_data().map_err(|e| io_error("sync", &source.image, e))?;
@@ -131,7 +133,8 @@ impl ClonedDiskCapture {
         Ok(())
     }
 
-    /// Clones the images. The VMs are paused, and QEMU has flushed its caches.
+    /// Clones the images. Called while the VMs are paused and QEMU has flushed its caches. Error:
+    /// an image cannot be cloned.
     pub fn cut(&mut self) -> Result<(), BoxError> {
         let Some(current) = &self.current else { return Ok(()) };
         for (source, (made, file)) in self.sources.iter().zip(&self.prepared) {
@@ -145,12 +148,13 @@ impl ClonedDiskCapture {
         current.0.set(made).map_err(|_| DiskError::CutTwice.into())
     }
 
-    /// Checks that the guests still write to the same images.
+    /// Checks that the guests still write to the same images. Error: an image was exchanged, or
+    /// QEMU does not answer.
     pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
         require_same(&self.disks, members).map(drop)
     }
 
-    /// The capture came to an end: it has number `seq`, or failed.
+    /// Records the end of a capture: it has number `seq`, or failed if `seq` is `None`.
     pub fn captured(&mut self, seq: Option<u64>) {
         self.discard_prepared();
         let Some(cut) = self.current.take() else { return };
@@ -162,12 +166,12 @@ impl ClonedDiskCapture {
         }
     }
 
-    /// The checkpoint of capture `seq` is sealed, and has its clones.
+    /// Records that the checkpoint of capture `seq` is sealed, and has its clones.
     pub fn sealed(&mut self, seq: u64) {
         self.in_flight.remove(&seq);
     }
 
-    /// The checkpoints of these captures are lost.
+    /// Removes the clones of the captures `lost`, whose checkpoints are lost.
     pub fn failed(&mut self, lost: &[u64]) {
         for cut in lost.iter().filter_map(|seq| self.in_flight.remove(seq)) {
             cut.discard(&*self.events);
@@ -221,8 +225,8 @@ impl ClonedCut {
     }
 }
 
-/// Tries to clone the image. Returns why it cannot be cloned; with `cheaply` also if a clone takes
-/// long.
+/// Tries to clone the image. Returns the reason why it cannot be cloned, or `None`; with `cheaply`,
+/// a clone that takes long is a reason too.
 pub fn objection(
     image: &Path,
     format: Option<ImageFormat>,

@@ -111,6 +111,7 @@ pub struct FleecedDiskCapture {
 
 impl FleecedDiskCapture {
     /// Prepares to read `disks` of `vms` from their QEMUs, which listen on sockets in `run_dir`.
+    /// Error: QEMU refuses or does not answer, or a file cannot be made.
     pub fn new(
         (store, run_dir): (&Store, &Path),
         disks: Vec<QemuDisk>,
@@ -164,7 +165,8 @@ impl FleecedDiskCapture {
         self.open.as_ref().is_some_and(|open| !open.cut.is_read())
     }
 
-    /// A capture begins: scratch files, and nodes over them.
+    /// Begins a capture: makes scratch files, and nodes over them in QEMU. Error: QEMU refuses or
+    /// does not answer, or a file cannot be made.
     pub fn begin(&mut self, members: &mut [Member]) -> Result<FleecedCut, BoxError> {
         self.close_when_read(members)?;
         self.has_snapshots = require_same(&self.disks, members)?;
@@ -238,7 +240,8 @@ impl FleecedDiskCapture {
         Ok(())
     }
 
-    /// Lets the encoder read the cut blocks, now that the VMs run again.
+    /// Lets the encoder read the cut blocks, now that the VMs run again. Error: QEMU refuses or
+    /// does not answer, or a file cannot be made.
     pub fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
         let Some(Open { cut, pending: Some(pending) }) = &self.open else { return Ok(()) };
         // A complete checkpoint reads what is allocated, whatever the bitmap says.
@@ -253,7 +256,7 @@ impl FleecedDiskCapture {
         cut.0.exports.set(exports).map_err(|_| DiskError::CutTwice.into())
     }
 
-    /// The capture came to an end: it has number `seq`, or failed.
+    /// Records the end of a capture: it has number `seq`, or failed if `seq` is `None`.
     pub fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
         let pending = self.open.as_ref().and_then(|open| open.pending);
         match (seq, pending) {
@@ -270,7 +273,7 @@ impl FleecedDiskCapture {
         }
     }
 
-    /// The checkpoint of capture `seq` is sealed.
+    /// Removes what the sealed checkpoint of capture `seq` no longer needs in QEMU.
     pub fn sealed(&mut self, seq: u64, members: &mut [Member]) {
         if !self.is_busy() {
             self.close(members);
@@ -285,7 +288,7 @@ impl FleecedDiskCapture {
         }
     }
 
-    /// The checkpoints of these captures are lost.
+    /// Owes the blocks of the captures `lost`, whose checkpoints are lost.
     pub fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
         self.close(members);
         for pending in lost.iter().filter_map(|seq| self.in_flight.remove(seq)).collect::<Vec<_>>()
@@ -368,7 +371,7 @@ impl FleecedDiskCapture {
         }
     }
 
-    /// The same of VMs that were refused before their first checkpoint.
+    /// Removes Keyframe's objects from VMs that were refused before their first checkpoint.
     pub fn undo(vms: &mut [&mut Vm]) {
         for vm in vms {
             let _ = fleece::stop_server(vm.qmp());

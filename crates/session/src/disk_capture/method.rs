@@ -85,7 +85,7 @@ fn format_of(drive: &Drive) -> Option<ImageFormat> {
 }
 
 /// Makes the capture of disks whose images QEMU itself has open. `None` if the guests can write to
-/// no disk.
+/// no disk. Error: a disk cannot be captured in this way, with the reason.
 pub fn own(
     (store, name, run_dir): (&Store, &str, &Path),
     (found, is_group): (&mut [StartedVm], bool),

@@ -35,7 +35,7 @@ pub type ServedCut = Arc<OnceLock<Vec<DiskEpoch>>>;
 struct Shared {
     state: Mutex<State>,
     idle: Condvar,
-    /// Why no process serves the disks.
+    /// The reason why no process serves the disks.
     outage: Mutex<Option<String>>,
 }
 
@@ -108,7 +108,7 @@ impl ServedDiskCapture {
     }
 
     /// Drops the record of what was written until now, while the guest runs: the next cut holds the
-    /// writes from here on.
+    /// writes from here on. Error: the server of the disks has ended or does not answer.
     pub fn begin_anew(&mut self) -> Result<(), BoxError> {
         self.shared.ask(|disks| {
             let epochs = disks.cut()?;
@@ -116,23 +116,27 @@ impl ServedDiskCapture {
         })
     }
 
-    /// Returns the number of bytes written since the last cut.
+    /// Returns the number of bytes written since the last cut. Error: the server of the disks has
+    /// ended or does not answer.
     pub fn written_bytes(&self) -> Result<u64, BoxError> {
         let stats = self.shared.ask(keyframe_disk::Disks::stats)?;
         Ok(stats.disks.iter().map(|disk| disk.dirty_blocks * PAGE_BYTES as u64).sum())
     }
 
-    /// Requests are answered on `core`, on which the one guest runs alone, before it runs on.
+    /// Has the server answer requests on `core`, on which the only guest runs, so that an answer
+    /// comes before the guest runs on. Error: the server of the disks has ended or does not answer.
     pub fn answer_on(&self, core: u32) -> Result<(), BoxError> {
         self.shared.ask(|disks| disks.answer_on(core))
     }
 
-    /// Why no process serves the disks, if one could not be started at once.
+    /// Returns the reason why no process serves the disks, if one could not be started at once;
+    /// `None` if the disks are served.
     pub fn outage(&self) -> Option<String> {
         self.shared.outage.lock().ignore_poison().clone()
     }
 
-    /// Begins a capture: the server syncs dirty blocks while the guest runs.
+    /// Begins a capture: the server syncs dirty blocks while the guest runs. Error: the server of
+    /// the disks has ended or does not answer.
     pub fn begin(&mut self) -> Result<ServedCut, BoxError> {
         self.shared.ask(keyframe_disk::Disks::prepare)?;
         let cut = ServedCut::default();
@@ -141,7 +145,8 @@ impl ServedDiskCapture {
     }
 
     /// Prepares the disks just before the VM is stopped: copies what is still dirty, and has the
-    /// server acknowledge flushes at once.
+    /// server acknowledge flushes at once. Error: the server of the disks has ended or does not
+    /// answer.
     pub fn before_stop(&mut self) -> Result<(), BoxError> {
         let limit = self.pause_limit;
         self.shared.lock().pausing = true;
@@ -163,7 +168,8 @@ impl ServedDiskCapture {
     }
 
     /// Ends the disks' part of a pause, before the VM runs: checks that the disks are cut and that
-    /// all flushes that the guest was told are complete are durable.
+    /// all flushes that the guest was told are complete are durable. Error: the server of the disks
+    /// has ended or does not answer.
     pub fn settled(&mut self) -> Result<(), BoxError> {
         let mut epochs = None;
         let settled = self.shared.ask(|disks| {
@@ -191,7 +197,7 @@ impl ServedDiskCapture {
         self.shared.idle.notify_all();
     }
 
-    /// The capture came to an end: it has number `seq`, or failed.
+    /// Records the end of a capture: it has number `seq`, or failed if `seq` is `None`.
     pub fn captured(&mut self, seq: Option<u64>) {
         let Some(epochs) = self.current.take().and_then(|cut| cut.get().cloned()) else { return };
         match seq {
@@ -202,7 +208,7 @@ impl ServedDiskCapture {
         }
     }
 
-    /// The checkpoint of capture `seq` is sealed.
+    /// Tells the server that the checkpoint of capture `seq` is sealed.
     pub fn sealed(&mut self, seq: u64) {
         if let Some(epochs) = self.in_flight.remove(&seq) {
             let released = self.shared.ask_idle(|disks| disks.release(&epochs));
@@ -210,7 +216,8 @@ impl ServedDiskCapture {
         }
     }
 
-    /// The checkpoints of these captures are lost.
+    /// Tells the server that the checkpoints of the captures `lost` are lost: the next cut covers
+    /// their blocks again.
     pub fn failed(&mut self, lost: &[u64]) {
         for seq in lost {
             if let Some(epochs) = self.in_flight.remove(seq) {
@@ -220,23 +227,25 @@ impl ServedDiskCapture {
     }
 
     /// Opens the disks of checkpoint `id` beside those that are served, which the VM is to go back
-    /// to.
+    /// to. Error: the server of the disks has ended or does not answer.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         self.served(|served| served.stage(store, id, meta))
     }
 
     /// Exchanges the served disks with the staged ones. The VM is paused, and no request is in
-    /// flight.
+    /// flight. Error: the server of the disks has ended or does not answer.
     pub fn exchange(&mut self) -> Result<(), BoxError> {
         self.shared.ask(keyframe_disk::Disks::exchange)
     }
 
-    /// Records that the disks' content comes from checkpoint `id` from now on.
+    /// Records that the disks' content comes from checkpoint `id` from now on. Error: the server of
+    /// the disks has ended or does not answer.
     pub fn came_from(&mut self, id: CheckpointId) -> Result<()> {
         self.served(|served| served.describe(id))
     }
 
-    /// Removes the disks that are not served.
+    /// Removes the disks that are not served. Error: the server of the disks has ended or does not
+    /// answer.
     pub fn dismiss(&mut self) -> Result<()> {
         self.served(ServedDisks::dismiss)
     }
@@ -255,7 +264,7 @@ impl ServedDiskCapture {
     }
 
     /// Ends the server after the VMs have ended. Returns the directory of the guests' writes, if
-    /// there are any.
+    /// there are any. Error: the server of the disks has ended or does not answer.
     pub fn end(self) -> Result<Option<PathBuf>> {
         let served = self.shared.lock().served.take();
         Ok(served.map_or(Ok(None), |served| served.end(true))?)
@@ -292,11 +301,13 @@ fn observer(shared: &Arc<Shared>, events: &SharedEventSink) -> ServerObserver {
     })
 }
 
-/// Takes blocks of disks in.
+/// Receives the blocks of disks: a checkpoint in a store, or the connection to a standby.
 pub trait BlockSink {
-    /// A block of disk number `disk`.
+    /// Puts the content of block number `block` of disk number `disk`. Error: the store or the
+    /// connection cannot be written.
     fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<(), BoxError>;
-    /// `blocks` blocks of zeros, from `block` on.
+    /// Puts `blocks` blocks of zeros of disk number `disk`, from block number `block` on. Error:
+    /// the store or the connection cannot be written.
     fn put_zero_blocks(&mut self, disk: usize, block: u64, blocks: u64) -> Result<(), BoxError>;
 }
 
@@ -311,7 +322,9 @@ impl BlockSink for Run {
 }
 
 impl ServedDiskReader {
-    /// Puts the blocks that `cut` covers into the checkpoint in progress of `run`.
+    /// Puts the blocks that `cut` covers into the checkpoint in progress of `run`. Calls `fault`
+    /// before each batch, for tests; its error fails the write. Error: the server of the disks has
+    /// ended or does not answer.
     pub fn put(
         &self,
         cut: &ServedCut,

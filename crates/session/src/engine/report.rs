@@ -5,11 +5,11 @@ use std::process::ExitStatus;
 /// The result of a run.
 #[derive(Clone, Debug)]
 pub struct RunReport {
-    /// The end of the VMs.
+    /// How the VMs of the run ended.
     pub end: RunEnd,
-    /// Checkpoints that were sealed.
+    /// The number of checkpoints that were sealed.
     pub sealed: u64,
-    /// Checkpoints that failed.
+    /// The number of checkpoints that failed.
     pub failed: u64,
     /// The number of checkpoints that differ from the audit's copy of RAM.
     pub audited_wrong: u64,
@@ -17,7 +17,7 @@ pub struct RunReport {
     pub given_up: bool,
 }
 
-/// The end of the VMs of a run.
+/// How the VMs of a run ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RunEnd {
     /// The VMs ended. In a group this is the first failure, if one failed.

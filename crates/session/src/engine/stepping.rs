@@ -20,7 +20,7 @@ const WAIT: Duration = Duration::from_millis(50);
 pub enum Step {
     /// The VM stands at the next instruction at which a checkpoint may be taken.
     Stands,
-    /// There is no further one.
+    /// There is no further such instruction.
     End,
     /// The user has asked for an end.
     Interrupted,
@@ -28,15 +28,17 @@ pub enum Step {
 
 /// Brings a VM that replays a recording from one instruction to the next.
 pub trait ReplaySteps {
-    /// Why a step fails.
+    /// The error of a step.
     type Error: From<Error>;
 
-    /// Whether a checkpoint of the instruction at which the VM stands exists already.
+    /// Returns whether a checkpoint of the instruction at which the VM stands exists already.
     fn is_captured(&self) -> bool;
 
-    /// Lets `vm` run to the next instruction at which a checkpoint may be taken. `is_busy`: a
-    /// request of a disk is under way at the present one, so the next one is the instruction after
-    /// the request's answer.
+    /// Lets `vm` run to the next instruction at which a checkpoint may be taken, or until
+    /// `interrupted` is set. `is_busy` is true if a request of a disk is under way at the present
+    /// one: then the next one is the instruction after the request's answer.
+    ///
+    /// Error: the VM has ended, or departs from the recording.
     fn advance(
         &mut self,
         vm: &mut Vm,

@@ -5,7 +5,7 @@ use keyframe_capture::{BoxError, CaptureError};
 use std::fmt;
 use std::sync::Arc;
 
-/// Why a checkpoint could not be captured or sealed. Its pages are part of the next one.
+/// The reason why a checkpoint could not be captured or sealed. Its pages are part of the next one.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CheckpointError {
@@ -29,7 +29,7 @@ pub enum CheckpointError {
     NoNewRun {
         /// The error of the checkpoint cycle.
         capture: CaptureError,
-        /// Why the new run did not begin.
+        /// The reason why the new run did not begin.
         restart: Box<Error>,
     },
     /// QEMU runs, but its monitor's connection is closed.
@@ -75,9 +75,9 @@ impl CheckpointError {
 /// Checkpoints of a run that failed for one reason, and what follows from it.
 #[derive(Clone, Debug)]
 pub struct CheckpointFailure {
-    /// Why the first of them failed.
+    /// The reason why the first of them failed.
     pub error: Arc<CheckpointError>,
-    /// Number of checkpoints that failed; at least 1.
+    /// The number of checkpoints that failed; at least 1.
     pub lost: u64,
     /// True if the run takes no more checkpoints.
     pub is_final: bool,
@@ -100,7 +100,7 @@ impl fmt::Display for CheckpointFailure {
 
 impl std::error::Error for CheckpointFailure {}
 
-/// Why a checkpoint was not captured.
+/// The reason why a checkpoint was not captured.
 #[derive(Debug, thiserror::Error)]
 pub enum NotCaptured {
     /// A checkpoint was not possible. This does not count as a failed checkpoint.

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// Why a request to a running engine has no answer.
+/// The reason why a request to a running engine has no answer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {

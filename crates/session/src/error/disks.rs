@@ -68,13 +68,13 @@ pub enum DiskError {
     NoScratchSpace {
         /// The directory of the scratch files.
         folder: PathBuf,
-        /// Bytes that are free there.
+        /// The number of bytes that are free there.
         free_bytes: u64,
     },
     /// The encoder has not read the disks of the checkpoint before.
     #[error("the disks of the checkpoint before are not read after {seconds} s")]
     ReadTimeout {
-        /// Seconds that were waited.
+        /// The number of seconds that were waited.
         seconds: u64,
     },
     /// The disks of a checkpoint were cut twice.
@@ -131,12 +131,12 @@ pub enum DiskError {
     Server {
         /// The operation.
         operation: &'static str,
-        /// Why.
+        /// The reason.
         source: BoxError,
     },
 }
 
-/// Why an image cannot be cloned by its file system.
+/// The reason why an image cannot be cloned by its file system.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum CloneObstacle {
@@ -173,7 +173,7 @@ pub enum CloneObstacle {
     Slow {
         /// The image.
         path: PathBuf,
-        /// Milliseconds that a clone took.
+        /// The number of milliseconds that a clone took.
         took_ms: u64,
     },
     /// The file system refused an operation.

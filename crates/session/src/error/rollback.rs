@@ -4,7 +4,7 @@ use super::{Error, NotCaptured, error_chain};
 use keyframe_capture::BoxError;
 use keyframe_store::CheckpointId;
 
-/// Why a VM was not put back to a checkpoint.
+/// The reason why a VM was not put back to a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RollbackError {
@@ -14,13 +14,13 @@ pub enum RollbackError {
     /// The run takes no more checkpoints, so the present state could not be kept.
     #[error("no more checkpoints are taken of this VM, so it is not rolled back")]
     GivenUp,
-    /// The VM is libvirt's.
+    /// libvirt manages the VM, and would not learn of the rollback.
     #[error("a VM of libvirt's is not rolled back in place: libvirt would not know of it")]
     Libvirt,
-    /// The VM opens its disk images itself.
+    /// QEMU opens the VM's disk images itself.
     #[error("the VM opens its disk images itself; they cannot go back while it runs")]
     OwnDisks,
-    /// The checkpoint is another machine's.
+    /// The checkpoint is of another machine.
     #[error("checkpoint {checkpoint} is another machine's: {difference}")]
     OtherMachine {
         /// The checkpoint.
@@ -39,13 +39,13 @@ pub enum RollbackError {
     Step {
         /// The step.
         operation: &'static str,
-        /// Why.
+        /// The reason.
         source: BoxError,
     },
     /// Pages of RAM differ from the checkpoint although they were loaded.
     #[error("{pages} pages of its RAM are not those of checkpoint {checkpoint}")]
     PagesDiffer {
-        /// Number of pages.
+        /// The number of pages that differ.
         pages: u64,
         /// The checkpoint.
         checkpoint: CheckpointId,
@@ -59,9 +59,9 @@ pub enum RollbackError {
          checkpoints are taken", error_chain(&**why), error_chain(&**again)
     )]
     Lost {
-        /// Why the rollback failed.
+        /// The reason why the rollback failed.
         why: Box<Self>,
-        /// Why the former state could not be restored.
+        /// The reason why the former state could not be restored.
         again: Box<Self>,
         /// The checkpoint as the user named it.
         checkpoint: String,
@@ -78,9 +78,9 @@ pub enum MachineDifference {
     Property {
         /// The property.
         property: &'static str,
-        /// The VM's.
+        /// The property's value in the VM.
         here: String,
-        /// The checkpoint's.
+        /// The property's value in the checkpoint.
         there: String,
     },
     /// The RAM blocks differ.

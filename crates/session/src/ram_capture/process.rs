@@ -9,7 +9,7 @@ use keyframe_capture::ram::{
 };
 use keyframe_capture::{BoxError, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer};
 use keyframe_kernel::Process;
-use keyframe_kernel::attach::{Attached, inject_userfaultfd};
+use keyframe_kernel::attach::{InjectedUserfaultfd, inject_userfaultfd};
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::write_tracker::WriteTracker;
@@ -26,7 +26,7 @@ pub struct ProcessRam {
 }
 
 impl ProcessRam {
-    /// Opens the RAM of `vm`.
+    /// Opens the RAM of `vm`. Error: the VM does not answer, or its memory cannot be inspected.
     pub fn open(vm: &mut dyn Vmm) -> Result<Box<dyn RamAccess>> {
         let watches_discards = vm.discards_ram()?;
         let blocks = vm.ram_blocks()?;
@@ -42,7 +42,7 @@ impl ProcessRam {
         Box::new(ProcessDirtyTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
     }
 
-    fn attach(&self, events: &dyn EventSink<Event>) -> Result<Attached> {
+    fn attach(&self, events: &dyn EventSink<Event>) -> Result<InjectedUserfaultfd> {
         let attached = inject_userfaultfd(&self.process)?;
         if !attached.guarded {
             events.event(&Event::UnguardedAttach { qemu_pid: self.process.pid() });

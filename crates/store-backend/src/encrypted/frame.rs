@@ -121,9 +121,9 @@ pub struct FrameWriter {
     pub header: FileHeader,
     name: String,
     counter: u64,
-    /// Bytes of the plaintext so far.
+    /// The number of bytes of the plaintext so far.
     pub plain: u64,
-    /// Bytes of the encrypted file so far.
+    /// The number of bytes of the encrypted file so far.
     pub sealed: u64,
 }
 
@@ -134,7 +134,7 @@ impl FrameWriter {
         Ok(Self { header, name: name.into(), counter: 0, plain: 0, sealed: HEADER_BYTES as u64 })
     }
 
-    /// The frames of `bytes`, for the offset that `self.sealed` had before the call.
+    /// Returns the frames of `bytes`, for the offset that `self.sealed` had before the call.
     pub fn seal(&mut self, cipher: &FileCipher, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut out = Vec::with_capacity(bytes.len() + bytes.len() / 512 + 128);
         let mut rest = bytes;
@@ -203,8 +203,8 @@ pub struct EncryptedFrame {
     inside: Range<usize>,
 }
 
-/// The frames of a block, up to the first whose length makes no sense. They are not authenticated
-/// yet.
+/// Returns the frames of a block, up to the first whose length makes no sense. They are not
+/// authenticated yet.
 pub fn frames(block: &[u8], number: u64) -> Vec<EncryptedFrame> {
     let mut found = Vec::new();
     let mut at = if number == 0 { HEADER_BYTES } else { 0 };
@@ -232,7 +232,7 @@ fn frame_at(block: &[u8], at: usize) -> Option<EncryptedFrame> {
     })?
 }
 
-/// The plaintext of a frame, if it is authentic for this file name and header.
+/// Returns the plaintext of a frame, if it is authentic for this file name and header.
 pub fn open(
     cipher: &FileCipher,
     header: &FileHeader,

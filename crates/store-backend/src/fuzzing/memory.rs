@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 type Bytes = Arc<Mutex<Vec<u8>>>;
 
-/// The files of a store in memory.
+/// A backend whose files are in memory.
 #[derive(Debug, Default)]
 pub struct MemoryBackend(Mutex<BTreeMap<String, Bytes>>);
 
@@ -18,7 +18,7 @@ fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl MemoryBackend {
-    /// Puts a file there, or replaces it.
+    /// Puts a file with these bytes there, or replaces it.
     pub fn overwrite(&self, name: &str, bytes: Vec<u8>) {
         held(&self.0).insert(name.into(), Arc::new(Mutex::new(bytes)));
     }

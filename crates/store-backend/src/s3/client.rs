@@ -140,7 +140,7 @@ impl S3Client {
         }
     }
 
-    /// The name of an object in messages.
+    /// Returns the name of an object in messages.
     pub fn describe(&self, name: &str) -> String {
         format!("{}/{name}", self.location.name)
     }
@@ -290,7 +290,7 @@ impl S3Client {
         }
     }
 
-    /// A small object; none if it does not exist.
+    /// Returns a small object; none if it does not exist.
     pub fn get_if_there(&self, name: &str) -> Result<Option<ReadObject>> {
         match self.get(name, None, ANSWER_BYTES_MAX) {
             Err(error) if error.is_not_found() => Ok(None),
@@ -315,7 +315,7 @@ impl S3Client {
         }
     }
 
-    /// The objects whose names begin with `folder`, in rising order.
+    /// Returns the objects whose names begin with `folder`, in rising order.
     pub fn list(
         &self,
         folder: &str,

@@ -15,7 +15,7 @@ use ureq::http::Response;
 
 pub use crate::testing::s3_server::BUCKET;
 
-/// Requests that fail on command.
+/// Makes requests fail on command, for tests.
 #[derive(Debug, Default)]
 pub struct S3Faults {
     sent: AtomicU64,
@@ -69,14 +69,15 @@ impl S3Faults {
     }
 }
 
-/// How a test's backend differs from an ordinary one.
+/// The differences of a test's backend from an ordinary one.
 #[derive(Clone, Debug)]
 pub struct S3TestOptions {
-    /// Seconds for which a lock holds unless it is renewed.
+    /// The number of seconds for which a lock holds unless it is renewed.
     pub lease_s: u64,
-    /// Attempts of a request and keys in a page of a listing; none: as in ordinary use.
+    /// The number of attempts of a request, and of keys in a page of a listing; `None` for those of
+    /// ordinary use.
     pub haste: Option<(u32, usize)>,
-    /// The directory of the cache, if any.
+    /// The directory of the cache; `None` for no cache.
     pub cache: Option<PathBuf>,
 }
 
@@ -86,8 +87,8 @@ impl Default for S3TestOptions {
     }
 }
 
-/// A server that all running tests share; it ends with the last of them. None if this host has no
-/// S3 server.
+/// Returns a server that all running tests share; it ends with the last of them. `None` if this
+/// host has no S3 server.
 pub fn running_server() -> Option<Arc<S3Server>> {
     static RUNNING: Mutex<Weak<S3Server>> = Mutex::new(Weak::new());
     let mut running = RUNNING.lock().ignore_poison();
@@ -110,7 +111,7 @@ pub(super) fn test_location(endpoint: &str, prefix: &str, lease_s: u64) -> S3Loc
     S3Location::parse(Path::new(&url), &environment).expect("a URL of the test's own")
 }
 
-/// A backend at `prefix` in the test bucket.
+/// Returns a backend at `prefix` in the test bucket.
 pub fn test_backend(endpoint: &str, prefix: &str, options: S3TestOptions) -> S3Backend {
     let location = test_location(endpoint, prefix, options.lease_s);
     let cache = PartCache::new(options.cache, &location.name);
@@ -122,12 +123,13 @@ pub fn test_backend(endpoint: &str, prefix: &str, options: S3TestOptions) -> S3B
 }
 
 impl S3Backend {
-    /// The faults of this backend's requests.
+    /// Returns the faults of this backend's requests.
     pub fn faults(&self) -> &S3Faults {
         &self.shared.client.faults
     }
 
-    /// Removes the locks of a dead writer and of a dead prune before their leases end.
+    /// Removes the locks of a dead writer and of a dead prune before their leases end. Error: the
+    /// server does not answer.
     pub fn break_locks(&self) -> Result<()> {
         self.break_lock()?;
         lease::break_lease(&self.shared.client, PRUNE_LOCK)?;

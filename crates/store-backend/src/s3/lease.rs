@@ -142,7 +142,7 @@ impl Drop for LeaseGuard {
     }
 }
 
-/// The text of the process that holds a lock, if any does.
+/// Returns the text of the process that holds a lock, if any does.
 pub fn holder(client: &S3Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     let over = is_over(&object.bytes, object.age);

@@ -44,7 +44,7 @@ impl std::fmt::Debug for S3Location {
     }
 }
 
-/// True for the URL of a store in object storage.
+/// Returns true for the URL of a store in object storage.
 pub fn is_url(path: &Path) -> bool {
     crate::backend::has_scheme(path, SCHEME)
 }

@@ -18,7 +18,7 @@ pub struct PartCache {
 }
 
 impl PartCache {
-    /// The cache for the store at `place`, a name that means the same store on all hosts.
+    /// Returns the cache for the store at `place`, a name that means the same store on all hosts.
     pub fn new(folder: Option<PathBuf>, place: &str) -> Self {
         let limits = CacheLimits::of_environment(DISK_BYTES_MAX, MEMORY_BYTES_MAX);
         Self { pieces: cache::PieceCache::new(folder, FOLDER, limits), place: place.to_owned() }
@@ -34,7 +34,7 @@ impl PartCache {
         ])
     }
 
-    /// The part, if it is cached.
+    /// Returns the part, if it is cached.
     pub fn get(&self, part: &ListedObject) -> Option<Arc<Vec<u8>>> {
         self.pieces.get(self.key(part)).filter(|bytes| bytes.len() as u64 == part.len_bytes)
     }

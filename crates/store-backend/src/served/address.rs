@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use zeroize::Zeroizing;
 
 const SCHEME: &str = "kf://";
-/// The port if the address names none.
+/// The TCP port of an address that names none.
 pub const DEFAULT_PORT: u16 = 7420;
 /// The environment variable that holds the token.
 pub const TOKEN_VARIABLE: &str = "KEYFRAME_TOKEN";
@@ -26,7 +26,7 @@ const TOKEN_FILE: &str = "KEYFRAME_TOKEN_FILE";
 const FINGERPRINT: &str = "KEYFRAME_SERVE_FINGERPRINT";
 const CA: &str = "KEYFRAME_SERVE_CA";
 
-/// A checkpoint server, as a client reaches it.
+/// The address of a checkpoint server, and how a client recognises it.
 #[derive(Clone)]
 pub struct ServerAddress {
     /// The name in messages: `kf://HOST:PORT`.
@@ -37,7 +37,7 @@ pub struct ServerAddress {
     pub token: Zeroizing<Vec<u8>>,
 }
 
-/// How a client recognises its server.
+/// The way in which a client recognises its server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Trust {
     /// The server has the certificate with this fingerprint.
@@ -52,7 +52,7 @@ impl fmt::Debug for ServerAddress {
     }
 }
 
-/// True for the URL of a checkpoint server.
+/// Returns true for the URL of a checkpoint server.
 pub fn is_url(path: &Path) -> bool {
     crate::backend::has_scheme(path, SCHEME)
 }
@@ -133,7 +133,7 @@ pub fn parse_fingerprint(text: &str) -> Option<Fingerprint> {
     Some(out)
 }
 
-/// A fingerprint as messages show it: 64 hexadecimal digits.
+/// Returns a fingerprint as messages show it: 64 hexadecimal digits.
 pub fn show_fingerprint(fingerprint: &Fingerprint) -> String {
     keyframe_bytes::hex::to_hex(fingerprint)
 }

@@ -65,12 +65,12 @@ impl ServeClient {
         self.patience = patience;
     }
 
-    /// The name of a file in messages.
+    /// Returns the name of a file in messages.
     pub fn describe(&self, name: &str) -> String {
         format!("{}/{name}", self.address.name)
     }
 
-    /// The id of the served store. Asks the server if it is not known yet.
+    /// Returns the id of the served store. Asks the server if it is not known yet.
     pub fn store(&self) -> Result<[u8; 16]> {
         if let Some(store) = self.store.get() {
             return Ok(*store);
@@ -182,7 +182,7 @@ impl ServeClient {
         }
     }
 
-    /// The error for a refusal.
+    /// Returns the error for a refusal.
     pub fn refused(
         &self,
         operation: &'static str,
@@ -229,7 +229,7 @@ impl ServeClient {
         )
     }
 
-    /// The error for an answer that makes no sense.
+    /// Returns the error for an answer that makes no sense.
     pub fn strange(&self, operation: &'static str, name: &str, problem: &str) -> Error {
         let problem = format!("invalid answer: {problem}");
         let fix = Some("use the same version of keyframe on both sides".into());

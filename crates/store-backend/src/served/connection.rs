@@ -32,7 +32,7 @@ impl std::fmt::Debug for Connection {
     }
 }
 
-/// Why a connection failed.
+/// The reason why a connection failed.
 #[derive(Debug)]
 pub enum ConnectionError {
     /// Another attempt may succeed.
@@ -47,7 +47,7 @@ impl From<io::Error> for ConnectionError {
     }
 }
 
-/// The TLS configuration that trusts this server only.
+/// Returns the TLS configuration that trusts this server only.
 pub fn client_config(address: &ServerAddress) -> Result<Arc<ClientConfig>, ConnectionError> {
     let bad = |problem: String| {
         let fix = "KEYFRAME_SERVE_CA must name a file of certificates in PEM format";

@@ -33,15 +33,15 @@ pub const HELLO_BYTES_MAX: usize = 1 << 10;
 pub const TOKEN_BYTES_MAX: usize = 512;
 /// The longest range, in bytes.
 pub const RANGE_BYTES_MAX: u32 = 1 << 20;
-/// The most files that one request asks the state of.
+/// The largest number of files that one request asks the state of.
 pub const STATS_MAX: usize = 256;
-/// Bytes of a file's beginning that its state includes: the header of a pack.
+/// The number of bytes of a file's beginning that its state includes: the header of a pack.
 pub const HEAD_BYTES: usize = 64;
 /// The longest listing, in bytes.
 pub const LIST_BYTES_MAX: u64 = 256 << 20;
 /// The longest reason of a refusal, in bytes.
 pub const REFUSAL_BYTES_MAX: u64 = 4 << 10;
-/// Bytes of the head of an answer.
+/// The number of bytes of the head of an answer.
 pub const ANSWER_HEAD_BYTES: usize = 20;
 
 /// The BLAKE3 hash of the bytes that a client has already.

@@ -6,10 +6,10 @@ use std::io;
 use std::sync::Arc;
 use zeroize::Zeroizing;
 
-/// Opens the same, empty place each time, as another process would.
+/// Opens the same place, which is empty at first, each time anew, as another process would.
 pub type Open<'a> = &'a dyn Fn() -> Arc<dyn Backend>;
 
-/// Runs all checks.
+/// Checks that a backend keeps all promises of [`Backend`].
 pub fn check_backend(open: Open<'_>) {
     small_files(open);
     names(open);
@@ -18,7 +18,7 @@ pub fn check_backend(open: Open<'_>) {
     locks(open);
 }
 
-/// Runs all checks through an encrypting backend.
+/// Checks an encrypting backend over the opened one, as [`check_backend`] does.
 pub fn check_encrypted_backend(open: Open<'_>) {
     let key = DataKey(Zeroizing::new([9; 32]));
     check_backend(&|| Arc::new(EncryptedBackend::new(open(), &key)));
@@ -31,6 +31,7 @@ fn kind(error: &Error) -> Option<io::ErrorKind> {
     }
 }
 
+/// Returns `len` bytes of a pattern that depends on `seed`.
 pub fn pattern(len: usize, seed: u8) -> Vec<u8> {
     (0..len).map(|at| (at * 7 + at / 253) as u8 ^ seed).collect()
 }

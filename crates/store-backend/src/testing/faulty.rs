@@ -74,7 +74,7 @@ struct State {
     pruned: bool,
 }
 
-/// A backend whose medium fails on command. Clones share the medium.
+/// A backend in memory whose medium fails on command. Clones share the medium.
 #[derive(Clone, Debug, Default)]
 pub struct FaultyBackend {
     state: Arc<Mutex<State>>,
@@ -89,39 +89,40 @@ impl FaultyBackend {
         self.state.lock().ignore_poison()
     }
 
-    /// The number of syncs so far, of files and of directories.
+    /// Returns the number of syncs so far, of files and of directories.
     pub fn syncs(&self) -> u64 {
         self.state().syncs
     }
 
-    /// Makes this operation and all after it fail.
+    /// Makes operation number `operation` and all after it fail.
     pub fn crash_at(&self, operation: u64) {
         self.state().crash_at = Some(operation);
     }
 
+    /// Returns true after a planned crash has happened.
     pub fn has_crashed(&self) -> bool {
         let state = self.state();
         state.crash_at.is_some_and(|at| state.operations >= at)
     }
 
-    /// Makes this sync fail.
+    /// Makes sync number `sync` fail.
     pub fn fail_sync_at(&self, sync: u64) {
         self.state().fail_sync_at = Some(sync);
     }
 
-    /// Makes the read after this many reads return too few bytes. The same read succeeds when
-    /// repeated.
+    /// Makes the read after the next `reads` reads return too few bytes. The same read succeeds
+    /// when repeated.
     pub fn fail_read_in(&self, reads: u64) {
         let mut state = self.state();
         state.fail_read_at = Some(state.reads + reads);
     }
 
-    /// The number of reads so far.
+    /// Returns the number of reads so far.
     pub fn reads(&self) -> u64 {
         self.state().reads
     }
 
-    /// The number of operations so far.
+    /// Returns the number of operations so far.
     pub fn operations(&self) -> u64 {
         self.state().operations
     }
@@ -133,17 +134,18 @@ impl FaultyBackend {
         state.crash_at = state.crash_at.filter(|at| state.operations >= *at);
     }
 
-    /// Limits the medium to this many bytes.
+    /// Limits the medium to `capacity_bytes` bytes; `None` for no limit.
     pub fn limit(&self, capacity_bytes: Option<usize>) {
         self.state().capacity_bytes = capacity_bytes;
     }
 
+    /// Returns the number of bytes that the files on the medium take.
     pub fn used_bytes(&self) -> usize {
         self.state().used_bytes()
     }
 
-    /// The medium as the machine finds it after a power failure now. `seed` decides which of the
-    /// bytes and names that are not durable survive.
+    /// Returns the medium as the machine finds it after a power failure now. `seed` decides which
+    /// of the bytes and names that are not durable survive.
     #[must_use]
     pub fn after_power_loss(&self, seed: u64) -> Self {
         let state = self.state();
@@ -159,7 +161,7 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives + 1 }
     }
 
-    /// A copy of the live files, all of them durable.
+    /// Creates a copy of the live files, all of them durable.
     #[must_use]
     pub fn copy(&self) -> Self {
         let mut fresh = State::default();
@@ -171,8 +173,8 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
     }
 
-    /// The medium as the next process finds it after this process died: live and durable state are
-    /// kept.
+    /// Returns the medium as the next process finds it after this process died: live and durable
+    /// state are kept.
     #[must_use]
     pub fn copy_with_same_durability(&self) -> Self {
         let state = self.state();
@@ -186,12 +188,12 @@ impl FaultyBackend {
         Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
     }
 
-    /// The names of all files that [`Backend::create`] has made, in order.
+    /// Returns the names of all files that [`Backend::create`] has made, in order.
     pub fn created(&self) -> Vec<String> {
         self.state().created.clone()
     }
 
-    /// All files and their bytes.
+    /// Returns all files and their bytes.
     pub fn files(&self) -> BTreeMap<String, Vec<u8>> {
         let state = self.state();
         state
@@ -201,7 +203,7 @@ impl FaultyBackend {
             .collect()
     }
 
-    /// Replaces or removes a file, without the store's knowledge.
+    /// Replaces the file `name`, or removes it if `bytes` is `None`, without the store's knowledge.
     pub fn overwrite(&self, name: &str, bytes: Option<Vec<u8>>) {
         let mut state = self.state();
         match bytes {

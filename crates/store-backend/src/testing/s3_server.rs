@@ -11,15 +11,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// The name of the bucket that it has.
+/// The name of the bucket that the server has.
 pub const BUCKET: &str = "keyframe-test";
-/// The access key and secret key that it accepts.
+/// The access key and the secret key that the server accepts.
 pub const KEY: (&str, &str) = ("test-key", "test-secret");
 const CONFIG: &str = r#"{"identities":[{"name":"test","credentials":[{"accessKey":"test-key","secretKey":"test-secret"}],
     "actions":["Admin","Read","Write","List"]}]}"#;
 const START_MAX: Duration = Duration::from_mins(2);
 
-/// A running server. Dropping it kills it.
+/// A running S3 server for tests. Dropping it kills it.
 pub struct S3Server {
     dir: tempfile::TempDir,
     weed: PathBuf,
@@ -30,7 +30,7 @@ pub struct S3Server {
 
 impl S3Server {
     /// Starts a server. If its program is missing, counts the running test as skipped and returns
-    /// none.
+    /// `None`.
     pub fn start() -> Option<Self> {
         let Some(weed) = binary() else {
             record_skip(Scope::Test, "no S3 server (guests/build s3server installs one)");
@@ -54,9 +54,7 @@ impl S3Server {
         Some(server)
     }
 
-    /// Returns its URL: `http:
-    ///
-    /// 127.0.0.1:PORT`.
+    /// Returns the server's URL, `http://127.0.0.1:PORT`.
     pub fn endpoint(&self) -> String {
         format!("http://127.0.0.1:{}", self.ports[6])
     }
@@ -75,7 +73,7 @@ impl S3Server {
         }
     }
 
-    /// Starts it again on its files, and waits until it answers.
+    /// Starts the server again on its files, and waits until it answers.
     pub fn resume(&mut self) {
         let path = |name: &str| self.dir.path().join(name).display().to_string();
         let names = ["master", "volume", "filer", "s3"];

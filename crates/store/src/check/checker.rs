@@ -18,8 +18,9 @@ use std::collections::{BTreeMap, BTreeSet};
 const ATTEMPTS: u32 = 4;
 
 impl Store {
-    /// Checks everything in the store. Damage is in the report; an error means that the store cannot
-    /// be read at all. If a prune removes files meanwhile, checks again.
+    /// Checks everything in the store. Damage is in the report; an error means that the store
+    /// cannot be read at all. If a prune removes files meanwhile, the check begins again. Calls
+    /// `progress` now and then.
     pub fn check(
         &self,
         options: &CheckOptions,

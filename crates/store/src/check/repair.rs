@@ -57,7 +57,7 @@ pub struct QuarantinedFile {
     pub name: String,
     /// Its name in the quarantine; absent if the file did not exist.
     pub to: Option<String>,
-    /// Why.
+    /// The reason.
     pub problem: String,
 }
 
@@ -79,9 +79,9 @@ pub struct RepairReport {
     pub found: CheckReport,
     /// Packs with intact records whose header or trailer was written again.
     pub rebuilt: Vec<String>,
-    /// Records that were copied out of damaged packs.
+    /// The number of records that were copied out of damaged packs.
     pub saved_records: u64,
-    /// Of these: bad ones whose content another record had.
+    /// The number of bad records among them whose content another record had.
     pub relinked_records: u64,
     /// Files that were moved to the quarantine.
     pub set_aside: Vec<QuarantinedFile>,
@@ -344,8 +344,8 @@ fn read_record(inner: &OpenStore, place: PageRef) -> Result<(PageHash, RecordKin
     Ok((record.hash, record.kind, page))
 }
 
-/// Other records with the content of bad ones. The index of the pack or the header of the bad record
-/// gives the hash of the content.
+/// Other records with the content of bad ones. The index of the pack or the header of the bad
+/// record gives the hash of the content.
 struct Twins {
     possible: BTreeMap<PageRef, Vec<PageHash>>,
     places: BTreeMap<PageHash, Vec<PageRef>>,
@@ -470,8 +470,8 @@ fn with_plain_header(inner: &OpenStore, number: u32, mut bytes: Vec<u8>) -> Opti
     Some(bytes)
 }
 
-/// The dictionary ends at the first record, whose offset is in the trailer. A recompressed pack that
-/// a checkpoint needs has a trailer.
+/// The dictionary ends at the first record, whose offset is in the trailer. A recompressed pack
+/// that a checkpoint needs has a trailer.
 fn with_dense_header(inner: &OpenStore, number: u32, mut bytes: Vec<u8>) -> Option<Vec<u8>> {
     let footer =
         parse_footer(bytes.get(bytes.len().checked_sub(FOOTER_BYTES)?..)?, bytes.len() as u64)?

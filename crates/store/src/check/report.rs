@@ -6,34 +6,34 @@ use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// How thorough a check is.
+/// The options of a check.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckOptions {
-    /// Read and verify every page. Without this, the verified index of a closed pack is enough.
+    /// True to read and verify every page. Otherwise the verified index of a closed pack is enough.
     pub read_data: bool,
 }
 
-/// How far a check is.
+/// The progress of a check.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckProgress {
     /// The file being checked.
     pub object: String,
-    /// Bytes of the store checked so far.
+    /// The number of bytes of the store that are checked so far.
     pub done_bytes: u64,
-    /// Bytes to check in all.
+    /// The number of all bytes to check.
     pub total_bytes: u64,
 }
 
-/// What a check found.
+/// The result of a check.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckReport {
-    /// Checkpoint files looked at.
+    /// The number of checkpoint files that were checked.
     pub checkpoints: u64,
-    /// Map files looked at.
+    /// The number of map files that were checked.
     pub maps: u64,
-    /// Packs looked at.
+    /// The number of packs that were checked.
     pub packs: u64,
-    /// Page records verified, or listed by a verified index.
+    /// The number of page records that were verified, or that a verified index lists.
     pub records: u64,
     /// True if every page was read.
     pub read_data: bool,
@@ -44,18 +44,18 @@ pub struct CheckReport {
 }
 
 impl CheckReport {
-    /// True if nothing is damaged.
+    /// Returns true if nothing is damaged.
     pub fn is_clean(&self) -> bool {
         self.damages.is_empty()
     }
 
-    /// The checkpoints that some damage affects.
+    /// Returns the checkpoints that some damage affects.
     pub fn hurt_checkpoints(&self) -> BTreeSet<CheckpointId> {
         self.damages.iter().flat_map(|d| d.checkpoints.iter().copied()).collect()
     }
 }
 
-/// One damaged object.
+/// A damaged object of a store.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Damage {
     /// The file, with an offset if one applies.
@@ -66,7 +66,7 @@ pub struct Damage {
     pub checkpoints: Vec<CheckpointId>,
 }
 
-/// The object and the problem of an error that occurred while reading `name`.
+/// Returns the object and the problem of `error`, which occurred while `name` was read.
 pub fn explain(inner: &OpenStore, name: &str, error: Error) -> (String, String) {
     match error {
         Error::Damaged { object, problem } => (object, problem),

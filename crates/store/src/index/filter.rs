@@ -36,7 +36,7 @@ struct Block([u32; WORDS]);
 pub struct Filter(Vec<Block>);
 
 impl Filter {
-    /// An empty filter for this number of entries.
+    /// Creates an empty filter for this number of entries.
     pub fn new(entries: usize) -> Self {
         Self(vec![Block([0; WORDS]); blocks(entries)])
     }
@@ -88,7 +88,7 @@ impl Filter {
     }
 }
 
-/// The blocks for this number of entries.
+/// Returns the blocks for this number of entries.
 pub fn blocks(entries: usize) -> usize {
     (entries * KEY_BITS).div_ceil(BLOCK_BYTES * 8).max(1)
 }

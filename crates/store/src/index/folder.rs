@@ -19,14 +19,15 @@ const SUFFIX: &str = ".index";
 /// A directory for spills.
 #[derive(Clone, Debug)]
 pub struct Folder {
-    /// It is made for the first spill.
+    /// The path of the directory, which is made for the first spill.
     pub path: PathBuf,
+    /// The store that the spills belong to, and the key of their masks.
     pub bond: Bond,
 }
 
 impl Folder {
-    /// The spills, those of the newest packs first. Their fences and filters take at most `bytes_max`:
-    /// older files that do not fit are removed.
+    /// Returns the spills, those of the newest packs first. Their fences and filters take at most
+    /// `bytes_max`: older files that do not fit are removed.
     pub fn spills(&self, mut bytes_max: usize) -> Vec<(PathBuf, Spill)> {
         let Ok(entries) = std::fs::read_dir(&self.path) else { return Vec::new() };
         let mut files: Vec<_> = entries
@@ -54,12 +55,12 @@ impl Folder {
         spills
     }
 
-    /// Begins a spill of at most this number of entries.
+    /// Begins a spill of at most this number of entries. Error: the file cannot be written.
     pub fn begin(&self, entries_max: usize) -> io::Result<SpillWriter> {
         SpillWriter::new(&self.path, &self.bond, entries_max)
     }
 
-    /// Completes a spill and gives it its name.
+    /// Completes a spill and gives it its name. Error: the file cannot be written.
     pub fn finish(
         &self,
         writer: SpillWriter,

@@ -24,7 +24,7 @@ pub struct Source {
 }
 
 impl Source {
-    /// The value of a hash. A derived record is unproven.
+    /// Returns the value of a hash. A derived record is unproven.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
         let value = self.spill.get(hash)?.filter(|value| self.is_used(*value));
         Ok(value.map(|value| if is_derived(value) { value | UNPROVEN } else { value }))
@@ -35,7 +35,7 @@ impl Source {
     }
 }
 
-/// Why a merge failed.
+/// The reason why a merge failed.
 #[derive(Debug)]
 pub enum Failed {
     /// The source with this index cannot be read.
@@ -44,8 +44,8 @@ pub enum Failed {
     Target,
 }
 
-/// Writes the entries of `sources` into a new spill, in the order of the hashes. For each hash prefers
-/// a plain record to a derived one.
+/// Writes the entries of `sources` into a new spill, in the order of the hashes. For each hash
+/// prefers a plain record to a derived one.
 pub fn merge(sources: &[&Source], folder: &Folder) -> Result<(PathBuf, Spill), Failed> {
     let target = |_| Failed::Target;
     let entries = sources.iter().map(|source| source.spill.entries()).sum();

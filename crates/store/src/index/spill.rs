@@ -33,6 +33,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const MAGIC: &[u8; 8] = b"KF:IDX\r\n";
 const VERSION: u32 = 1;
+/// The size of a bucket in bytes.
 pub const BUCKET_BYTES: usize = 512;
 const ENTRY_BYTES: usize = 24;
 const BUCKET_ENTRIES: usize = (BUCKET_BYTES - CHECK_BYTES) / ENTRY_BYTES;
@@ -46,6 +47,7 @@ type Bucket = [u8; BUCKET_BYTES];
 /// The store of a spill, and the key that masks its values.
 #[derive(Clone, Debug)]
 pub struct Bond {
+    /// The id of the store.
     pub store: [u8; 16],
     /// Present in an encrypted store, where places are not written in plain text.
     pub mask: Option<MaskKey>,
@@ -87,7 +89,7 @@ pub struct Spill {
     packs: Vec<(u32, PackSeal)>,
 }
 
-/// The memory for this number of entries, without the packs, in bytes.
+/// Returns the memory for this number of entries, without the packs, in bytes.
 pub fn memory_bytes(entries: usize) -> usize {
     entries.div_ceil(BUCKET_ENTRIES) * 8 + filter::blocks(entries) * filter::BLOCK_BYTES
 }
@@ -142,12 +144,12 @@ impl Spill {
         })
     }
 
-    /// The number of entries.
+    /// Returns the number of entries.
     pub fn entries(&self) -> usize {
         self.entries as usize
     }
 
-    /// The packs that it covers.
+    /// Returns the packs that it covers.
     pub fn packs(&self) -> &[(u32, PackSeal)] {
         &self.packs
     }
@@ -159,7 +161,7 @@ impl Spill {
             + self.packs.capacity() * size_of::<(u32, PackSeal)>()
     }
 
-    /// The value of a hash.
+    /// Returns the value of a hash.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
         if !self.filter.may_have(hash) {
             return Ok(None);
@@ -208,7 +210,7 @@ impl Spill {
         Ok(entries.get(..left).unwrap_or(entries))
     }
 
-    /// All entries, in the order of their hashes.
+    /// Returns all entries, in the order of their hashes.
     pub fn read(&self) -> io::Result<Entries<'_>> {
         let mut file = self.file.try_clone()?;
         file.seek(io::SeekFrom::Start(BUCKET_BYTES as u64))?;
@@ -227,7 +229,7 @@ pub struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// The next entry. [`Self::pop`] removes it.
+    /// Returns the next entry. [`Self::pop`] removes it.
     pub fn peek(&mut self) -> io::Result<Option<Slot>> {
         if self.at == self.bucket.len() && self.number < self.spill.fences.len() {
             let mut bucket = [0; BUCKET_BYTES];
@@ -307,8 +309,8 @@ impl SpillWriter {
         self.out.write_all(&check)
     }
 
-    /// Completes the file under the name `path`. `packs` are the packs that it covers. Syncs nothing,
-    /// because the file is a cache.
+    /// Completes the file under the name `path`. `packs` are the packs that it covers. Syncs
+    /// nothing, because the file is a cache.
     pub fn finish(mut self, path: &Path, packs: Vec<(u32, PackSeal)>) -> io::Result<Spill> {
         if !self.bucket.is_empty() {
             self.end_bucket()?;

@@ -39,18 +39,18 @@ pub struct Table {
 }
 
 impl Table {
-    /// An empty table of at most `bytes_max`, and half as much more while it grows.
+    /// Creates an empty table of at most `bytes_max`, and half as much more while it grows.
     pub fn new(bytes_max: usize) -> Self {
         let homes_max = (bytes_max / SLOT_BYTES).saturating_sub(TAIL).max(64);
         Self { slots: Vec::new(), homes: 0, homes_max, len: 0 }
     }
 
-    /// The number of entries.
+    /// Returns the number of entries.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// The most entries that it can hold.
+    /// Returns the most entries that it can hold.
     pub fn len_max(&self) -> usize {
         room(self.homes_max)
     }
@@ -60,7 +60,7 @@ impl Table {
         self.slots.capacity() * SLOT_BYTES
     }
 
-    /// The value of a hash.
+    /// Returns the value of a hash.
     pub fn get(&self, hash: PageHash) -> Option<u64> {
         self.slots.get(self.find(hash)?).map(|slot| slot.value)
     }
@@ -97,8 +97,8 @@ impl Table {
         true
     }
 
-    /// Calls `keep` for every entry in the order of the hashes, and removes those for which it returns
-    /// false. It may change the value.
+    /// Calls `keep` for every entry in the order of the hashes, and removes those for which it
+    /// returns false. It may change the value.
     pub fn retain(&mut self, keep: &mut dyn FnMut(PageHash, &mut u64) -> bool) {
         let (mut next, mut kept) = (0, 0);
         for at in 0..self.slots.len() {
@@ -116,7 +116,7 @@ impl Table {
         self.len = kept;
     }
 
-    /// All entries, in the order of the hashes.
+    /// Returns all entries, in the order of the hashes.
     pub fn iter(&self) -> impl Iterator<Item = Slot> + '_ {
         self.slots.iter().copied().filter(|slot| slot.value != 0)
     }

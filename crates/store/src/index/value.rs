@@ -17,19 +17,21 @@ const PACK_SHIFT: u32 = 40;
 /// A record that the index knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Found {
+    /// The place of the record.
     pub place: PageRef,
+    /// The kind of the record.
     pub kind: RecordKind,
     /// True for a derived record of an earlier writer that was not read yet.
     pub unproven: bool,
 }
 
-/// The value of a plain entry; `None` if the offset is too large for an entry.
+/// Returns the value of a plain entry; `None` if the offset is too large for an entry.
 pub fn encode(place: PageRef, kind: RecordKind) -> Option<u64> {
     let at = u64::from(place.pack()) << PACK_SHIFT | place.offset();
     (place.offset() < 1 << OFFSET_BITS).then_some(at | u64::from(kind.number()) << KIND_SHIFT)
 }
 
-/// The place of the record.
+/// Returns the place of the record.
 pub fn place(value: u64) -> PageRef {
     PageRef(value >> PACK_SHIFT << PACK_SHIFT | value & ((1 << OFFSET_BITS) - 1))
 }
@@ -38,17 +40,18 @@ fn kind(value: u64) -> RecordKind {
     RecordKind::of_number((value >> KIND_SHIFT & 3) as u8).unwrap_or(RecordKind::Page)
 }
 
-/// True if the record is derived.
+/// Returns true if the record is derived.
 pub fn is_derived(value: u64) -> bool {
     kind(value).is_derived()
 }
 
-/// The record of an entry.
+/// Returns the record of an entry.
 pub fn decode(value: u64) -> Found {
     Found { place: place(value), kind: kind(value), unproven: value & UNPROVEN != 0 }
 }
 
-/// The value of a record that has moved to `to`; `None` if the offset is too large for an entry.
+/// Returns the value of a record that has moved to `to`; `None` if the offset is too large for an
+/// entry.
 pub fn moved(value: u64, to: PageRef) -> Option<u64> {
     let flags = value & (UNPROVEN | 3 << KIND_SHIFT);
     Some(encode(to, RecordKind::Page)? | flags)

@@ -86,7 +86,7 @@ impl Item<'_> {
         Some(compress_patch(payload, compressor))
     }
 
-    /// The payload of the new record.
+    /// Returns the payload of the new record.
     pub fn payload(&self, codec: Codec, kind: RecordKind) -> &[u8] {
         if kind == RecordKind::Page && codec == Codec::Raw {
             self.input.content

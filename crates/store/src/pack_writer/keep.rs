@@ -49,7 +49,8 @@ impl PackWriter {
         Ok((place, len_bytes))
     }
 
-    /// Writes a page as a derived record; returns the same as [`Self::keep`].
+    /// Writes a page as a derived record; returns the same as [`Self::keep`]. Error: the pack
+    /// cannot be written.
     pub fn keep_derived(&mut self, derivation: &Derivation, page: &Page) -> Result<(PageRef, u64)> {
         let hash = PageHash::of(&self.inner.config.key, page);
         if let Some(known) = self.index.get(hash) {
@@ -84,7 +85,8 @@ impl PackWriter {
         self.give_back(pack)
     }
 
-    /// Gives the next pack a higher number than all existing ones. Forgets derived records.
+    /// Gives the next pack a higher number than all existing ones. Forgets derived records. Error:
+    /// the pack cannot be written.
     pub fn raise(&mut self) -> Result<()> {
         self.close()?;
         self.next_pack = self.next_pack.max(self.inner.newest_pack()? + 1);
@@ -94,6 +96,7 @@ impl PackWriter {
     }
 
     /// Makes a pack without records, with a higher number than all existing ones; returns it.
+    /// Error: the pack cannot be written.
     pub fn reserve(&mut self) -> Result<u32> {
         self.raise()?;
         let pack = self.create()?;

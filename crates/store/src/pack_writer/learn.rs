@@ -42,8 +42,8 @@ impl PackWriter {
         Ok(this)
     }
 
-    /// Adds the records of a pack to the index. With `closed_only`, adds none of an unfinished pack.
-    /// With `plain_only`, adds no derived ones.
+    /// Adds the records of a pack to the index. With `closed_only`, adds none of an unfinished
+    /// pack. With `plain_only`, adds no derived ones.
     pub(super) fn learn(&mut self, number: u32, closed_only: bool, plain_only: bool) -> Result<()> {
         let pack = match self.inner.open_pack(number) {
             Ok(pack) => pack,
@@ -84,7 +84,8 @@ impl PackWriter {
     }
 
     /// Follows the moves of a prune: forgets the packs that go, and learns the new places of their
-    /// records. Of the derived records, keeps only those that have moved.
+    /// records. Of the derived records, keeps only those that have moved. Error: a new pack cannot
+    /// be read.
     pub fn follow(&mut self, moves: &Moves) -> Result<()> {
         // A derived record lies after the records that it refers to. So the following records must
         // lie after those that have moved.

@@ -15,18 +15,18 @@ pub struct OpenPack {
     pub header: [u8; PACK_HEADER_BYTES],
     /// Records that are not in the file yet. The first one belongs at the offset `flushed`.
     pub buffer: Vec<u8>,
-    /// Bytes that were written to the file.
+    /// The number of bytes that were written to the file.
     pub flushed: u64,
-    /// Bytes that are durable.
+    /// The number of bytes that are durable.
     pub synced: u64,
-    /// Bytes that sealed checkpoints may need, durable or not.
+    /// The number of bytes that sealed checkpoints may need, durable or not.
     pub sealed: u64,
     /// All records of the pack, rising.
     pub entries: Vec<PackEntry>,
 }
 
 impl OpenPack {
-    /// The offset of the next record.
+    /// Returns the offset of the next record.
     pub fn end(&self) -> u64 {
         self.flushed + self.buffer.len() as u64
     }
@@ -40,7 +40,7 @@ impl OpenPack {
         (self.buffer.len() - before) as u64
     }
 
-    /// The buffered bytes from the record at `at` on; `None` if the record is in the file.
+    /// Returns the buffered bytes from the record at `at` on; `None` if the record is in the file.
     pub fn unflushed(&self, at: PageRef) -> Option<&[u8]> {
         let at = at.offset().checked_sub(self.flushed)?;
         self.buffer.get(at as usize..)

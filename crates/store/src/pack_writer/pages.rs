@@ -29,7 +29,7 @@ const PAGES_PER_THREAD: usize = 32;
 const PAGES_PER_THREAD_OF_MANY: usize = 512;
 impl PackWriter {
     /// Puts a page of RAM into the store, unless the store holds its content; `None` if the page is
-    /// zero. It is durable after the next [`Self::sync`].
+    /// zero. It is durable after the next [`Self::sync`]. Error: the pack cannot be written.
     pub fn put(&mut self, input: PageInput<'_>) -> Result<Option<Placed>> {
         let mut placed = None;
         self.put_all(&[input], &mut |_, to| placed = to)?;
@@ -37,7 +37,7 @@ impl PackWriter {
     }
 
     /// Puts many pages. Calls `placed` for each in order, with its index, and `None` if the page is
-    /// zero.
+    /// zero. Error: the pack cannot be written.
     pub fn put_all(
         &mut self,
         inputs: &[PageInput<'_>],

@@ -8,6 +8,7 @@ use keyframe_units::{Page, PageIndex};
 /// A page to put.
 #[derive(Clone, Copy, Debug)]
 pub struct PageInput<'a> {
+    /// The content of the page.
     pub content: &'a Page,
     /// The number of the page, and its record until now. Without them the page gets no base.
     pub home: Option<(PageIndex, PageRef)>,
@@ -25,6 +26,7 @@ pub enum Placed {
 /// The record of a block that was put.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacedBlock {
+    /// The record of the block.
     pub placed: Placed,
     /// True if the new record is composed of parts.
     pub composed: bool,

@@ -51,7 +51,8 @@ pub struct PackWriter {
 }
 
 impl PackWriter {
-    /// A writer whose packs get higher numbers than all existing ones. Its index is empty.
+    /// Creates a writer whose packs get higher numbers than all existing ones. Its index is empty.
+    /// Error: the packs cannot be listed.
     pub fn empty(inner: Arc<OpenStore>, tuning: Tuning) -> Result<Self> {
         let next_pack = inner.newest_pack()? + 1;
         Ok(Self {
@@ -93,7 +94,8 @@ impl PackWriter {
         Some(Placed::Known(place, kind))
     }
 
-    /// Makes everything put so far durable, if the tuning says so.
+    /// Makes everything put so far durable, if the tuning says so. Error: the pack cannot be
+    /// written.
     pub fn sync(&mut self) -> Result<()> {
         self.flush()?;
         if self.tuning.durability == Durability::Checkpoint {
@@ -132,8 +134,8 @@ impl PackWriter {
         }
     }
 
-    /// Closes the open pack with its trailer. If only the trailer fails, the pack stays without one;
-    /// its records are durable.
+    /// Closes the open pack with its trailer. If only the trailer fails, the pack stays without
+    /// one; its records are durable.
     pub fn close(&mut self) -> Result<()> {
         self.flush()?;
         self.sync_open()?;
@@ -155,7 +157,7 @@ impl PackWriter {
         written
     }
 
-    /// The size of the index.
+    /// Returns the size of the index.
     pub fn index_use(&self) -> IndexUse {
         self.index.usage()
     }
@@ -276,7 +278,7 @@ impl PackWriter {
     }
 
     /// Sets how the following packs are compressed: with `dense`, they begin with its dictionary,
-    /// which compresses their pages; without it, as in a run.
+    /// which compresses their pages; without it, as in a run. Error: the pack cannot be written.
     pub fn set_dense(&mut self, dense: Option<DenseCompressor>) -> Result<()> {
         self.close()?;
         self.dense = dense;

@@ -9,8 +9,8 @@
 use crate::pack_shape::PackUsage;
 use std::collections::BTreeSet;
 
-/// The packs to remove, the one that frees most for its copying first. Of the packs that stay, at
-/// most the part `max_unused` (0 to 1) is unused then.
+/// Returns the packs to remove, the one that frees most for its copying first. Of the packs that
+/// stay, at most the part `max_unused` (0 to 1) is unused then.
 pub fn choose(packs: &[PackUsage], max_unused: f64) -> Vec<u32> {
     let newest = packs.iter().map(|pack| pack.number).max();
     let may_go =
@@ -33,8 +33,8 @@ pub fn choose(packs: &[PackUsage], max_unused: f64) -> Vec<u32> {
     victims
 }
 
-/// The packs to remove in addition to `victims` because they were not recompressed yet: about
-/// `bytes_max` of them, the oldest first.
+/// Returns the packs to remove in addition to `victims` because they were not recompressed yet:
+/// about `bytes_max` of them, the oldest first.
 pub fn to_recompress(packs: &[PackUsage], victims: &[u32], bytes_max: u64) -> Vec<u32> {
     let mut left = bytes_max;
     let may_go = |pack: &&PackUsage| {

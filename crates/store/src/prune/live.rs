@@ -73,7 +73,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// True if a map may refer to one of `packs`, or to a new pack.
+    /// Returns true if a map may refer to one of `packs`, or to a new pack.
     pub fn may_mention(&self, map: u64, packs: &BTreeSet<u32>) -> bool {
         let mentions = self.mentions.get(&map);
         mentions.is_none_or(|all| {
@@ -134,10 +134,10 @@ impl Live {
         Ok(live)
     }
 
-    /// Reads all checkpoints. A run may seal new ones meanwhile, and another process may forget listed
-    /// ones. If that happens to the newest, neither the forgotten one nor the new one would show the
-    /// maps that the run builds upon. So this lists them again until there is no new one. A later
-    /// checkpoint builds upon those that were read.
+    /// Reads all checkpoints. A run may seal new ones meanwhile, and another process may forget
+    /// listed ones. If that happens to the newest, neither the forgotten one nor the new one would
+    /// show the maps that the run builds upon. So this lists them again until there is no new one.
+    /// A later checkpoint builds upon those that were read.
     fn find_nodes(&mut self, inner: &OpenStore) -> Result<()> {
         // Numbers are not used again, so a forgotten checkpoint does not come back.
         let mut looked_at = BTreeSet::new();
@@ -173,22 +173,22 @@ impl Live {
         }
     }
 
-    /// True if a checkpoint needs the map.
+    /// Returns true if a checkpoint needs the map.
     pub fn has_map(&self, id: u64) -> bool {
         self.nodes.contains_key(&id)
     }
 
-    /// The packs that each map refers to, of the maps that were read.
+    /// Returns the packs that each map refers to, of the maps that were read.
     pub fn take_mentions(&mut self) -> BTreeMap<u64, Box<[u32]>> {
         std::mem::take(&mut self.mentions)
     }
 
-    /// The offsets of the live records of a pack, rising.
+    /// Returns the offsets of the live records of a pack, rising.
     pub fn offsets(&self, pack: u32) -> &[u64] {
         self.wanted.get(&pack).map_or(&[], |offsets| &offsets.all)
     }
 
-    /// The packs with live records.
+    /// Returns the packs with live records.
     pub fn packs(&self) -> impl Iterator<Item = u32> + '_ {
         self.wanted.keys().copied()
     }
@@ -231,8 +231,8 @@ impl Live {
         self.wanted.values_mut().for_each(Offsets::settle);
     }
 
-    /// Calls `visit` for every wanted map, the newest first, with its visible pages. May also call it
-    /// for other maps.
+    /// Calls `visit` for every wanted map, the newest first, with its visible pages. May also call
+    /// it for other maps.
     pub fn each_map(
         &self,
         inner: &OpenStore,
@@ -281,7 +281,7 @@ impl Live {
     }
 }
 
-/// True if a page or a block is visible.
+/// Returns true if a page or a block is visible.
 pub fn shows(visible: &Changes, page: PageIndex) -> bool {
     if page.0 < visible.pages.space_pages() {
         visible.pages.contains(page)

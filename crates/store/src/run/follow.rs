@@ -40,8 +40,8 @@ pub fn follow_prune(
     Ok(())
 }
 
-/// The new places of `records`, if the prune that was followed last has moved them. They come from
-/// a map of the store that may be older than the prune.
+/// Returns the new places of `records`, if the prune that was followed last has moved them. They
+/// come from a map of the store that may be older than the prune.
 pub fn places_after_prune(
     store: &OpenStore,
     session: &mut Session,

@@ -20,8 +20,8 @@ pub struct RunProgress {
     pub changed: Changes,
     /// The former content of the blocks written since the last seal, oldest first.
     undo_blocks: Vec<FormerRange>,
-    /// For each page of `changed` its record at the last seal. Empty before the first seal, when all
-    /// pages were zero.
+    /// For each page of `changed` its record at the last seal. Empty before the first seal, when
+    /// all pages were zero.
     undo: Vec<(PageIndex, PageRef)>,
     /// No seal yet.
     is_first: bool,
@@ -31,7 +31,7 @@ pub struct RunProgress {
 }
 
 impl RunProgress {
-    /// A run with zero RAM of `ram_pages` and the disks of `disk_map`.
+    /// Creates a run with zero RAM of `ram_pages` and the disks of `disk_map`.
     pub fn new(ram_pages: u64, disk_map: DiskMap) -> Self {
         Self {
             map: PageMap::default(),
@@ -45,7 +45,8 @@ impl RunProgress {
         }
     }
 
-    /// Sets the record of a page that was put. `of_disk`: a disk brought the content into the store.
+    /// Sets the record of a page that was put. `of_disk`: a disk brought the content into the
+    /// store.
     pub fn set_page(&mut self, page: PageIndex, to: PageRef, put: PutOutcome, of_disk: bool) {
         if let PutOutcome::Stored { bytes } = put {
             self.puts.stored_bytes += bytes;
@@ -125,7 +126,7 @@ impl RunProgress {
         }
     }
 
-    /// The map of the next seal, with the number `id`, and its chain, newest first.
+    /// Returns the map of the next seal, with the number `id`, and its chain, newest first.
     pub fn next_map(
         &self,
         chain: &Chain,

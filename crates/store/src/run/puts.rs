@@ -75,7 +75,7 @@ impl Puts {
         }
     }
 
-    /// The pages by outcome, for the description of the checkpoint.
+    /// Returns the pages by outcome, for the description of the checkpoint.
     pub fn counts(&self) -> Counts {
         let (dirty_pages, zero_pages) = (self.all.len(), self.zero.len());
         let (dedup_pages, unchanged_pages) = (self.dedup.len(), self.unchanged.len());

@@ -17,13 +17,13 @@ pub struct CheckpointGrowth {
     pub id: CheckpointId,
     /// The VM.
     pub vm: String,
-    /// When its pause began.
+    /// The time at which its pause began.
     pub taken_at: Timestamp,
-    /// Pages and blocks put into it, in bytes.
+    /// The size of the pages and blocks put into it, in bytes.
     pub dirty_bytes: u64,
-    /// Bytes that the store grew by: records, map, device state.
+    /// The number of bytes by which the store grew: records, map, device state.
     pub added_bytes: u64,
-    /// The sum of these so far, over all VMs, in the order of the numbers.
+    /// The sum of `added_bytes` so far, over all VMs, in the order of the numbers.
     pub sum_bytes: u64,
 }
 
@@ -32,25 +32,25 @@ pub struct CheckpointGrowth {
 pub struct HourGrowth {
     /// The begin of the hour.
     pub from: Timestamp,
-    /// Checkpoints taken in it.
+    /// The number of checkpoints taken in it.
     pub checkpoints: u64,
-    /// Pages and blocks put into them, in bytes.
+    /// The size of the pages and blocks put into them, in bytes.
     pub dirty_bytes: u64,
-    /// Bytes that the store grew by.
+    /// The number of bytes by which the store grew.
     pub added_bytes: u64,
 }
 
 /// The growth of a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Growth {
-    /// By number.
+    /// The growth by each checkpoint, in the order of their numbers.
     pub checkpoints: Vec<CheckpointGrowth>,
     /// The hours, rising, without those in which no checkpoint was taken.
     pub hours: Vec<HourGrowth>,
 }
 
 impl Growth {
-    /// The growth by checkpoints in rising order.
+    /// Computes the growth from checkpoints in rising order.
     pub fn of(sealed: &[Sealed]) -> Self {
         let mut growth = Self::default();
         let mut hours = BTreeMap::<i64, HourGrowth>::new();

@@ -17,45 +17,46 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The newest image of a VM.
+/// What the newest checkpoint of a VM shares with others.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageSharing {
     /// The VM.
     pub vm: String,
     /// Its newest checkpoint.
     pub checkpoint: CheckpointId,
-    /// Pages of RAM that are not zero.
+    /// The number of pages of RAM that are not zero.
     pub ram_pages: u64,
-    /// Distinct contents among these.
+    /// The number of distinct contents among these pages.
     pub ram_unique_pages: u64,
-    /// Of the distinct ones: also in the newest image of another VM, in RAM or on a disk.
+    /// The number of distinct contents that are also in the newest checkpoint of another VM, in RAM
+    /// or on a disk.
     pub with_other_vms_pages: u64,
-    /// Of the distinct ones: also on a disk of this VM, as a whole block.
+    /// The number of distinct contents that are also on a disk of this VM, as a whole block.
     pub with_disks_pages: u64,
-    /// Blocks of its disks that the store holds and that are not zero.
+    /// The number of blocks of its disks that the store holds and that are not zero.
     pub disk_blocks: u64,
-    /// Distinct contents among these.
+    /// The number of distinct contents among these blocks.
     pub disk_unique_blocks: u64,
 }
 
 /// What the checkpoints of a store share.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sharing {
-    /// The RAM of all checkpoints, each counted whole, in bytes.
+    /// The size of the RAM of all checkpoints, each counted whole, in bytes.
     pub raw_bytes: u64,
-    /// Distinct contents that some checkpoint needs, uncompressed, in bytes.
+    /// The size of the distinct contents that some checkpoint needs, uncompressed, in bytes.
     pub unique_bytes: u64,
-    /// The size of these in the packs, compressed, in bytes.
+    /// The size of these contents in the packs, compressed, in bytes.
     pub unique_stored_bytes: u64,
-    /// Bytes in packs that no checkpoint needs. A prune frees them.
+    /// The number of bytes in packs that no checkpoint needs. A prune frees them.
     pub unused_bytes: u64,
-    /// The newest image of each VM.
+    /// What the newest checkpoint of each VM shares.
     pub images: Vec<ImageSharing>,
 }
 
 impl Store {
-    /// Counts shared records. Error: [`crate::Error::Unreadable`] if the records that a checkpoint
-    /// needs are not known.
+    /// Counts what checkpoints share. Error: [`crate::Error::Unreadable`] if the records that a
+    /// checkpoint needs are not known.
     pub fn sharing(&self) -> Result<Sharing> {
         let inner = self.inner();
         let mut sharing = Sharing::default();

@@ -158,7 +158,7 @@ fn a_pinned_checkpoint_goes_only_by_force_and_tags_move_and_go() {
     // Neither rules nor a set that it is among take it; nothing of the set goes.
     let rules = crate::Retention { tags: Some(BTreeSet::new()), ..crate::Retention::default() };
     let moments: Vec<_> =
-        store.checkpoints().unwrap().sealed.iter().map(crate::Moment::from).collect();
+        store.checkpoints().unwrap().sealed.iter().map(crate::RetentionCandidate::from).collect();
     let verdicts = rules.judge(&moments, &BTreeSet::new());
     let kept: Vec<u64> = verdicts.iter().filter(|v| !v.kept.is_empty()).map(|v| v.id.0).collect();
     assert_eq!(kept, [2, 6]);

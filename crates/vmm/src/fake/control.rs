@@ -6,7 +6,7 @@ use keyframe_machine::MachineSpec;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use std::sync::{Arc, Mutex};
 
-/// The test's view of a [`FakeVm`].
+/// The test's handle to a [`FakeVm`] and its watchdog.
 #[derive(Clone)]
 pub struct FakeControl {
     pub(super) shared: Arc<Mutex<FakeState>>,
@@ -19,13 +19,13 @@ impl FakeControl {
         (FakeVm { shared: shared() }, FakeWatchdog { shared: shared() })
     }
 
-    /// Has `incident` happen at the next call of `step` that has none yet.
+    /// Plans that `incident` happens at the next call of `step` for which none is planned yet.
     pub fn at(&self, step: Step, incident: Incident) {
         lock(&self.shared).script.entry(step).or_default().push_back(incident);
     }
 
-    /// Has `hook` run just before the next call of `step` that has no hook yet. The hook may use
-    /// this control.
+    /// Plans that `hook` runs just before the next call of `step` for which no hook is planned yet.
+    /// The hook may use this control.
     pub fn before(&self, step: Step, hook: impl FnOnce() + Send + 'static) {
         lock(&self.shared).hooks.entry(step).or_default().push_back(Box::new(hook));
     }
@@ -35,22 +35,22 @@ impl FakeControl {
         lock(&self.shared).origin = origin;
     }
 
-    /// Has the VMM know a command that is a whole pause ([`Vmm::pause_and_save`]).
+    /// Lets the VMM know a command that is a whole pause ([`Vmm::pause_and_save`]).
     pub fn save_in_pause(&self) {
         lock(&self.shared).one_command = OneCommand::Ready;
     }
 
-    /// True if the VMM has ended.
+    /// Returns true if the VMM has ended.
     pub fn has_ended(&self) -> bool {
         lock(&self.shared).exit.is_some()
     }
 
-    /// The steps so far, in order; forgets them.
+    /// Returns the steps since the last call, in order.
     pub fn take_steps(&self) -> Vec<Step> {
         std::mem::take(&mut lock(&self.shared).steps)
     }
 
-    /// Whether the guest runs.
+    /// Returns whether the guest runs.
     pub fn runs(&self) -> bool {
         lock(&self.shared).runs
     }
@@ -60,22 +60,22 @@ impl FakeControl {
         lock(&self.shared).pause();
     }
 
-    /// Ends the VMM with this exit code.
+    /// Ends the VMM with the exit code `code`.
     pub fn end(&self, code: i32) {
         lock(&self.shared).end(code);
     }
 
-    /// Has all operations on the monitor fail from here on; the guest runs on.
+    /// Makes all operations on the monitor fail from here on; the guest runs on.
     pub fn lose_monitor(&self) {
         lock(&self.shared).monitor_lost = true;
     }
 
-    /// Whether a watchdog is armed.
+    /// Returns whether a watchdog is armed.
     pub fn is_watchdog_armed(&self) -> bool {
         lock(&self.shared).watchdog.is_armed
     }
 
-    /// Whether the VM must not run ([`PauseWatchdog::forbid_running`]).
+    /// Returns whether the VM must not run ([`PauseWatchdog::forbid_running`]).
     pub fn is_running_forbidden(&self) -> bool {
         lock(&self.shared).watchdog.running_forbidden
     }
@@ -105,14 +105,14 @@ impl FakeControl {
         set_page(&mut lock(&self.shared), page, content);
     }
 
-    /// The pages written since the last call.
+    /// Returns the pages written since the last call.
     pub fn take_dirty(&self) -> PageSet {
         let mut state = lock(&self.shared);
         let clean = PageSet::new(state.ram.len() as u64);
         std::mem::replace(&mut state.dirty, clean)
     }
 
-    /// Number of pages of guest RAM.
+    /// Returns the number of pages of guest RAM.
     pub fn len_pages(&self) -> u64 {
         lock(&self.shared).ram.len() as u64
     }

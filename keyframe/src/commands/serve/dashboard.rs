@@ -1,7 +1,7 @@
 //! What `keyframe serve` is told about the dashboard, and the thread that serves it.
 
 use crate::failure::Failure;
-use keyframe_dashboard::{Served, Shown};
+use keyframe_dashboard::{DashboardData, DashboardSources};
 use keyframe_store_keys::KeyArg;
 use keyframe_web::{DashboardOptions, DashboardServer, Error, LogFormat};
 use std::net::{SocketAddr, ToSocketAddrs};
@@ -57,7 +57,7 @@ enum Format {
 /// One that listens.
 pub struct Dashboard {
     server: DashboardServer,
-    served: Arc<Served>,
+    served: Arc<DashboardData>,
 }
 
 impl DashboardArgs {
@@ -100,7 +100,7 @@ impl DashboardArgs {
                  or keep it at 127.0.0.1 and forward the port (ssh -L 7421:127.0.0.1:7421 HOST)"
             );
         }
-        let served = Arc::new(Served::new(Shown {
+        let served = Arc::new(DashboardData::new(DashboardSources {
             store: store.map(Into::into),
             key: self.key.clone(),
             recordings: self.recordings.clone(),

@@ -40,7 +40,7 @@ impl Test {
 fn a_machine_that_cannot_be_captured_is_shown_and_the_changed_one_gets_a_standby() {
     let mut test = Test::protected();
     let reason = "device r1 (virtio-rng-pci) was plugged in".to_owned();
-    test.step(EngineEvent::Vm(VmEvent::CaptureBlocked { reason }));
+    test.step(EngineEvent::Vm(ProtectedVmEvent::CaptureBlocked { reason }));
     // The witness has not answered yet, and no epoch gets through any more.
     assert_eq!(test.shown().0, ReplicationState::Unprotected);
     test.until(PrimaryState::Solo);
@@ -55,7 +55,7 @@ fn a_machine_that_cannot_be_captured_is_shown_and_the_changed_one_gets_a_standby
     assert_eq!(test.state(), PrimaryState::Solo);
     let spec = MachineSpec { vcpus: 7, ..MachineSpec::default() };
     let changed = MachineDescription { spec, ram: ram(9 << 12) };
-    test.step(EngineEvent::Vm(VmEvent::CaptureUnblocked(Some(Box::new(changed)))));
+    test.step(EngineEvent::Vm(ProtectedVmEvent::CaptureUnblocked(Some(Box::new(changed)))));
     for _ in 0..10 {
         test.tick();
     }
@@ -80,7 +80,7 @@ fn epochs_that_fail_are_told_once_and_end_the_protection() {
     test.captures = false;
     for _ in 0..4 * DETECTION_NS / (20 * MS) + 10 {
         let error = Error::vm("copy the VM", "no memory");
-        test.step(EngineEvent::Vm(VmEvent::CaptureFailed(error)));
+        test.step(EngineEvent::Vm(ProtectedVmEvent::CaptureFailed(error)));
         while test.pump() {}
         test.tick();
         if test.has_told("Unprotected") > 0 {
@@ -100,7 +100,7 @@ fn a_failed_capture_is_told_and_asked_for_again() {
     test.until(PrimaryState::Syncing);
     while test.pump() {}
     let error = Error::vm("copy the disks", "no room");
-    test.step(EngineEvent::Vm(VmEvent::CaptureFailed(error)));
+    test.step(EngineEvent::Vm(ProtectedVmEvent::CaptureFailed(error)));
     assert_eq!(test.has_told("EpochFailed"), 1);
     test.captures = true;
     test.until(PrimaryState::Protected);

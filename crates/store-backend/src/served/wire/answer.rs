@@ -7,19 +7,19 @@ use std::io::{self, Read};
 /// The head of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerHead {
-    /// What the answer is.
+    /// The kind of the answer.
     pub kind: AnswerKind,
-    /// How its bytes are encoded.
+    /// The encoding of its bytes.
     pub encoding: AnswerEncoding,
-    /// Why the request is refused, if it is.
+    /// The reason why the request is refused; [`RefusalCode::None`] if it is not.
     pub code: RefusalCode,
-    /// Bytes that follow the head.
+    /// The number of bytes that follow the head.
     pub wire_bytes: u64,
-    /// Bytes after decoding.
+    /// The number of bytes after decoding.
     pub len_bytes: u64,
 }
 
-/// What an answer is.
+/// The kind of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnswerKind {
     /// The requested bytes.
@@ -30,7 +30,7 @@ pub enum AnswerKind {
     Refused,
 }
 
-/// How the bytes of an answer are encoded.
+/// The encoding of the bytes of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnswerEncoding {
     /// Not compressed.
@@ -39,10 +39,10 @@ pub enum AnswerEncoding {
     Zstd,
 }
 
-/// Why a request is refused.
+/// The reason why a request is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalCode {
-    /// It is not refused.
+    /// The request is not refused.
     None,
     /// The file does not exist.
     NotFound,
@@ -80,7 +80,7 @@ impl RefusalCode {
 }
 
 impl AnswerHead {
-    /// The encoded head.
+    /// Returns the encoded head.
     pub fn encode(&self) -> [u8; ANSWER_HEAD_BYTES] {
         let mut out = [0; ANSWER_HEAD_BYTES];
         let (kind, encoding) = (self.kind as u8, self.encoding as u8);
@@ -97,7 +97,7 @@ impl AnswerHead {
         out
     }
 
-    /// Decodes a head.
+    /// Decodes a head. Error: what is malformed, as text.
     pub fn decode(bytes: &[u8; ANSWER_HEAD_BYTES]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let kind = match reader.array::<1>()? {
@@ -130,6 +130,9 @@ pub enum Answer {
 impl Answer {
     /// Reads an answer of at most `len_bytes_max` bytes after decoding; returns it with the number
     /// of bytes read. Memory grows with the bytes that arrive.
+    ///
+    /// Errors: the connection fails; [`io::ErrorKind::InvalidData`] for a malformed or too long
+    /// answer.
     pub fn read(from: &mut dyn Read, len_bytes_max: u64) -> io::Result<(Self, u64)> {
         let mut head = [0; ANSWER_HEAD_BYTES];
         from.read_exact(&mut head)?;

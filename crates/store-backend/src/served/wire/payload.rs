@@ -7,7 +7,7 @@ use keyframe_bytes::ByteReader;
 /// The present state of a file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileStat {
-    /// See [`crate::FileStamp::identity`].
+    /// The file's identity: see [`crate::FileStamp::identity`].
     pub identity: u64,
     /// See [`crate::FileStamp::modified`].
     pub modified: u64,

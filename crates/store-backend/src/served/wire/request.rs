@@ -12,43 +12,43 @@ use keyframe_bytes::ByteReader;
 pub enum Request {
     /// The greeting: always the first request.
     Hello {
-        /// Proves the client's right to read; empty if the server needs none.
+        /// The token that proves the client's right to read; empty if the server needs none.
         token: Vec<u8>,
     },
-    /// The names of the files in a folder.
+    /// Asks for the names of the files in a folder.
     List {
         /// The folder.
         folder: String,
     },
-    /// A whole file.
+    /// Asks for a whole file.
     File {
         /// The name of the file.
         name: String,
-        /// The server refuses a longer file.
+        /// The longest file that the client accepts, in bytes. The server refuses a longer one.
         len_bytes_max: u64,
-        /// The hash of the client's copy, if it has one.
+        /// The hash of the client's copy; `None` if it has no copy.
         known: Option<KnownHash>,
     },
-    /// The present state of files: whether they exist, their lengths and identities.
+    /// Asks for the present state of files: whether they exist, their lengths and identities.
     Stat {
         /// The names of the files.
         names: Vec<String>,
     },
-    /// A range of a file.
+    /// Asks for a range of a file.
     Range {
         /// The name of the file.
         name: String,
         /// The identity of the file that is meant, in case another file has its name now; 0 for
         /// any.
         identity: u64,
-        /// Where the range begins, in bytes.
+        /// The offset at which the range begins, in bytes.
         offset: u64,
         /// The length of the range, in bytes.
         len_bytes: u32,
-        /// The hash of the client's copy, if it has one.
+        /// The hash of the client's copy; `None` if it has no copy.
         known: Option<KnownHash>,
     },
-    /// Which processes write and prune, and the boot id of the server's machine.
+    /// Asks which processes write and prune, and for the boot id of the server's machine.
     State,
 }
 
@@ -105,7 +105,7 @@ impl Request {
         }
     }
 
-    /// Decodes a request, without its length field.
+    /// Decodes a request, without its length field. Error: what is malformed, as text.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let request =
@@ -163,7 +163,7 @@ impl Request {
         })
     }
 
-    /// The longest answer to this request that a client accepts, in bytes after decoding.
+    /// Returns the longest answer to this request that a client accepts, in bytes after decoding.
     pub fn answer_bytes_max(&self) -> u64 {
         match self {
             Self::Hello { .. } | Self::List { .. } | Self::State => LIST_BYTES_MAX,
