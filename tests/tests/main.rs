@@ -27,6 +27,7 @@ mod goto;
 mod graphics;
 mod group;
 mod guide;
+mod host_effects;
 mod hotplug;
 mod killed_helpers;
 mod kvm;

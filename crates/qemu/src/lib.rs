@@ -61,6 +61,8 @@ pub use blocknodes::{LineDisk, WritableNode};
 pub use error::{Error, Result};
 pub use invocation::Invocation;
 pub use keyframe_machine::{Accelerator, HostBlock};
+pub use keyframe_machine::ReadFile;
+pub use keyframe_qemu_cmdline::{NamedFile, named_files};
 pub use keyframe_qemu_cmdline::{
     self as cmdline, DiskServer, Drive, Medium, NicSockets, media_of, net_gate, recording,
 };
