@@ -158,8 +158,7 @@ mod tests {
         image(&at("middle"), json, &[(BACKING_FORMAT, "raw"), (DATA_FILE, "/abs.data")]);
         image(&at("base"), "not-read", &[]);
         let files = image_files(&at("top"), ImageFormat::Qcow2).unwrap();
-        let expected =
-            [at("top"), at("top.data"), at("middle"), "/abs.data".into(), at("base")];
+        let expected = [at("top"), at("top.data"), at("middle"), "/abs.data".into(), at("base")];
         assert_eq!(files, expected);
         assert_eq!(image_files(&at("top"), ImageFormat::Raw).unwrap(), [at("top")]);
         // A chain that contains itself ends.

@@ -111,7 +111,10 @@ mod tests {
         assert_eq!(i32::from(found.l_type), libc::F_RDLCK);
         drop((first, second));
         fcntl(&writer, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK, USED + WRITE))).unwrap();
-        assert!(matches!(ImageLock::take(image.path(), ImageFormat::Raw), Err(Error::Refused { .. })));
+        assert!(matches!(
+            ImageLock::take(image.path(), ImageFormat::Raw),
+            Err(Error::Refused { .. })
+        ));
         drop(writer);
         ImageLock::take(image.path(), ImageFormat::Raw).unwrap();
     }

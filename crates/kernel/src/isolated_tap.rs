@@ -89,7 +89,8 @@ fn enter_namespace() -> io::Result<()> {
 }
 
 fn open_queue(many: bool) -> io::Result<OwnedFd> {
-    let tap = open(c"/dev/net/tun", OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
+    let tap =
+        open(c"/dev/net/tun", OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
     let mut name = [0; 16];
     name[..3].copy_from_slice(b"kf0");
     let many = if many { IFF_MULTI_QUEUE } else { 0 };

@@ -119,7 +119,8 @@ fn nic_on_hub(keys: &[(String, String)], hub: u32) -> Argument {
 
 /// What the character device `id` is for, by the device that uses it.
 fn purpose(kept: &[Argument], id: &str) -> String {
-    let of_port = |name: &str| kept.iter().any(|a| a.name() == name && a.value() == format!("chardev:{id}"));
+    let of_port =
+        |name: &str| kept.iter().any(|a| a.name() == name && a.value() == format!("chardev:{id}"));
     for port in ["serial", "parallel", "debugcon"] {
         if of_port(port) {
             return port.into();
@@ -139,7 +140,8 @@ fn purpose(kept: &[Argument], id: &str) -> String {
 
 /// `name` as the name of a file: without slashes and other letters with a meaning.
 fn file_name(name: &str) -> String {
-    let safe = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_') { c } else { '_' };
+    let safe =
+        |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_') { c } else { '_' };
     let name: String = name.chars().take(40).map(safe).collect();
     if name.is_empty() || name.starts_with('.') { "device".into() } else { name }
 }
@@ -438,7 +440,10 @@ mod tests {
         assert!(notes.contains("ports"));
         let (line, notes) =
             made("q -netdev tap,id=n,ifname=t0 -netdev stream,id=o,addr.path=/s", "", false);
-        assert_eq!(line, "q -netdev tap,id=n,fds=/keyframe-tap-1 -netdev hubport,id=o,hubid=1000001");
+        assert_eq!(
+            line,
+            "q -netdev tap,id=n,fds=/keyframe-tap-1 -netdev hubport,id=o,hubid=1000001"
+        );
         let (line, _) = made("q -netdev tap,id=n,vnet_hdr=off", "", false);
         assert_eq!(line, "q -netdev hubport,id=n,hubid=1000001");
         let (line, _) = made("q -nic user,hostfwd=tcp::1-:2,model=e1000", "", false);

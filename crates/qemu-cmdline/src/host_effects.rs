@@ -335,12 +335,7 @@ impl<'a> HostEffects<'a> {
     }
 
     /// A VNC server at `address`; `prefix` stands before it in the argument's value.
-    fn display(
-        &mut self,
-        argument: &Argument,
-        address: &str,
-        prefix: &str,
-    ) -> Result<Rewritten> {
+    fn display(&mut self, argument: &Argument, address: &str, prefix: &str) -> Result<Rewritten> {
         match DisplayAddress::parse(address) {
             DisplayAddress::Socket { path, rest } => Ok(match self.other_socket(&path) {
                 Some(fresh) => {
@@ -420,28 +415,26 @@ impl<'a> HostEffects<'a> {
                 }
             }
             "socket" => {
-                if let Some((host, port)) = value_of(&keys, "listen").and_then(address::host_port)
-                {
+                if let Some((host, port)) = value_of(&keys, "listen").and_then(address::host_port) {
                     let fix = replaced(&format!("socket,id={id},listen=:PORT`"));
                     self.require_port(argument, host, port, false, &fix)?;
                 }
             }
             "stream" if options::is_on(&keys, "server") => {
-                return self.stream_server(argument, &keys, &replaced(&format!(
-                    "stream,id={id},server=on,addr.type=inet,addr.host=...,addr.port=PORT`"
-                )));
+                return self.stream_server(
+                    argument,
+                    &keys,
+                    &replaced(&format!(
+                        "stream,id={id},server=on,addr.type=inet,addr.host=...,addr.port=PORT`"
+                    )),
+                );
             }
             _ => {}
         }
         Ok(Rewritten::same(argument))
     }
 
-    fn stream_server(
-        &mut self,
-        argument: &Argument,
-        keys: &Keys,
-        fix: &str,
-    ) -> Result<Rewritten> {
+    fn stream_server(&mut self, argument: &Argument, keys: &Keys, fix: &str) -> Result<Rewritten> {
         let of = |name: &str| value_of(keys, &format!("addr.{name}"));
         if let Some(port) = of("port").and_then(|port| port.parse().ok()) {
             self.require_port(argument, of("host").unwrap_or_default(), port, false, fix)?;

@@ -231,7 +231,8 @@ mod tests {
         let line = |text: &str| {
             options::parse(&text.split(' ').map(str::to_owned).collect::<Vec<_>>()).unwrap()
         };
-        let kept = line(r#"-netdev user,id=a -nic user -netdev {"type":"user","id":"b"} -nic none"#);
+        let kept =
+            line(r#"-netdev user,id=a -nic user -netdev {"type":"user","id":"b"} -nic none"#);
         assert_eq!(user_networks(&kept), ["b", "a", "-nic 0"]);
         assert_eq!(moved_user_networks(&kept, &kept), None);
         let now = line("-nic user -netdev tap,id=b -netdev user,id=a");

@@ -139,7 +139,8 @@ mod tests {
 
     #[test]
     fn files_that_are_only_read_are_found() {
-        let file = |option: &str, path: &str, medium| vec![(option.to_owned(), path.to_owned(), medium)];
+        let file =
+            |option: &str, path: &str, medium| vec![(option.to_owned(), path.to_owned(), medium)];
         for (line, expected) in [
             ("-kernel /k", file("-kernel", "/k", false)),
             ("-fw_cfg name=opt/x,file=/f", file("-fw_cfg", "/f", false)),

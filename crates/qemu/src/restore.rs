@@ -21,10 +21,10 @@ mod fill;
 mod host_probe;
 pub mod lazy;
 mod machine;
-mod stand_in;
 mod plan;
 mod prepared;
 mod shared;
+mod stand_in;
 
 pub use keyframe_machine::{Accelerator, Lineage, RamSource};
 pub use keyframe_qemu_cmdline::{CloneConsole, CloneLine, CloneOptions, clone_line};

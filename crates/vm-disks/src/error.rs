@@ -409,7 +409,11 @@ mod tests {
             Error::CommitInterrupted { path: image(), commit: "checkpoint 7".into() },
             Error::PathNotUtf8(image()),
             Error::MediumChanged(ChangedFile {
-                file: ReadFile { path: "a.iso".into(), option: "-cdrom".into(), ..Default::default() },
+                file: ReadFile {
+                    path: "a.iso".into(),
+                    option: "-cdrom".into(),
+                    ..Default::default()
+                },
                 change: FileChange::Missing,
             }),
             Error::ImageUsedTwice { first: "d".into(), second: "e".into(), image: image() },

@@ -37,7 +37,12 @@ pub enum FileChange {
     /// There is none of this name, or it cannot be read.
     Missing,
     /// Another length; both in bytes.
-    Length { then: u64, now: u64 },
+    Length {
+        /// The length at the checkpoint.
+        then: u64,
+        /// The length now.
+        now: u64,
+    },
     /// Other content.
     Content,
     /// Another modification time; the samples of its content are the same.
@@ -110,7 +115,8 @@ pub fn changed(files: &[ReadFile]) -> Vec<ChangedFile> {
 }
 
 fn change(then: &ReadFile) -> Option<FileChange> {
-    let named = NamedFile { option: String::new(), path: String::new(), format: None, is_medium: false };
+    let named =
+        NamedFile { option: String::new(), path: String::new(), format: None, is_medium: false };
     let Ok(now) = identity(&named, Path::new(&then.path)) else { return Some(FileChange::Missing) };
     if now.len_bytes != then.len_bytes {
         return Some(FileChange::Length { then: then.len_bytes, now: now.len_bytes });
@@ -146,10 +152,8 @@ mod tests {
         std::fs::copy(at("same"), at("copy")).unwrap();
         std::fs::rename(at("copy"), at("same")).unwrap();
         let found = changed(&files);
-        let how: Vec<_> = found
-            .iter()
-            .map(|c| (c.file.option.as_str(), c.file.is_medium, c.change))
-            .collect();
+        let how: Vec<_> =
+            found.iter().map(|c| (c.file.option.as_str(), c.file.is_medium, c.change)).collect();
         assert_eq!(
             how,
             [

@@ -230,7 +230,8 @@ impl Branch {
         let place = |number| {
             let name = format!("{prefix}-{number}");
             let directory = RunDir::claim_clone(&name)?;
-            let disks = OwnDisks::serve(store, loaded, &name, &directory, self.work_dir.as_deref())?;
+            let disks =
+                OwnDisks::serve(store, loaded, &name, &directory, self.work_dir.as_deref())?;
             Ok(Place { number, name, directory, disks })
         };
         (1..=self.count).map(place).collect()

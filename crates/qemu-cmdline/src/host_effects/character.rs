@@ -52,7 +52,12 @@ impl HostEffects<'_> {
     }
 
     /// Makes QEMU append to the file of the key `path`, or gives it another one.
-    fn file_keys(&mut self, (path, append): (&str, &str), keys: &mut Keys, notes: &mut Vec<String>) {
+    fn file_keys(
+        &mut self,
+        (path, append): (&str, &str),
+        keys: &mut Keys,
+        notes: &mut Vec<String>,
+    ) {
         let Some(file) = value_of(keys, path).map(str::to_owned) else { return };
         if is_device(&file) {
             return;
@@ -119,8 +124,7 @@ impl HostEffects<'_> {
             Argument::Option("chardev".into(), chardev),
             Argument::Option(argument.name().into(), format!("chardev:{id}")),
         ];
-        let notes =
-            fresh.iter().map(|fresh| self.moved(&argument.display(), fresh)).collect();
+        let notes = fresh.iter().map(|fresh| self.moved(&argument.display(), fresh)).collect();
         Rewritten { arguments, notes }
     }
 }

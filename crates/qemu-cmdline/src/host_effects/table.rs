@@ -60,9 +60,24 @@ pub const TABLE: &[EffectRow] = &[
     row("-serial, -parallel, -debugcon file:FILE", "empties the file", Rule::Append, Rule::Own),
     row("-monitor, -qmp file:FILE", "empties the file", Rule::Append, Rule::LeftOut),
     row("-chardev socket,path=P,server=on", "takes over the socket", Rule::FreshSocket, Rule::Own),
-    row("-serial, -parallel unix:P,server=on", "takes over the socket", Rule::FreshSocket, Rule::Own),
-    row("-monitor, -qmp unix:P,server=on", "takes over the socket", Rule::FreshSocket, Rule::LeftOut),
-    row("-netdev stream,server=on,addr.path=P", "takes over the socket", Rule::FreshSocket, Rule::Own),
+    row(
+        "-serial, -parallel unix:P,server=on",
+        "takes over the socket",
+        Rule::FreshSocket,
+        Rule::Own,
+    ),
+    row(
+        "-monitor, -qmp unix:P,server=on",
+        "takes over the socket",
+        Rule::FreshSocket,
+        Rule::LeftOut,
+    ),
+    row(
+        "-netdev stream,server=on,addr.path=P",
+        "takes over the socket",
+        Rule::FreshSocket,
+        Rule::Own,
+    ),
     row("-vnc unix:P", "takes over the socket", Rule::FreshSocket, Rule::Own),
     row("-spice unix=on,addr=P", "takes over the socket", Rule::FreshSocket, Rule::Own),
     row("-chardev pipe,path=P", "takes part of the input", Rule::RefuseInUse, Rule::Own),
@@ -72,7 +87,12 @@ pub const TABLE: &[EffectRow] = &[
     row("-gdb, -s", "listens at the port", Rule::RefuseInUse, Rule::LeftOut),
     row("-vnc HOST:N", "listens at the port", Rule::RefuseInUse, Rule::Own),
     row("-spice port=N", "listens at the port", Rule::RefuseInUse, Rule::Own),
-    row("-netdev, -nic user,hostfwd=...", "listens at the port", Rule::RefuseInUse, Rule::WithoutPorts),
+    row(
+        "-netdev, -nic user,hostfwd=...",
+        "listens at the port",
+        Rule::RefuseInUse,
+        Rule::WithoutPorts,
+    ),
     row("-netdev, -nic socket,listen=...", "listens at the port", Rule::RefuseInUse, Rule::Own),
     row("-netdev, -nic tap,ifname=X", "opens the interface", Rule::RefuseInUse, Rule::Own),
     row("-pidfile FILE", "overwrites the file", Rule::LeftOut, Rule::LeftOut),
@@ -102,7 +122,8 @@ mod tests {
 
     #[test]
     fn the_documented_table_is_this_one() {
-        let mut text = String::from("| option | repeated, QEMU | restored VM | clone |\n|---|---|---|---|\n");
+        let mut text =
+            String::from("| option | repeated, QEMU | restored VM | clone |\n|---|---|---|---|\n");
         for row in TABLE {
             text += &format!(
                 "| `{}` | {} | {} | {} |\n",

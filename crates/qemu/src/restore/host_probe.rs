@@ -99,7 +99,9 @@ mod tests {
         assert!(host.exists(socket) && !host.is_served(socket));
         let port = TcpListener::bind("127.0.0.1:0").unwrap();
         let number = port.local_addr().unwrap().port();
-        assert!(host.port_in_use("127.0.0.1", number, false) && host.port_in_use("", number, false));
+        assert!(
+            host.port_in_use("127.0.0.1", number, false) && host.port_in_use("", number, false)
+        );
         drop(port);
         assert!(!host.port_in_use("127.0.0.1", number, false));
         assert!(!host.tap_in_use("no-such-tap"));

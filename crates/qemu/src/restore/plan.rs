@@ -10,12 +10,12 @@
 //! Invariant: exactly one backend of the new command line provides each RAM block that has a memory
 //! backend.
 
+use super::host_probe::PresentHost;
+use super::stand_in::name_stand_ins;
 use super::{Lineage, RestoreOptions, RestoreSource, Until};
 use crate::binary::{self, QemuIdentity};
 use crate::{Error, Result, stream};
 use keyframe_machine::Accelerator;
-use super::host_probe::PresentHost;
-use super::stand_in::name_stand_ins;
 use keyframe_qemu_cmdline::{
     Argument, LineUse, LineWord, RestorableLine, check_added, has_accelerator_choice,
     moved_user_networks, named_accelerator, options, plan_backends, restorable_line,
