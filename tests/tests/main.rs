@@ -27,7 +27,6 @@ mod goto;
 mod graphics;
 mod group;
 mod guide;
-mod host_effects;
 mod hotplug;
 mod killed_helpers;
 mod kvm;
