@@ -3,6 +3,7 @@
 pub mod analyze;
 pub mod attach;
 pub mod branch;
+mod changed_files;
 pub mod check;
 pub mod checkpoints;
 pub mod commit;

@@ -253,12 +253,8 @@ impl Lock {
 /// Rounds up to whole sectors, as QEMU does.
 fn whole_sectors(bytes: u64, name: &str) -> Result<u64> {
     let disk_bytes = bytes.checked_next_multiple_of(512).filter(|bytes| *bytes <= DISK_BYTES_MAX);
-    disk_bytes.filter(|bytes| *bytes > 0).ok_or_else(|| {
-        Error::refused(
-            name,
-            format!("a disk of {bytes} bytes"),
-            "its size must be from 1 byte to 8 EiB",
-        )
+    disk_bytes.ok_or_else(|| {
+        Error::refused(name, format!("a disk of {bytes} bytes"), "its size must be at most 8 EiB")
     })
 }
 

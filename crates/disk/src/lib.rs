@@ -21,6 +21,7 @@
 //! Left out: when checkpoints are taken, and how a store keeps blocks.
 
 mod base;
+pub mod chain;
 pub mod commit;
 mod disk;
 mod error;

@@ -9,9 +9,10 @@
 //! process has locked bytes that contradict its own. Keyframe reads a served image; no other
 //! process may write or resize it, but others may read it.
 //!
-//! Left out: the backing files of a qcow2 image. QEMU does not allow writing to them either.
+//! The same locks are taken on the backing files and on the data files of the image.
 
-use crate::{Error, Result};
+use crate::chain::image_files;
+use crate::{Error, ImageFormat, Result};
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc::{self, flock};
@@ -27,12 +28,20 @@ const RESIZE: i64 = 3;
 /// Holds the locks until it is dropped or the process ends.
 #[derive(Debug)]
 pub struct ImageLock {
-    _file: File,
+    _files: Vec<File>,
 }
 
 impl ImageLock {
-    /// Locks the image at `path`. Error: another process writes it.
-    pub fn take(path: &Path) -> Result<Self> {
+    /// Locks the image at `path` with its backing files and data files.
+    ///
+    /// Error: another process writes one of them, or one cannot be opened.
+    pub fn take(path: &Path, format: ImageFormat) -> Result<Self> {
+        let files = image_files(path, format)?;
+        let files = files.iter().map(|file| Self::lock_one(file)).collect::<Result<_>>()?;
+        Ok(Self { _files: files })
+    }
+
+    fn lock_one(path: &Path) -> Result<File> {
         let name = path.display().to_string();
         let file = File::open(path).map_err(Error::io(&name, "open"))?;
         let failed = |e: Errno| Error::io(&name, "lock")(std::io::Error::from(e));
@@ -50,7 +59,7 @@ impl ImageLock {
                 ));
             }
         }
-        Ok(Self { _file: file })
+        Ok(file)
     }
 }
 
@@ -69,10 +78,32 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_backing_file_is_locked_too() {
+        let dir = tempfile::tempdir().unwrap();
+        let (top, base) = (dir.path().join("top"), dir.path().join("base"));
+        let mut header = vec![0u8; 512];
+        header[..8].copy_from_slice(b"QFI\xfb\0\0\0\x03");
+        header[8..16].copy_from_slice(&400u64.to_be_bytes());
+        header[16..20].copy_from_slice(&4u32.to_be_bytes());
+        header[100..104].copy_from_slice(&104u32.to_be_bytes());
+        header[400..404].copy_from_slice(b"base");
+        std::fs::write(&top, header).unwrap();
+        std::fs::write(&base, [0; 512]).unwrap();
+        let lock = ImageLock::take(&top, ImageFormat::Qcow2).unwrap();
+        let writer = File::open(&base).unwrap();
+        let mut found = self::lock(libc::F_WRLCK, KEPT + WRITE);
+        fcntl(&writer, FcntlArg::F_OFD_GETLK(&mut found)).unwrap();
+        assert_eq!(i32::from(found.l_type), libc::F_RDLCK);
+        drop(lock);
+        fcntl(&writer, FcntlArg::F_OFD_SETLK(&self::lock(libc::F_RDLCK, USED + WRITE))).unwrap();
+        assert!(ImageLock::take(&top, ImageFormat::Qcow2).is_err());
+    }
+
+    #[test]
     fn many_may_read_and_none_may_write() {
         let image = tempfile::NamedTempFile::new().unwrap();
-        let first = ImageLock::take(image.path()).unwrap();
-        let second = ImageLock::take(image.path()).unwrap();
+        let first = ImageLock::take(image.path(), ImageFormat::Raw).unwrap();
+        let second = ImageLock::take(image.path(), ImageFormat::Raw).unwrap();
         // The locks that QEMU takes before it writes.
         let writer = File::open(image.path()).unwrap();
         let mut found = lock(libc::F_WRLCK, KEPT + WRITE);
@@ -80,8 +111,11 @@ mod tests {
         assert_eq!(i32::from(found.l_type), libc::F_RDLCK);
         drop((first, second));
         fcntl(&writer, FcntlArg::F_OFD_SETLK(&lock(libc::F_RDLCK, USED + WRITE))).unwrap();
-        assert!(matches!(ImageLock::take(image.path()), Err(Error::Refused { .. })));
+        assert!(matches!(
+            ImageLock::take(image.path(), ImageFormat::Raw),
+            Err(Error::Refused { .. })
+        ));
         drop(writer);
-        ImageLock::take(image.path()).unwrap();
+        ImageLock::take(image.path(), ImageFormat::Raw).unwrap();
     }
 }

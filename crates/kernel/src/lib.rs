@@ -38,6 +38,7 @@ pub mod frozen_copy;
 mod gadgets;
 pub mod host_features;
 mod interrupt;
+pub mod isolated_tap;
 pub mod malloc;
 mod mapped_range;
 mod maps;

@@ -26,7 +26,7 @@ pub use accelerator::Accelerator;
 pub use lineage::Lineage;
 pub use ram_source::{RamSource, read_ascending};
 pub use recording::RecordingPosition;
-pub use spec::MachineSpec;
+pub use spec::{MachineSpec, ReadFile};
 pub use vmm_kind::VmmKind;
 
 use keyframe_units::{HostVirt, RamBlock};

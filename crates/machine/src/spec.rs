@@ -45,6 +45,29 @@ pub struct MachineSpec {
     /// Position of the VM in its recording. `None` if the VM is not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recorded: Option<RecordingPosition>,
+    /// The files of the command line that the VMM only reads. `None` if they were not noted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_files: Option<Vec<ReadFile>>,
+}
+
+/// A file that a VM only reads, and its identity.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReadFile {
+    /// Its absolute path.
+    pub path: String,
+    /// The option that names it (`-kernel`, `-cdrom`).
+    pub option: String,
+    /// True if the guest reads it while it runs (a disk, a CD). Else QEMU reads it at its start, and
+    /// again at none of the guest's resets.
+    pub is_medium: bool,
+    /// Its length, in bytes.
+    pub len_bytes: u64,
+    /// The time of its last change (`mtime`), as seconds and nanoseconds since 1970.
+    pub modified: (i64, u32),
+    /// The time at which its inode was last changed (`ctime`), in the same form.
+    pub changed: (i64, u32),
+    /// The BLAKE3 hash of samples spread over its length, in hexadecimal.
+    pub sample_blake3: String,
 }
 
 impl MachineSpec {

@@ -23,32 +23,85 @@ const MACHINE_KEYS: &[&str] =
 /// Returns the accelerator under which a QEMU with the line `kept` runs; `None` if QEMU has a
 /// choice.
 pub fn named_accelerator(kept: &[Argument]) -> Option<Accelerator> {
-    let mut named = Vec::new();
-    for argument in kept {
-        match argument.name() {
-            "enable-kvm" => named.push("kvm".to_owned()),
-            "no-kvm" => named.push("tcg".to_owned()),
-            "accel" => {
-                named
-                    .extend(value_of(&keys(argument.value(), "accel"), "accel").map(str::to_owned));
-            }
-            "machine" | "M" => {
-                let list = value_of(&keys(argument.value(), "type"), "accel").map(str::to_owned);
-                named.extend(list.iter().flat_map(|l| l.split(':')).map(str::to_owned));
-            }
-            // The file can name one too.
-            "readconfig" => return None,
-            _ => {}
-        }
+    // The file can name one too.
+    if kept.iter().any(|argument| argument.name() == "readconfig") {
+        return None;
     }
-    named.sort();
-    named.dedup();
+    let named = named_accelerators(kept);
     match named.as_slice() {
         [one] if one == "kvm" => Some(Accelerator::Kvm),
         [one] if one == "tcg" => Some(Accelerator::Tcg),
         [] => Some(Accelerator::Tcg),
         _ => None,
     }
+}
+
+/// Returns true if the line names several accelerators, of which QEMU takes the first that works.
+pub fn has_accelerator_choice(kept: &[Argument]) -> bool {
+    named_accelerators(kept).len() > 1
+}
+
+/// Returns the line `kept` without the accelerators other than `chosen`. The properties of `chosen`
+/// stay.
+pub fn with_accelerator(kept: &[Argument], chosen: Accelerator) -> Vec<Argument> {
+    let chosen = chosen.to_string();
+    let mut line = Vec::with_capacity(kept.len());
+    for argument in kept {
+        let other = match argument.name() {
+            "enable-kvm" => chosen != "kvm",
+            "no-kvm" => chosen != "tcg",
+            "accel" => {
+                let keys = keys(argument.value(), "accel");
+                value_of(&keys, "accel").is_some_and(|named| named != chosen)
+            }
+            _ => false,
+        };
+        if other {
+            continue;
+        }
+        if !matches!(argument.name(), "machine" | "M") || argument.value().starts_with('{') {
+            line.push(argument.clone());
+            continue;
+        }
+        let pinned: Vec<String> = keys(argument.value(), "type")
+            .iter()
+            .map(|(key, value)| match key.as_str() {
+                "accel" if value.contains(':') => format!("accel={chosen}"),
+                _ => format!("{key}={}", escape(value)),
+            })
+            .collect();
+        let pinned = pinned.join(",");
+        let is_same = !argument.value().contains(':');
+        line.push(if is_same {
+            argument.clone()
+        } else {
+            Argument::Option(argument.name().into(), pinned)
+        });
+    }
+    line
+}
+
+/// The accelerators that a line names, each once.
+fn named_accelerators(kept: &[Argument]) -> Vec<String> {
+    let mut named = Vec::new();
+    for argument in kept {
+        match argument.name() {
+            "enable-kvm" => named.push("kvm".to_owned()),
+            "no-kvm" => named.push("tcg".to_owned()),
+            "accel" => {
+                let list = value_of(&keys(argument.value(), "accel"), "accel").map(str::to_owned);
+                named.extend(list.iter().flat_map(|l| l.split(':')).map(str::to_owned));
+            }
+            "machine" | "M" => {
+                let list = value_of(&keys(argument.value(), "type"), "accel").map(str::to_owned);
+                named.extend(list.iter().flat_map(|l| l.split(':')).map(str::to_owned));
+            }
+            _ => {}
+        }
+    }
+    named.sort();
+    named.dedup();
+    named
 }
 
 /// Returns the line `kept` without its accelerator. The caller adds `-accel` with another.

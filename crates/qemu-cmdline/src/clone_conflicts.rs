@@ -9,11 +9,14 @@
 //! | `-nographic` | `-display none` with the console as above |
 //! | `-vnc`, `-spice` | `-vnc` at a socket |
 //! | `-netdev user` | kept, without `hostfwd` and `guestfwd` (a port can be used once) |
-//! | another `-netdev` | an empty hub: the guest's link is up, and no packet arrives |
-//! | `-nic`, `-net` | refused: they make device and network together |
+//! | `-netdev tap` | a tap that leads nowhere: the guest's link is up, and no packet arrives |
+//! | another `-netdev` | an empty hub, with the same effect |
+//! | `-nic` | as `-netdev` |
+//! | `-net` | refused: it makes device and network together |
 //! | `-device vmgenid` | a fresh id, unless an exact copy is wanted |
 //!
-//! The sockets and log files are in the clone's directory.
+//! The sockets and log files are in the clone's directory. Other options that write to the host or
+//! lock memory follow [`HOST_EFFECTS`](crate::HOST_EFFECTS).
 //!
 //! Words that the user adds win: a `-netdev` or `-chardev` of the same id replaces the kept one.
 //!
@@ -21,9 +24,11 @@
 //! and would not receive packets for another one (separate networks keep clones apart); disks,
 //! because each clone has a disk server of its own.
 
+use crate::host_effects::{HostEffects, LineUse, NoHost};
+use crate::network::{isolated_netdev, offers_offloads, tap_queues};
 use crate::options::{self, Argument, devices, escape, properties, value_of};
 use crate::{CommandLineError, Result};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The options of a clone's line.
 #[derive(Clone, Copy, Debug)]
@@ -41,6 +46,18 @@ pub struct CloneLine {
     pub words: Vec<String>,
     /// The differences from the kept line that the user should know, a text each.
     pub notes: Vec<String>,
+    /// The consoles, in the order of the line.
+    pub consoles: Vec<CloneConsole>,
+}
+
+/// A character device of a clone that is on a socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CloneConsole {
+    /// The device's purpose, unique in the clone: `serial`, `agent`, `console`, `parallel`, the
+    /// name of a port, or `device`; the second of a name is `serial-2`.
+    pub name: String,
+    /// The unix socket.
+    pub socket: PathBuf,
 }
 
 /// Makes a clone's line from the kept one (`words`, the binary first), to which the caller will add
@@ -57,8 +74,9 @@ pub fn clone_line(
         clone,
         added: options::parse(added)?,
         notes: Vec::new(),
-        consoles: 0,
+        consoles: Vec::new(),
         hubs: 0,
+        effects: HostEffects::new(&NoHost, LineUse::Clone(clone.directory)),
     };
     let monitors = monitors(&kept);
     let mut out: Vec<String> = words.first().cloned().into_iter().collect();
@@ -67,7 +85,7 @@ pub fn clone_line(
         out.extend(arguments.iter().flat_map(Argument::words));
     }
     maker.note_randomness(&kept);
-    Ok(CloneLine { words: out, notes: maker.notes })
+    Ok(CloneLine { words: out, notes: maker.notes, consoles: maker.consoles })
 }
 
 /// Ids of the chardevs of monitors.
@@ -84,8 +102,48 @@ struct CloneLineMaker<'a> {
     clone: CloneOptions<'a>,
     added: Vec<Argument>,
     notes: Vec<String>,
-    consoles: usize,
-    hubs: usize,
+    consoles: Vec<CloneConsole>,
+    hubs: u32,
+    effects: HostEffects<'a>,
+}
+
+/// A `-nic` with the card of `keys` and the hub `hub`.
+fn nic_on_hub(keys: &[(String, String)], hub: u32) -> Argument {
+    const OF_CARD: &[&str] = &["model", "mac", "macaddr", "name", "addr", "vectors"];
+    let mut value = format!("hubport,hubid={hub}");
+    for (key, text) in keys.iter().filter(|(key, _)| OF_CARD.contains(&key.as_str())) {
+        value += &format!(",{key}={}", escape(text));
+    }
+    option("nic", value)
+}
+
+/// What the character device `id` is for, by the device that uses it.
+fn purpose(kept: &[Argument], id: &str) -> String {
+    let of_port =
+        |name: &str| kept.iter().any(|a| a.name() == name && a.value() == format!("chardev:{id}"));
+    for port in ["serial", "parallel", "debugcon"] {
+        if of_port(port) {
+            return port.into();
+        }
+    }
+    let user = devices(kept).find(|keys| value_of(keys, "chardev") == Some(id));
+    let Some(user) = user else { return "device".into() };
+    let driver = value_of(&user, "driver").unwrap_or_default();
+    match (driver, value_of(&user, "name")) {
+        ("virtserialport", Some("org.qemu.guest_agent.0")) => "agent".into(),
+        ("virtserialport", Some(name)) => file_name(name),
+        ("virtconsole", _) => "console".into(),
+        _ if driver.contains("serial") => "serial".into(),
+        _ => file_name(driver),
+    }
+}
+
+/// `name` as the name of a file: without slashes and other letters with a meaning.
+fn file_name(name: &str) -> String {
+    let safe =
+        |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_') { c } else { '_' };
+    let name: String = name.chars().take(40).map(safe).collect();
+    if name.is_empty() || name.starts_with('.') { "device".into() } else { name }
 }
 
 fn option(name: &str, value: impl Into<String>) -> Argument {
@@ -99,15 +157,15 @@ impl CloneLineMaker<'_> {
         kept: &[Argument],
         monitors: &[String],
     ) -> Result<Vec<Argument>> {
-        let same = || vec![argument.clone()];
         Ok(match argument.name() {
             "monitor" | "qmp" | "qmp-pretty" | "mon" | "gdb" | "s" => Vec::new(),
             "nographic" => self.nographic(kept),
             "serial" | "parallel" | "debugcon" => self.serial(argument),
-            "chardev" => self.chardev(argument, monitors),
+            "chardev" => self.chardev(argument, kept, monitors)?,
             "vnc" | "spice" => self.display(),
             "netdev" => self.netdev(argument),
-            "nic" | "net" if argument.value() != "none" => return Err(CommandLineError::Argument {
+            "nic" if argument.value() != "none" => self.netdev(argument),
+            "net" if argument.value() != "none" => return Err(CommandLineError::Argument {
                 argument: argument.display(),
                 reason:
                     "it creates device and network together, so clones could not have networks of \
@@ -117,16 +175,35 @@ impl CloneLineMaker<'_> {
                       instead"
                     .into(),
             }),
-            "device" => vec![self.device(argument)?],
-            _ => same(),
+            "device" => {
+                let device = self.device(argument)?;
+                self.own(&device)?
+            }
+            _ => self.own(argument)?,
         })
     }
 
+    /// An argument that writes into the clone's directory, if it writes at all.
+    fn own(&mut self, argument: &Argument) -> Result<Vec<Argument>> {
+        let made = self.effects.apply(argument)?;
+        // That a clone has files of its own goes without saying.
+        let others = made.notes.into_iter().filter(|note| note.contains("is removed"));
+        self.notes.extend(others);
+        Ok(made.arguments)
+    }
+
     /// A chardev with this id on a socket in the clone's directory.
-    fn console(&mut self, id: &str) -> Argument {
-        self.consoles += 1;
-        let name =
-            if self.consoles == 1 { "console".into() } else { format!("console{}", self.consoles) };
+    fn console(&mut self, id: &str, purpose: &str) -> Argument {
+        let number = self.consoles.len() + 1;
+        let name = if number == 1 { "console".into() } else { format!("console{number}") };
+        let unique = (1..=number).map(|n| match n {
+            1 => purpose.to_owned(),
+            n => format!("{purpose}-{n}"),
+        });
+        let is_new = |name: &String| !self.consoles.iter().any(|console| console.name == *name);
+        let purpose = unique.into_iter().find(is_new).unwrap_or_else(|| format!("device-{number}"));
+        let socket = self.clone.directory.join(format!("{name}.sock"));
+        self.consoles.push(CloneConsole { name: purpose, socket });
         let path = |suffix: &str| {
             escape(&self.clone.directory.join(format!("{name}.{suffix}")).to_string_lossy())
         };
@@ -147,7 +224,7 @@ impl CloneLineMaker<'_> {
             return out;
         }
         if !has("serial") {
-            out.push(self.console("keyframe-serial"));
+            out.push(self.console("keyframe-serial", "serial"));
             out.push(option("serial", "chardev:keyframe-serial"));
         }
         // With -nographic QEMU has a parallel port that leads nowhere.
@@ -163,22 +240,27 @@ impl CloneLineMaker<'_> {
         if harmless {
             return vec![argument.clone()];
         }
-        let id = format!("keyframe-{}-{}", argument.name(), self.consoles);
-        let console = self.console(&id);
+        let id = format!("keyframe-{}-{}", argument.name(), self.consoles.len());
+        let console = self.console(&id, argument.name());
         vec![console, option(argument.name(), format!("chardev:{id}"))]
     }
 
-    fn chardev(&mut self, argument: &Argument, monitors: &[String]) -> Vec<Argument> {
+    fn chardev(
+        &mut self,
+        argument: &Argument,
+        kept: &[Argument],
+        monitors: &[String],
+    ) -> Result<Vec<Argument>> {
         let keys = properties(argument.value(), "backend").unwrap_or_default();
         let id = value_of(&keys, "id").unwrap_or_default().to_owned();
         if monitors.contains(&id) || self.is_given(&["chardev"], &id) {
-            return Vec::new();
+            return Ok(Vec::new());
         }
         match value_of(&keys, "backend").unwrap_or_default() {
             "null" | "vc" | "ringbuf" | "memory" | "pty" | "spicevmc" | "spiceport" => {
-                vec![argument.clone()]
+                self.own(argument)
             }
-            _ => vec![self.console(&id)],
+            _ => Ok(vec![self.console(&id, &purpose(kept, &id))]),
         }
     }
 
@@ -190,7 +272,8 @@ impl CloneLineMaker<'_> {
     fn netdev(&mut self, argument: &Argument) -> Vec<Argument> {
         let keys = properties(argument.value(), "type").unwrap_or_default();
         let id = value_of(&keys, "id").unwrap_or_default();
-        if self.is_given(&["netdev"], id) {
+        let is_nic = argument.name() == "nic";
+        if !is_nic && self.is_given(&["netdev"], id) {
             return Vec::new();
         }
         let forwards = |key: &str| key == "hostfwd" || key == "guestfwd";
@@ -214,7 +297,7 @@ impl CloneLineMaker<'_> {
                 let mut words: Vec<_> =
                     stay.iter().filter(|(k, _)| k == "type").map(|kv| word(kv)).collect();
                 words.extend(stay.iter().filter(|(k, _)| k != "type").map(|kv| word(kv)));
-                vec![option("netdev", words.join(","))]
+                vec![option(argument.name(), words.join(","))]
             }
             Some("hubport") => vec![argument.clone()],
             _ => {
@@ -222,9 +305,15 @@ impl CloneLineMaker<'_> {
                     "network {id}: a clone is not connected; give it a network of its own after -- \
                      (`-netdev tap,id={id},ifname=tap-{{n}},...`; {{n}} is the clone's number)"
                 ));
+                if !is_nic && offers_offloads(&keys) {
+                    return vec![isolated_netdev(id, tap_queues(&keys))];
+                }
                 // The numbers are above those of the user's hubs.
                 self.hubs += 1;
                 let hub = 1_000_000 + self.hubs;
+                if is_nic {
+                    return vec![nic_on_hub(&keys, hub)];
+                }
                 vec![option("netdev", format!("hubport,id={},hubid={hub}", escape(id)))]
             }
         }
@@ -332,18 +421,40 @@ mod tests {
     }
 
     #[test]
+    fn consoles_are_named_by_what_they_are() {
+        let kept = "q -serial stdio -chardev socket,id=ga,path=/g,server=on -device \
+                    virtserialport,chardev=ga,name=org.qemu.guest_agent.0 -chardev null,id=x \
+                    -chardev file,id=s,path=/f -device isa-serial,chardev=s -chardev pipe,id=o,path=/p \
+                    -device virtserialport,chardev=o,name=a/b";
+        let options = CloneOptions { directory: Path::new("/c"), exact: true };
+        let made = clone_line(&words(kept), &[], options).unwrap();
+        let names: Vec<_> = made.consoles.iter().map(|c| c.name.as_str()).collect();
+        assert_eq!(names, ["serial", "agent", "serial-2", "a_b"]);
+        assert_eq!(made.consoles[1].socket, Path::new("/c/console2.sock"));
+    }
+
+    #[test]
     fn clones_share_no_network() {
         let (line, notes) = made("q -netdev user,id=n,hostfwd=tcp::1-:2,net=10.0.0.0/8", "", false);
         assert_eq!(line, "q -netdev user,id=n,net=10.0.0.0/8");
         assert!(notes.contains("ports"));
         let (line, notes) =
             made("q -netdev tap,id=n,ifname=t0 -netdev stream,id=o,addr.path=/s", "", false);
-        assert_eq!(line, "q -netdev hubport,id=n,hubid=1000001 -netdev hubport,id=o,hubid=1000002");
+        assert_eq!(
+            line,
+            "q -netdev tap,id=n,fds=/keyframe-tap-1 -netdev hubport,id=o,hubid=1000001"
+        );
+        let (line, _) = made("q -netdev tap,id=n,vnet_hdr=off", "", false);
+        assert_eq!(line, "q -netdev hubport,id=n,hubid=1000001");
+        let (line, _) = made("q -nic user,hostfwd=tcp::1-:2,model=e1000", "", false);
+        assert_eq!(line, "q -nic user,model=e1000");
+        let (line, _) = made("q -nic tap,ifname=t0,model=e1000,mac=52:54:00:00:00:01", "", false);
+        assert_eq!(line, "q -nic hubport,hubid=1000001,model=e1000,mac=52:54:00:00:00:01");
         assert!(notes.contains("network n") && notes.contains("network o"));
         let (line, _) = made("q -netdev tap,id=n,ifname=t0", "-netdev tap,id=n,ifname=t1", false);
         assert_eq!(line, "q");
         let options = CloneOptions { directory: Path::new("/"), exact: true };
-        let error = clone_line(&words("q -nic tap"), &[], options);
+        let error = clone_line(&words("q -net tap"), &[], options);
         assert!(error.unwrap_err().fix().is_some());
     }
 

@@ -10,6 +10,7 @@
 //!     drives, media      recording       net_gate          restored_line,       clone_conflicts
 //!                                                          memory_backends,
 //!                                                          accelerator
+//!                                                              └── host_effects ──┘
 //! ```
 //!
 //! [`CommandLine`] is the line that a user gave, with the changes that a launch makes. A line is
@@ -26,23 +27,27 @@ mod clone_conflicts;
 mod command_line;
 mod drives;
 mod error;
+mod host_effects;
 mod lineage;
 mod media;
 mod memory_backends;
 mod net_gate;
 mod network;
 pub mod options;
+mod read_files;
 pub mod recording;
 mod restored_line;
 mod wrapper;
 
 pub use accelerator::{
-    check_accelerator_line, machine_defaults, named_accelerator, without_accelerator,
+    check_accelerator_line, has_accelerator_choice, machine_defaults, named_accelerator,
+    with_accelerator, without_accelerator,
 };
-pub use clone_conflicts::{CloneLine, CloneOptions, clone_line};
+pub use clone_conflicts::{CloneConsole, CloneLine, CloneOptions, clone_line};
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
 pub use drives::{Backing, BackingImage, DiskServer, Drive, drives, is_served, rewrite_drives};
 pub use error::{CommandLineError, Result};
+pub use host_effects::{EffectRow, HostProbe, LineUse, Rule, TABLE as HOST_EFFECTS};
 pub use lineage::{lineage_mark, lineage_of};
 pub use media::{Medium, media, media_of};
 pub use memory_backends::{
@@ -50,7 +55,11 @@ pub use memory_backends::{
     plan_backends, private_backend_object,
 };
 pub use net_gate::{NetGate, NicSockets, net_gate};
-pub use network::{NetworkLink, network_links, packet_holders, replace_lan};
+pub use network::{
+    NetworkLink, isolated_tap, moved_user_networks, network_links, packet_holders, replace_lan,
+    user_networks, with_tap_descriptors,
+};
 pub use options::{Argument, Object};
+pub use read_files::{NamedFile, named_files};
 pub use restored_line::{RestorableLine, restorable_line};
 pub use wrapper::options_added_by_wrapper;

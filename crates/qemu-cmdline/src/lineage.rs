@@ -28,6 +28,11 @@ pub fn lineage_of(words: &[String]) -> Option<Lineage> {
     added.rev().find_map(|a| parse(value_of(&keys(a.value(), ""), "opaque")?))
 }
 
+/// True if `added` is the value of an `-add-fd` with a lineage.
+pub(crate) fn is_lineage(added: &str) -> bool {
+    value_of(&keys(added, ""), "opaque").is_some_and(|mark| mark.starts_with(MARK))
+}
+
 fn parse(mark: &str) -> Option<Lineage> {
     let (store, number) = mark.strip_prefix(MARK)?.rsplit_once(':')?;
     Some(Lineage { store: store.into(), checkpoint: CheckpointId(number.parse().ok()?) })

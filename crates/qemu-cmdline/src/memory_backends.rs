@@ -261,7 +261,13 @@ mod tests {
     #[test]
     fn ram_from_m_alone_becomes_a_backend_of_the_same_name() {
         let ram = ram(&[("pc.ram", BlockKind::Backend), ("pc.bios", BlockKind::Stream)]);
-        let line = restorable_line(&kept("-m 64 -S -mem-path /dev/shm -smp 2"), &[]).unwrap();
+        let line = restorable_line(
+            &kept("-m 64 -S -mem-path /dev/shm -smp 2"),
+            &[],
+            &crate::host_effects::NoHost,
+            crate::LineUse::default(),
+        )
+        .unwrap();
         let words = plan_backends(&line.arguments, &ram).unwrap().words;
         let mut expected = plain("-m 64 -smp 2");
         expected.push(LineWord::Backend(0));
@@ -322,7 +328,8 @@ mod tests {
             let ram = ram(&[("/objects/a", BlockKind::Backend)]);
             if let Ok(arguments) = options::parse(&line) {
                 let _ = plan_backends(&arguments, &ram);
-                let _ = restorable_line(&arguments, &[]);
+                let host = crate::host_effects::NoHost;
+                let _ = restorable_line(&arguments, &[], &host, crate::LineUse::default());
             }
         }
     }

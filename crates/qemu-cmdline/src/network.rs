@@ -1,7 +1,8 @@
 //! Reads a command line's networks: which of them lead to a virtual LAN whose packets a checkpoint
 //! can hold.
 
-use crate::options::{self, Argument, is_on, value_of};
+use crate::options::{self, Argument, escape, is_on, value_of};
+use crate::{CommandLineError, Result};
 use serde_json::Value;
 use std::path::Path;
 
@@ -75,10 +76,114 @@ fn link(argument: &Argument) -> Option<NetworkLink> {
     Some(NetworkLink { kind, option: argument.display(), lan })
 }
 
+/// The user networks of a line, in the order in which QEMU makes them: the ids of `-netdev`, and
+/// `-nic 0`, `-nic 1` and so on.
+pub fn user_networks(line: &[Argument]) -> Vec<String> {
+    let is_json = |argument: &&Argument| argument.value().trim_start().starts_with('{');
+    let named = |name: &'static str| line.iter().filter(move |a| a.name() == name);
+    let json = named("netdev").filter(is_json);
+    let plain = named("netdev").filter(|argument| !is_json(argument));
+    let of_user = |argument: &Argument| keys_of_kind(argument, "user");
+    let ids = json.chain(plain).filter_map(of_user).map(|keys| id_of(&keys));
+    let cards = named("nic").enumerate();
+    let cards = cards.filter_map(|(at, card)| of_user(card).map(|_| format!("-nic {at}")));
+    ids.chain(cards).collect()
+}
+
+/// For each user network of the line `kept`, its number in the line `now`, or `None` if it has none
+/// there. `None` if nothing changed.
+pub fn moved_user_networks(kept: &[Argument], now: &[Argument]) -> Option<Vec<Option<u32>>> {
+    let now = user_networks(now);
+    let number = |name: &String| now.iter().position(|other| other == name).map(|n| n as u32);
+    let moved: Vec<_> = user_networks(kept).iter().map(number).collect();
+    let same = moved.iter().enumerate().all(|(at, number)| *number == Some(at as u32));
+    (!same).then_some(moved)
+}
+
+/// Start of the value that stands for the descriptors of an isolated tap.
+const ISOLATED: &str = "/keyframe-tap-";
+
+/// The backend `id`, on a tap that leads nowhere, with `queues` queues. [`isolated_tap`] reads it.
+pub(crate) fn isolated_netdev(id: &str, queues: usize) -> Argument {
+    Argument::Option("netdev".into(), format!("tap,id={},fds={ISOLATED}{queues}", escape(id)))
+}
+
+/// The number of queues of an isolated tap, if `value` is the value of such a `-netdev`.
+pub fn isolated_tap(value: &str) -> Option<usize> {
+    value.split_once(&format!(",fds={ISOLATED}"))?.1.parse().ok()
+}
+
+/// The value of a `-netdev` of an isolated tap, whose queues are the descriptors `numbers`.
+pub fn with_tap_descriptors(value: &str, numbers: &[i32]) -> String {
+    let (start, _) = value.split_once(",fds=").unwrap_or((value, ""));
+    match numbers {
+        [one] => format!("{start},fd={one}"),
+        many => {
+            let many: Vec<_> = many.iter().map(i32::to_string).collect();
+            format!("{start},fds={}", many.join(":"))
+        }
+    }
+}
+
+/// The number of queues of the tap of `keys`.
+pub(crate) fn tap_queues(keys: &[(String, String)]) -> usize {
+    let descriptors = value_of(keys, "fds").map(|fds| fds.split(':').count());
+    let named = value_of(keys, "queues").and_then(|queues| queues.parse().ok());
+    descriptors.or(named).unwrap_or(1).clamp(1, 64)
+}
+
+/// True if the tap of `keys` offers a guest's card offloads.
+pub(crate) fn offers_offloads(keys: &[(String, String)]) -> bool {
+    value_of(keys, "type") == Some("tap") && value_of(keys, "vnet_hdr") != Some("off")
+}
+
+/// Refuses a network of `added` for a virtio card of `kept` that was connected to a tap: the guest
+/// has agreed with the tap on offloads, which QEMU's other networks do not have.
+///
+/// Error: [`CommandLineError::Argument`].
+pub(crate) fn check_offloads(kept: &[Argument], added: &[Argument]) -> Result<()> {
+    const WITH_OFFLOADS: &[&str] = &["tap", "bridge", "netmap", "vhost-user", "vhost-vdpa"];
+    for new in added.iter().filter(|argument| argument.name() == "netdev") {
+        let keys = options::properties(new.value(), "type").unwrap_or_default();
+        let (id, kind) = (id_of(&keys), value_of(&keys, "type").unwrap_or_default());
+        let was = kept.iter().filter(|argument| argument.name() == "netdev");
+        let was = was.filter_map(|argument| options::properties(argument.value(), "type"));
+        let had = was.filter(|keys| id_of(keys) == id).any(|keys| offers_offloads(&keys));
+        let on_virtio = options::devices(kept).any(|device| {
+            value_of(&device, "netdev") == Some(&id)
+                && value_of(&device, "driver").is_some_and(|d| d.starts_with("virtio-net"))
+        });
+        if had && on_virtio && !WITH_OFFLOADS.contains(&kind) {
+            return Err(CommandLineError::argument(
+                new.display(),
+                format!(
+                    "the guest's card {id} was connected to a tap, and has agreed with it on \
+                     offloads that a network of type {kind} does not have"
+                ),
+                format!(
+                    "give it a tap: `ip tuntap add dev tap9 mode tap`, and after -- the words \
+                     `-netdev tap,id={id},ifname=tap9,script=no,downscript=no`; to choose freely, \
+                     start the VM with `-netdev tap,...,vnet_hdr=off`"
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn keys_of_kind(argument: &Argument, kind: &str) -> Option<Vec<(String, String)>> {
+    let keys = options::properties(argument.value(), "type")?;
+    (value_of(&keys, "type") == Some(kind)).then_some(keys)
+}
+
+fn id_of(keys: &[(String, String)]) -> String {
+    value_of(keys, "id").unwrap_or_default().to_owned()
+}
+
 /// Returns `words` with each link to socket `from` leading to socket `to` instead. Relative paths
 /// in `words` start from `directory`.
 pub fn replace_lan(words: &[String], directory: &Path, from: &Path, to: &str) -> Vec<String> {
-    let key = |path: &str| format!("addr.path={}", options::escape(path));
+    let key = |path: &str| format!("addr.path={}", escape(path));
     let json = |path: &str| Value::from(path).to_string();
     let lan_of = |word: &String| network_links(&["-netdev".to_owned(), word.clone()]).pop()?.lan;
     let changed = |word: &String| match lan_of(word).filter(|lan| directory.join(lan) == from) {
@@ -120,6 +225,49 @@ mod tests {
         assert_eq!(lans, [Some("/run/lan,1.sock"), Some("/run/lan2"), None, None, None, None]);
         let meets: Vec<_> = found.iter().map(NetworkLink::may_meet_others).collect();
         assert_eq!(meets, [true, true, true, true, false, true]);
+    }
+
+    #[test]
+    fn user_networks_keep_their_state_by_name() {
+        let line = |text: &str| {
+            options::parse(&text.split(' ').map(str::to_owned).collect::<Vec<_>>()).unwrap()
+        };
+        let kept =
+            line(r#"-netdev user,id=a -nic user -netdev {"type":"user","id":"b"} -nic none"#);
+        assert_eq!(user_networks(&kept), ["b", "a", "-nic 0"]);
+        assert_eq!(moved_user_networks(&kept, &kept), None);
+        let now = line("-nic user -netdev tap,id=b -netdev user,id=a");
+        assert_eq!(moved_user_networks(&kept, &now), Some(vec![None, Some(0), Some(1)]));
+    }
+
+    #[test]
+    fn a_card_keeps_the_offloads_of_its_tap() {
+        let line = |text: &str| {
+            options::parse(&text.split(' ').map(str::to_owned).collect::<Vec<_>>()).unwrap()
+        };
+        let kept = line("-netdev tap,id=n -device virtio-net-pci,netdev=n");
+        let error = check_offloads(&kept, &line("-netdev user,id=n")).unwrap_err();
+        assert!(error.fix().unwrap().contains("-netdev tap,id=n"), "{error}");
+        check_offloads(&kept, &line("-netdev tap,id=n,ifname=x")).unwrap();
+        check_offloads(&kept, &line("-netdev user,id=m")).unwrap();
+        for other in [
+            "-netdev tap,id=n -device e1000,netdev=n",
+            "-netdev tap,id=n,vnet_hdr=off -device virtio-net-pci,netdev=n",
+            "-netdev user,id=n -device virtio-net-pci,netdev=n",
+        ] {
+            check_offloads(&line(other), &line("-netdev user,id=n")).unwrap();
+        }
+    }
+
+    #[test]
+    fn an_isolated_tap_gets_its_descriptors() {
+        let one = isolated_netdev("a,b", 1);
+        assert_eq!(isolated_tap(one.value()), Some(1));
+        assert_eq!(with_tap_descriptors(one.value(), &[7]), "tap,id=a,,b,fd=7");
+        let two = isolated_netdev("n", 2);
+        assert_eq!(isolated_tap(two.value()), Some(2));
+        assert_eq!(with_tap_descriptors(two.value(), &[7, 8]), "tap,id=n,fds=7:8");
+        assert_eq!(isolated_tap("tap,id=n,fds=7:8"), None);
     }
 
     #[test]

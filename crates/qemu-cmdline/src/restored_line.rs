@@ -11,6 +11,7 @@
 //! | `-netdev` given as a descriptor | the guest would silently have no network | see below |
 //! | `-chardev`, `-netdev` whose id the added words give again | the added words win | removed |
 //! | `-serial`, `-parallel`, if the added words give as many | the same | removed |
+//! | `-vnc`, `-spice`, `-gdb`, `-s`, if the added words have one | the same | removed |
 //! | `-global migration.…` | with it QEMU would not load the checkpoint | removed, with a note |
 //! | `-add-fd` | the descriptor belonged to the first starter | removed |
 //! | a disk or other file in `/dev/fdset` | its contents are unknown | refused |
@@ -21,7 +22,13 @@
 //! The first console of a removed clone becomes the terminal, the others `null`, with a note. A
 //! `-netdev` given as a descriptor is refused unless the added words have one of that id. A secret
 //! is removed if no other argument needs it, else refused.
+//!
+//! Options that write to the host, listen on it or lock memory follow
+//! [`HOST_EFFECTS`](crate::HOST_EFFECTS).
 
+use crate::host_effects::{HostEffects, HostProbe, LineUse, Rewritten};
+use crate::lineage::is_lineage;
+use crate::network::{check_offloads, isolated_netdev, isolated_tap, tap_queues};
 use crate::options::{self, Argument, escape, properties, value_of};
 use crate::{CommandLineError, Result};
 use std::path::Path;
@@ -62,21 +69,38 @@ pub struct RestorableLine {
     pub notes: Vec<String>,
 }
 
-/// Makes the line `kept` runnable once more, with the arguments `added` after it.
+/// Makes the line `kept` runnable once more for `line_use`, with the arguments `added` after it.
+/// `probe` looks at the host.
 ///
 /// Error: [`CommandLineError::Argument`] for an argument that cannot be run again.
-pub fn restorable_line(kept: &[Argument], added: &[Argument]) -> Result<RestorableLine> {
+pub fn restorable_line(
+    kept: &[Argument],
+    added: &[Argument],
+    probe: &dyn HostProbe,
+    line_use: LineUse<'_>,
+) -> Result<RestorableLine> {
     let line = KeptLine { all: kept, added };
+    check_offloads(kept, added)?;
+    let mut effects = HostEffects::new(probe, line_use);
     let mut restorable = RestorableLine::default();
     for argument in kept {
-        match line.fate(argument)? {
-            Fate::Kept => restorable.arguments.push(argument.clone()),
-            Fate::Removed(note) => restorable.notes.extend(note),
-            Fate::Replaced(other, note) => {
-                restorable.arguments.push(other);
-                restorable.notes.push(note);
+        let kept_argument = match line.fate(argument)? {
+            Fate::Kept => argument.clone(),
+            Fate::Removed(note) => {
+                restorable.notes.extend(note);
+                continue;
             }
-        }
+            Fate::Replaced(other, note) => {
+                restorable.notes.push(note);
+                other
+            }
+        };
+        let Rewritten { arguments, notes } = match effects.apply(&kept_argument) {
+            Err(_) if line.is_other_monitor_given(&kept_argument) => Rewritten::default(),
+            applied => applied?,
+        };
+        restorable.arguments.extend(arguments);
+        restorable.notes.extend(notes);
     }
     Ok(restorable)
 }
@@ -169,6 +193,19 @@ impl KeptLine<'_> {
         if self.is_given_again("netdev", &id) {
             return Ok(Fate::Removed(None));
         }
+        if isolated_tap(argument.value()).is_some() {
+            return Ok(Fate::Kept);
+        }
+        // A clone's: Keyframe gives no other VM a network as a descriptor.
+        let is_restored = self.all.iter().any(|a| a.name() == "add-fd" && is_lineage(a.value()));
+        let keys = properties(argument.value(), "type").unwrap_or_default();
+        if is_restored && value_of(&keys, "type") == Some("tap") {
+            let note = format!(
+                "network {id} is not connected, as it was in the clone (connect it with `-- \
+                 -netdev tap,id={id},ifname=...,script=no,downscript=no`)"
+            );
+            return Ok(Fate::Replaced(isolated_netdev(&id, tap_queues(&keys)), note));
+        }
         Err(refused(
             argument,
             "this network interface had been opened by the program that started the VM",
@@ -226,8 +263,17 @@ impl KeptLine<'_> {
             }
             // Each is a device of the machine, so their number must stay.
             "serial" | "parallel" => count(self.added) == count(self.all),
+            "vnc" | "spice" => count(self.added) > 0,
+            "gdb" | "s" => self.added.iter().any(|a| matches!(a.name(), "gdb" | "s")),
             _ => false,
         }
+    }
+
+    /// True if `argument` is a monitor, and the added words have one of the same kind.
+    fn is_other_monitor_given(&self, argument: &Argument) -> bool {
+        let name = argument.name();
+        matches!(name, "monitor" | "qmp" | "qmp-pretty")
+            && self.added.iter().any(|a| a.name() == name)
     }
 
     fn is_given_again(&self, name: &str, id: &str) -> bool {
@@ -316,7 +362,8 @@ mod tests {
     }
 
     fn restorable(kept: &str, added: &str) -> Result<(String, Vec<String>)> {
-        let made = restorable_line(&line(kept), &line(added))?;
+        let host = crate::host_effects::NoHost;
+        let made = restorable_line(&line(kept), &line(added), &host, LineUse::default())?;
         let words: Vec<_> = made.arguments.iter().flat_map(Argument::words).collect();
         Ok((words.join(" "), made.notes))
     }
@@ -419,7 +466,7 @@ mod tests {
 
     #[test]
     fn added_serials_and_networks_replace_the_kept_ones() {
-        let kept = "-serial file:a -netdev user,id=n -netdev user,id=o -chardev null,id=c";
+        let kept = "-serial null -netdev user,id=n -netdev user,id=o -chardev null,id=c";
         assert_eq!(
             restorable(kept, "-serial stdio -netdev tap,id=n").unwrap().0,
             "-netdev user,id=o -chardev null,id=c"

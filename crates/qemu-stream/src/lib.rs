@@ -20,6 +20,7 @@
 //! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
 //! | `processors`, `display` | registers of the processors and of the display |
 //! | `flash`, `run_state` | the flash chips of a state; whether its VM stands still |
+//! | `user_network` | the user networks of a state, for a line that has others |
 //! | `accelerator_conversion`, `icount_conversion` | convert a device state: KVM, TCG, `-icount` |
 //!
 //! Invariant: bytes from QEMU or from a store are checked before they are used, and are passed on
@@ -44,6 +45,7 @@ mod processors;
 mod run_state;
 mod section_bodies;
 mod sections;
+mod user_network;
 mod writer;
 
 pub use accelerator_conversion::{convert, written_by};
@@ -57,6 +59,7 @@ pub use icount_conversion::count_instructions;
 pub use migration_reader::{MigrationBlock, MigrationPageSink, MigrationReader};
 pub use processors::{CpuRegisters, LowMemoryPart, SegmentRegister, cpu_registers, low_memory};
 pub use run_state::{run_state, with_run_state};
+pub use user_network::renumber_user_networks;
 pub use writer::{MigrationHead, PageSink, StreamBlock, splice_ram, write_migration};
 
 #[cfg(test)]

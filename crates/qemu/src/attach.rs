@@ -116,6 +116,7 @@ impl Vm {
             missing_cpu_features: Some(self.cpu_lacks()?),
             guest_map: Some(self.guest_map()?),
             recorded: None,
+            read_files: None,
         })
     }
 

@@ -60,11 +60,13 @@ pub use binary::QemuIdentity;
 pub use blocknodes::{LineDisk, WritableNode};
 pub use error::{Error, Result};
 pub use invocation::Invocation;
+pub use keyframe_machine::ReadFile;
 pub use keyframe_machine::{Accelerator, HostBlock};
 pub use keyframe_qemu_cmdline::{
     self as cmdline, Backing, BackingImage, DiskServer, Drive, Medium, NicSockets, media_of,
     net_gate, recording,
 };
+pub use keyframe_qemu_cmdline::{NamedFile, named_files};
 pub use keyframe_qemu_stream as stream;
 pub use keyframe_vmm::{AuditFinding, Severity, VmExit};
 pub use machine_shape::{MachineChange, MachineShape};

@@ -18,14 +18,16 @@
 //! Left out: the content of disks, which a disk server provides.
 
 mod fill;
+mod host_probe;
 pub mod lazy;
 mod machine;
 mod plan;
 mod prepared;
 mod shared;
+mod stand_in;
 
 pub use keyframe_machine::{Accelerator, Lineage, RamSource};
-pub use keyframe_qemu_cmdline::{CloneLine, CloneOptions, clone_line};
+pub use keyframe_qemu_cmdline::{CloneConsole, CloneLine, CloneOptions, clone_line};
 pub use keyframe_vmm::RestoreSource;
 pub use plan::{Plan, backends_as_made};
 pub use prepared::{Prepared, PreparedRam, prepare};
@@ -42,8 +44,8 @@ use fill::Memory;
 use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{
-    LineWord, backend_object, check_accelerator_line, lineage_mark, machine_defaults,
-    private_backend_object,
+    CommandLineError, LineWord, backend_object, check_accelerator_line, isolated_tap, lineage_mark,
+    machine_defaults, private_backend_object, with_tap_descriptors,
 };
 use keyframe_units::elapsed_ns;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
@@ -105,6 +107,8 @@ pub struct RestoreOptions {
     /// A function that is called in the calling thread as soon as QEMU is started. A caller that
     /// needs its rights only for the start gives them up there.
     pub spawned: Option<fn()>,
+    /// True for a restore by [`start_lazy`].
+    pub lazy: bool,
 }
 
 /// The end of a replay.
@@ -219,9 +223,10 @@ impl Ram<'_> {
     }
 }
 
-fn start_with(plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored> {
+fn start_with(mut plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored> {
     let started = Instant::now();
     stream::check(device_state)?;
+    plan.pin_accelerator(device_state)?;
     let crossing = Crossing::of(&plan, device_state)?;
     let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
     let counted = plan.counts.then(|| stream::count_instructions(device_state)).transpose()?;
@@ -354,11 +359,14 @@ impl Starting {
         words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
         words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
 
+        let taps = isolated_taps(&mut words)?;
+        let stand_ins = stand_in::make_stand_ins(&mut words, &plan.source.ram)?;
         let mut command = Command::new(&plan.binary);
         command.args(words.iter().skip(1));
         let preloaded = prepare_process(&mut command, plan)?;
         let mut descriptors = vec![&config, &state.write_end, &monitor, &incoming];
-        descriptors.extend(memories.iter().map(|(_, fd)| fd).chain(&preloaded));
+        descriptors.extend(memories.iter().map(|(_, fd)| fd).chain(&preloaded).chain(&taps));
+        descriptors.extend(&stand_ins);
         let child = spawn::start(&mut command, &descriptors)?;
         if let Some(spawned) = plan.spawned {
             spawned();
@@ -538,9 +546,35 @@ fn prepare_process(command: &mut Command, plan: &Plan) -> Result<Option<OwnedFd>
     Ok(preloaded)
 }
 
+/// Makes the taps that lead nowhere, and writes the numbers of their descriptors into `words`.
+fn isolated_taps(words: &mut [String]) -> Result<Vec<OwnedFd>> {
+    let mut all = Vec::new();
+    for word in words {
+        let Some(queues) = isolated_tap(word) else { continue };
+        let taps = keyframe_kernel::isolated_tap::isolated_tap(queues).map_err(|error| {
+            CommandLineError::Argument {
+                argument: format!("-netdev {}", word.split(",fds=").next().unwrap_or_default()),
+                reason: format!(
+                    "the guest's card needs a tap, and no unconnected one could be made: {error}"
+                ),
+                fix: "give each VM a tap of its own after -- (`-netdev \
+                      tap,id=ID,ifname=tap{number},script=no,downscript=no`), or run this as root"
+                    .into(),
+            }
+        })?;
+        let numbers: Vec<i32> = taps.iter().map(spawn::number).collect();
+        *word = with_tap_descriptors(word, &numbers);
+        all.extend(taps);
+    }
+    Ok(all)
+}
+
 /// Sends the devices and the small blocks.
 fn send(socket: &UnixStream, plan: &Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<()> {
     let operation = "send the checkpoint's devices to QEMU";
+    let moved = plan.moved_networks.as_ref();
+    let moved = moved.map(|to| stream::renumber_user_networks(device_state, to)).transpose()?;
+    let device_state = moved.as_deref().unwrap_or(device_state);
     socket.set_write_timeout(Some(LOAD_TIMEOUT)).map_err(Error::io(operation))?;
     let layout = &plan.source.ram;
     let of_stream = layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Stream);

@@ -130,6 +130,8 @@ fn a_running_vm_is_checkpointed_and_left_as_it_was() {
         drop(guest);
 
         let options = RestoreOptions { paused: true, ..RestoreOptions::default() };
+        // A restored VM would append to it.
+        std::fs::remove_file(&serial).unwrap();
         let plan = Plan::new(taken.source.clone(), Vec::new(), options).unwrap();
         let mut restored = restore::start(plan, &taken, &taken.device_state).unwrap();
         let vm = restored.vm();
@@ -367,6 +369,8 @@ fn memory_that_was_plugged_in_comes_back() {
         drop(guest);
 
         let options = RestoreOptions { paused: true, ..RestoreOptions::default() };
+        // A restored VM would append to it.
+        std::fs::remove_file(&serial).unwrap();
         let plan = Plan::new(taken.source.clone(), Vec::new(), options).unwrap();
         let mut restored = restore::start(plan, &taken, &taken.device_state).unwrap();
         let vm = restored.vm();

@@ -259,9 +259,12 @@ fn serve_disks(
         let member = members.and_then(|members| members.get(number));
         let prefix = member.map_or_else(String::new, |member| format!("{member}/"));
         let drives = line.drives()?;
+        let before = wanted.len();
         for drive in &drives {
             wanted.push(DiskToServe::of_drive(drive, &prefix)?);
         }
+        let read = disks::read_files::describe(line.words(), Path::new(""));
+        disks::require_separate_images(wanted.get(before..).unwrap_or_default(), &read)?;
         if !drives.is_empty() {
             let server = DiskServer { socket: socket.clone(), prefix };
             line.serve_drives(&server)?;
@@ -523,6 +526,7 @@ pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> R
         full_command,
         missing_cpu_features: Some(vm.cpu_lacks()?),
         guest_map: Some(vm.guest_map()?),
+        read_files: Some(disks::read_files::describe(vm.user_command(), directory)),
         ..MachineMeta::default()
     })
 }

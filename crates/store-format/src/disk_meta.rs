@@ -72,6 +72,10 @@ pub struct BaseFile {
     pub modified_ns: u32,
     /// The BLAKE3 hash of samples spread over its length, in hexadecimal.
     pub sample_blake3: String,
+    /// The time at which its inode was last changed (`ctime`), as seconds and nanoseconds since
+    /// 1970. No program can set it. `None` if it was not noted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub changed: Option<(i64, u32)>,
 }
 
 /// Blocks of a disk in one checkpoint. `written_blocks` is the sum of the four counts after it.

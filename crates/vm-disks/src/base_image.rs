@@ -2,24 +2,26 @@
 //!
 //! A checkpoint holds the blocks that the guest wrote over an image. Over any other image these
 //! blocks form a disk that never existed, so a changed image is refused. The check compares the
-//! length and the modification time of the image and of each of its backing files.
+//! length and the modification time of the image, of its data file and of each of its backing
+//! files. If the inode has changed although the modification time has not, it compares samples of
+//! the content: a program can set the modification time back.
+//!
+//! Limit: a file of more than 4 MiB that was changed in few places, and whose modification time was
+//! set back, passes.
 
 use crate::error::{Error, ImageChange, Result};
+use keyframe_disk::chain::{backing_files, image_files};
 use keyframe_disk::{ImageFormat, commit};
 use keyframe_qemu::{Backing, BackingImage};
 use keyframe_store::{BaseFile, BaseMeta};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-use std::os::unix::fs::{FileExt, MetadataExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Number of parts in the sample of a file, and the length of each.
 const SAMPLE_PARTS: u64 = 64;
 const SAMPLE_BYTES: u64 = 64 << 10;
-/// The longest chain of an image and its backing files.
-const CHAIN_MAX: usize = 64;
-/// The longest name of a backing file that a qcow2 image may have.
-const NAME_BYTES_MAX: u32 = 1023;
 
 /// Describes the image at `path` and its backing files: paths, lengths in bytes, modification times
 /// and a hash of a sample of each.
@@ -28,7 +30,7 @@ const NAME_BYTES_MAX: u32 = 1023;
 pub fn describe(path: &Path, format: ImageFormat) -> Result<BaseMeta> {
     let path = std::path::absolute(path).map_err(|e| Error::io("resolve", path, e))?;
     let mut files = Vec::new();
-    for file in chain(&path, format)? {
+    for file in image_files(&path, format)? {
         let open = File::open(&file).map_err(|e| Error::io("open", &file, e))?;
         let meta = open.metadata().map_err(|e| Error::io("look at", &file, e))?;
         let len_bytes = length(&open).map_err(|e| Error::io("measure", &file, e))?;
@@ -38,6 +40,7 @@ pub fn describe(path: &Path, format: ImageFormat) -> Result<BaseMeta> {
             modified_s: meta.mtime(),
             modified_ns: meta.mtime_nsec() as u32,
             sample_blake3: sample(&open, len_bytes).map_err(|e| Error::io("read", &file, e))?,
+            changed: Some((meta.ctime(), meta.ctime_nsec() as u32)),
         });
     }
     Ok(BaseMeta { path: text(&path)?, format: format.to_string(), files })
@@ -51,7 +54,7 @@ pub fn require_chain(path: &Path, format: ImageFormat, stated: &Backing) -> Resu
     if *stated == Backing::default() {
         return Ok(());
     }
-    let found = chain(path, format)?.split_off(1);
+    let found = backing_files(path, format)?;
     let is_named = |(below, file): (&BackingImage, &PathBuf)| {
         let same = match (std::fs::metadata(&below.image), std::fs::metadata(file)) {
             (Ok(a), Ok(b)) => (a.dev(), a.ino()) == (b.dev(), b.ino()),
@@ -91,8 +94,13 @@ pub fn require_unchanged(base: &BaseMeta) -> Result<()> {
         let changed = |change| Error::ImageChanged { path: path.to_owned(), change };
         let same_time =
             (meta.mtime(), meta.mtime_nsec()) == (known.modified_s, i64::from(known.modified_ns));
+        let changed_at = (meta.ctime(), meta.ctime_nsec() as u32);
         if len_bytes == known.len_bytes && same_time {
-            continue;
+            let is_untouched = known.changed.is_none_or(|then| then == changed_at);
+            let is_same = || sample(&open, len_bytes).map(|now| now == known.sample_blake3);
+            if is_untouched || is_same().map_err(|e| Error::io("read", path, e))? {
+                continue;
+            }
         }
         if let Some(source) = commit::interrupted(path) {
             return Err(Error::CommitInterrupted { path: path.to_owned(), commit: source.clone() });
@@ -116,11 +124,11 @@ fn text(path: &Path) -> Result<String> {
 }
 
 /// The length in bytes, also of a block device, whose metadata has none.
-fn length(mut file: &File) -> std::io::Result<u64> {
+pub(crate) fn length(mut file: &File) -> std::io::Result<u64> {
     file.seek(SeekFrom::End(0))
 }
 
-fn sample(file: &File, len_bytes: u64) -> std::io::Result<String> {
+pub(crate) fn sample(file: &File, len_bytes: u64) -> std::io::Result<String> {
     let mut hasher = blake3::Hasher::new();
     let last = len_bytes.saturating_sub(SAMPLE_BYTES);
     let mut buffer = Vec::with_capacity(SAMPLE_BYTES as usize);
@@ -135,49 +143,10 @@ fn sample(file: &File, len_bytes: u64) -> std::io::Result<String> {
     Ok(hasher.finalize().to_hex().to_string())
 }
 
-/// The image and its backing files, the image first.
-fn chain(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
-    let mut files = vec![path.to_owned()];
-    if format == ImageFormat::Raw {
-        return Ok(files);
-    }
-    while let Some(last) = files.last() {
-        let Some(next) = backing(last).map_err(|e| Error::io("read", last, e))? else {
-            return Ok(files);
-        };
-        if files.len() >= CHAIN_MAX {
-            return Err(Error::BackingChainTooLong { path: path.to_owned(), max: CHAIN_MAX });
-        }
-        files.push(next);
-    }
-    Ok(files)
-}
-
-/// The backing file that a qcow2 image names; the caller finds out whether it can be read.
-fn backing(path: &Path) -> std::io::Result<Option<PathBuf>> {
-    let file = File::open(path)?;
-    let mut header = [0u8; 20];
-    if file.read_exact_at(&mut header, 0).is_err() || !header.starts_with(b"QFI\xfb") {
-        return Ok(None);
-    }
-    let number = |at: usize, len: usize| {
-        header[at..at + len].iter().fold(0u64, |n, b| n << 8 | u64::from(*b))
-    };
-    let (offset, len) = (number(8, 8), number(16, 4));
-    if offset == 0 || len == 0 || len > u64::from(NAME_BYTES_MAX) {
-        return Ok(None);
-    }
-    let mut name = vec![0u8; len as usize];
-    file.read_exact_at(&mut name, offset)?;
-    let name = String::from_utf8_lossy(&name).into_owned();
-    let name = name.strip_prefix("file:").unwrap_or(&name);
-    let folder = path.parent().unwrap_or(Path::new("/"));
-    Ok(Some(folder.join(name)))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::fs::FileExt;
 
     #[test]
     fn an_image_that_changed_is_refused_with_how() {
@@ -240,6 +209,21 @@ mod tests {
         let hidden = check(&[], true).unwrap_err();
         assert!(hidden.to_string().contains("below.raw"), "{hidden}");
         assert!(hidden.fix().unwrap().contains("qemu-img rebase"), "{hidden}");
+    }
+
+    #[test]
+    fn a_changed_image_with_its_old_time_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a.img");
+        std::fs::write(&path, vec![7u8; 1 << 20]).unwrap();
+        let base = describe(&path, ImageFormat::Raw).unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        let modified = file.metadata().unwrap().modified().unwrap();
+        file.set_modified(modified).unwrap();
+        require_unchanged(&base).unwrap();
+        file.write_all_at(b"other", 1000).unwrap();
+        file.set_modified(modified).unwrap();
+        assert!(require_unchanged(&base).unwrap_err().to_string().contains("content differs"));
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! The errors of a VM's disks, and what the user can do about them.
 
+use crate::read_files::ChangedFile;
 use keyframe_units::CheckpointId;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -58,13 +59,18 @@ pub enum Error {
     /// Metadata of a store can hold paths in UTF-8 only.
     #[error("{}: its path is not UTF-8", .0.display())]
     PathNotUtf8(PathBuf),
-    /// A chain of backing files is too long.
-    #[error("{}: it has a chain of more than {max} backing files", path.display())]
-    BackingChainTooLong {
-        /// The image at the top.
-        path: PathBuf,
-        /// The longest chain that is accepted.
-        max: usize,
+    /// A file that the guest reads differs from the file at the checkpoint.
+    #[error("{0}, and the guest reads it")]
+    MediumChanged(ChangedFile),
+    /// Two drives use the same image, and the guest can write to one of them.
+    #[error("drives {first} and {second} use the same image, {}", image.display())]
+    ImageUsedTwice {
+        /// A drive that the guest can write to.
+        first: String,
+        /// Another drive.
+        second: String,
+        /// The image.
+        image: PathBuf,
     },
     /// A command line names other images beneath a disk than the disk's own image.
     #[error(
@@ -324,6 +330,12 @@ impl Error {
         Self::Io { operation, path: path.to_owned(), source }
     }
 
+    /// True if a file system cannot be written, or lets this user write nothing.
+    pub(crate) fn is_read_only(&self) -> bool {
+        let kinds = [io::ErrorKind::ReadOnlyFilesystem, io::ErrorKind::PermissionDenied];
+        matches!(self, Self::Io { source, .. } if kinds.contains(&source.kind()))
+    }
+
     /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
@@ -356,8 +368,12 @@ impl Error {
                 "finish it first: run keyframe commit --in-place again".into()
             }
             Self::PathNotUtf8(_) => "name it through a symbolic link".into(),
-            Self::BackingChainTooLong { .. } => {
-                "convert it to one image: qemu-img convert -O qcow2".into()
+            Self::MediumChanged(_) => {
+                "put the file back as it was; if its present content will do, say --changed-as-now"
+                    .into()
+            }
+            Self::ImageUsedTwice { .. } => {
+                "give each drive an image of its own (QEMU itself refuses this)".into()
             }
             Self::BackingDiffers { path, stated, .. } => format!(
                 "make the image name them (qemu-img rebase -u -b {} {}), or let QEMU open the disk \
@@ -403,6 +419,8 @@ impl Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::read_files::FileChange;
+    use keyframe_qemu::ReadFile;
     use keyframe_testing::{assert_golden, error_text};
 
     #[test]
@@ -422,12 +440,20 @@ mod tests {
             },
             Error::CommitInterrupted { path: image(), commit: "checkpoint 7".into() },
             Error::PathNotUtf8(image()),
-            Error::BackingChainTooLong { path: image(), max: 64 },
             Error::BackingDiffers {
                 path: image(),
                 stated: vec!["/images/base".into()],
                 found: vec![],
             },
+            Error::MediumChanged(ChangedFile {
+                file: ReadFile {
+                    path: "a.iso".into(),
+                    option: "-cdrom".into(),
+                    ..Default::default()
+                },
+                change: FileChange::Missing,
+            }),
+            Error::ImageUsedTwice { first: "d".into(), second: "e".into(), image: image() },
             Error::RemoteDrive { name: "d".into(), address: "nbd:localhost:10809".into() },
             Error::FormatNotServed { name: "d".into(), format: "vmdk".into(), image: image() },
             Error::UnknownFormat { disk: "d".into(), format: "vmdk".into() },

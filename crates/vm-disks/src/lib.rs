@@ -18,6 +18,7 @@ pub mod forget;
 pub mod layer;
 pub mod media;
 pub mod overlay_directory;
+pub mod read_files;
 pub mod restored;
 pub mod stored;
 pub mod vm_name;
@@ -25,10 +26,11 @@ pub mod vm_name;
 pub use error::{Error, ImageChange, Result, StoreError};
 
 use keyframe_disk::{DiskSpec, Disks, ImageFormat};
-use keyframe_qemu::Drive;
+use keyframe_qemu::{Drive, ReadFile};
 use keyframe_store::{DiskMeta, Store};
 use keyframe_store_keys as keys;
 use overlay_directory::{OverlayDirectory, OverlayInfo};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -73,6 +75,31 @@ impl DiskToServe {
     }
 }
 
+/// Checks that no image of `disks`, which the guest can write to, is used by another one of them, or
+/// is one of the files `read` that a VM only reads. Each drive would have content of its own.
+///
+/// Error: [`Error::ImageUsedTwice`].
+pub fn require_separate_images(disks: &[DiskToServe], read: &[ReadFile]) -> Result<()> {
+    let identity = |path: &str| std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
+    for (at, disk) in disks.iter().enumerate() {
+        let Some(own) = identity(&disk.meta.base.path) else { continue };
+        let others = disks.iter().enumerate().filter(|(other, _)| *other != at);
+        let files = others.flat_map(|(_, other)| {
+            other.meta.base.files.iter().map(move |file| (&other.meta.name, &file.path))
+        });
+        let media = read.iter().filter(|file| file.is_medium);
+        let mut all = files.chain(media.map(|file| (&file.option, &file.path)));
+        if let Some((second, _)) = all.find(|(_, path)| identity(path) == Some(own)) {
+            return Err(Error::ImageUsedTwice {
+                first: disk.meta.name.clone(),
+                second: second.clone(),
+                image: disk.meta.base.path.clone().into(),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// Disks that a separate process serves, with the directory of their overlays.
 pub struct ServedDisks {
     /// The connection to the process that serves the disks.
@@ -102,7 +129,7 @@ pub fn serve(
     disks: Vec<DiskToServe>,
     socket: &Path,
 ) -> Result<ServedDisks> {
-    serve_in(OverlayDirectory::claim(store, vm)?, vm, checkpoint, disks, socket)
+    serve_in(OverlayDirectory::claim(store, vm, None)?, vm, checkpoint, disks, socket)
 }
 
 /// Serves as [`serve`], with overlays in `directory`. Errors: those of [`serve`]. After an error

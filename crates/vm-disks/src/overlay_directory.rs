@@ -43,14 +43,42 @@ pub struct OverlayInfo {
 #[derive(Debug)]
 pub struct OverlayDirectory {
     path: PathBuf,
+    /// A directory that was made for this one, outside the store.
+    parent: Option<PathBuf>,
 }
 
 impl OverlayDirectory {
-    /// Creates the next free directory of `vm` in `store`. Errors: [`Error::TooManyOverlays`],
-    /// [`Error::Io`].
-    pub fn claim(store: &Store, vm: &str) -> Result<Self> {
+    /// Creates the next free directory of `vm`: in `work_dir`; without one, in `store`; if the store
+    /// cannot be written, in a new directory in the user's runtime directory, or else in the
+    /// directory for temporary files.
+    ///
+    /// Errors: [`Error::TooManyOverlays`], [`Error::Io`].
+    pub fn claim(store: &Store, vm: &str, work_dir: Option<&Path>) -> Result<Self> {
+        if let Some(folder) = work_dir {
+            return Self::claim_in(folder, vm);
+        }
         let folder = store.local_folder().map_err(|e| StoreError::of(store, e))?;
-        Self::claim_in(&folder.join("disks"), vm)
+        match Self::claim_in(&folder.join("disks"), vm) {
+            Err(error) if error.is_read_only() => Self::claim_elsewhere(vm).map_err(|_| error),
+            claimed => claimed,
+        }
+    }
+
+    fn claim_elsewhere(vm: &str) -> Result<Self> {
+        let mut maker = tempfile::Builder::new();
+        maker.prefix("keyframe-overlays-");
+        let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
+        let made = runtime.map(|runtime| maker.tempdir_in(runtime)).filter(std::io::Result::is_ok);
+        let made = made.unwrap_or_else(|| maker.tempdir());
+        let folder =
+            made.map_err(|e| Error::io("make a directory in", &std::env::temp_dir(), e))?.keep();
+        let claimed = Self::claim_in(&folder, vm)?;
+        Ok(Self { parent: Some(folder), ..claimed })
+    }
+
+    /// True if it is neither in the store nor where the user wanted it.
+    pub fn is_elsewhere(&self) -> bool {
+        self.parent.is_some()
     }
 
     /// Creates the next free directory of `vm` in `folder`. Errors: [`Error::TooManyOverlays`],
@@ -63,7 +91,7 @@ impl OverlayDirectory {
         for number in 1..PLACES_MAX {
             let path = folder.join(format!("{vm}.{number}"));
             match make(&path, false) {
-                Ok(()) => return Ok(Self { path }),
+                Ok(()) => return Ok(Self { path, parent: None }),
                 Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(Error::io("make", &path, e)),
             }
@@ -93,6 +121,9 @@ impl OverlayDirectory {
     pub fn remove(&self) {
         // A directory that is left over takes space and does no other harm.
         let _ = std::fs::remove_dir_all(&self.path);
+        if let Some(parent) = &self.parent {
+            let _ = std::fs::remove_dir(parent);
+        }
     }
 }
 

@@ -11,7 +11,7 @@
 //! Left out: groups.
 
 use super::StoreArg;
-use super::restore::{Accel, refuse_recorded};
+use super::restore::{Accel, overlays, refuse_recorded};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
@@ -19,7 +19,7 @@ use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
 use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
-use keyframe_qemu::restore::{CloneOptions, clone_line};
+use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
 use keyframe_session::run_dir::{RunDir, RunKind};
 use keyframe_store::{LoadedCheckpoint, Store};
@@ -27,7 +27,7 @@ use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -37,8 +37,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Each clone is a QEMU of its own with the command line that the checkpoint kept. It has a directory with a monitor socket, a
-socket for each console, and a file with each console's output: see --json. Clones cannot share everything: networks other
-than `user` are disconnected, and a vmgenid device gets a fresh id. The EXTRA arguments are added to each command line.
+socket for each console (serial.sock, agent.sock and so on), and a file with each console's output: see --json. Clones cannot
+share everything: networks other than `user` are disconnected, and a vmgenid device gets a fresh id. The EXTRA arguments are added to each command line.
 {number} and {name} in them stand for the clone's number and name.
 
 A running guest keeps its MAC and IP addresses, host name and machine id. Clones that share a network have to change them
@@ -88,6 +88,14 @@ pub struct Branch {
     /// Print a JSON array of the clones, once all are there
     #[arg(long)]
     json: bool,
+    /// Give the clones read-only disks and CDs that have changed since the checkpoint as they are
+    /// now
+    #[arg(long)]
+    changed_as_now: bool,
+    /// Put what the clones write to their disks into this directory instead of the store [default
+    /// for a store that cannot be written: the runtime directory]
+    #[arg(long, value_name = "DIR")]
+    work_dir: Option<PathBuf>,
     /// Report errors only
     #[arg(long, short)]
     quiet: bool,
@@ -117,6 +125,19 @@ struct Place {
     disks: OwnDisks,
 }
 
+impl Place {
+    /// Makes a name for a console's socket that says what the console is.
+    fn name_console(&self, console: &CloneConsole) -> Result<(), Failure> {
+        let name = self.directory.path().join(format!("{}.sock", console.name));
+        let target = console.socket.file_name().unwrap_or_default();
+        if name == console.socket {
+            return Ok(());
+        }
+        std::os::unix::fs::symlink(target, &name)
+            .map_err(|e| Failure::new(format!("name a console {}: {e}", name.display())))
+    }
+}
+
 /// A clone's disks: the checkpoint's, with an overlay of its own. Dropped, what was written to them
 /// is thrown away.
 struct OwnDisks(Option<(ServedDisks, DiskServer)>);
@@ -128,6 +149,7 @@ impl OwnDisks {
         loaded: &LoadedCheckpoint,
         name: &str,
         directory: &RunDir,
+        work_dir: Option<&Path>,
     ) -> Result<Self, Failure> {
         if loaded.meta.disks.is_empty() {
             return Ok(Self(None));
@@ -135,7 +157,8 @@ impl OwnDisks {
         restored::require_all(loaded.id, &loaded.meta)?;
         let wanted = restored::disks_of_checkpoint(store, loaded.id, &loaded.meta)?;
         let socket = directory.path().join("disks.sock");
-        let served = disks::serve(store, name, Some(loaded.id.0), wanted, &socket)?;
+        let overlays = overlays(store, name, work_dir)?;
+        let served = disks::serve_in(overlays, name, Some(loaded.id.0), wanted, &socket)?;
         Ok(Self(Some((served, DiskServer { socket, prefix: String::new() }))))
     }
 
@@ -176,6 +199,7 @@ impl Branch {
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         refuse_recorded(&loaded.meta, id)?;
+        super::changed_files::check(&loaded.meta, self.changed_as_now)?;
         if !loaded.meta.members.is_empty() {
             return Err(Failure::new(format!(
                 "checkpoint {id} is a group's, which is not branched"
@@ -206,7 +230,8 @@ impl Branch {
         let place = |number| {
             let name = format!("{prefix}-{number}");
             let directory = RunDir::claim_clone(&name)?;
-            let disks = OwnDisks::serve(store, loaded, &name, &directory)?;
+            let disks =
+                OwnDisks::serve(store, loaded, &name, &directory, self.work_dir.as_deref())?;
             Ok(Place { number, name, directory, disks })
         };
         (1..=self.count).map(place).collect()
@@ -234,6 +259,9 @@ impl Branch {
         let own = clone_line(&source.machine.user_command, &extra, cloned)
             .map_err(|e| Failure::qemu(&e.into()))?;
         source.machine.user_command = own.words;
+        for console in &own.consoles {
+            place.name_console(console)?;
+        }
         let options = RestoreOptions {
             qemu: self.qemu.clone(),
             // They run when all are there.

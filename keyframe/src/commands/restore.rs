@@ -16,10 +16,11 @@ use keyframe_session::error::RunDirError;
 use keyframe_session::run_dir::{RunDir, RunKind};
 use keyframe_store::{LoadedCheckpoint, MachineMeta, Meta, Store, UnmappedCheckpoint};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
+use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use std::ffi::OsString;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
@@ -39,6 +40,9 @@ The guest's clock continues from the checkpoint. To correct it, have the guest a
 
 The VM's disks are as they were at the checkpoint. Disks that were left out of it are missing (see --left-out-as-now). The
 VM's writes go neither to the images nor to the checkpoint. They are deleted when the VM ends, unless you give --keep-disks.
+
+What the VM's line writes to, listens at or locks is not taken from the first VM: log files are appended to, or new ones are
+made; sockets in use get another name; a port in use is an error that names the option to replace it.
 
 With --accel a checkpoint taken under KVM continues under TCG, or the other way round. Keyframe refuses a guest that uses a
 feature of KVM alone (kvmclock), and a processor that lacks a feature that the guest may use.
@@ -79,6 +83,13 @@ pub struct Restore {
     /// not fit its RAM
     #[arg(long)]
     left_out_as_now: bool,
+    /// Give the VM read-only disks and CDs that have changed since the checkpoint as they are now
+    #[arg(long)]
+    changed_as_now: bool,
+    /// Put what the VM writes to its disks into this directory instead of the store [default for a
+    /// store that cannot be written: the runtime directory]
+    #[arg(long, value_name = "DIR")]
+    work_dir: Option<PathBuf>,
     /// Report errors only
     #[arg(long, short)]
     quiet: bool,
@@ -204,7 +215,8 @@ impl Restore {
         let interrupted = keyframe_session::interrupt::interruption()?;
         refuse_recorded(&meta, id)?;
         self.require_disks(id, &meta)?;
-        let disks = RestoredDisks::serve(&store, id, &meta)?;
+        super::changed_files::check(&meta, self.changed_as_now)?;
+        let disks = RestoredDisks::serve(&store, id, &meta, self.work_dir.as_deref())?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         let what = (id, &meta, &*device_state, &lineage);
         let place = Place::claim(&meta.vm, &store);
@@ -319,6 +331,7 @@ impl Restore {
             disks,
             lineage,
             spawned,
+            lazy: self.lazy,
             ..RestoreOptions::default()
         };
         let plan = Plan::new(source, extra, options).map_err(|e| Failure::qemu(&e))?;
@@ -329,11 +342,33 @@ impl Restore {
     }
 }
 
+/// The directory for what VM `vm` writes to its disks.
+pub(super) fn overlays(
+    store: &Store,
+    vm: &str,
+    work_dir: Option<&Path>,
+) -> Result<OverlayDirectory, Failure> {
+    let directory = OverlayDirectory::claim(store, vm, work_dir)?;
+    if directory.is_elsewhere() {
+        eprintln!(
+            "keyframe: note: the store cannot be written: what the VM writes to its disks is in {} \
+             (choose another directory with --work-dir)",
+            directory.path().display()
+        );
+    }
+    Ok(directory)
+}
+
 /// The disks of a checkpoint, served to the VMs that come from it.
 struct RestoredDisks(Option<(ServedDisks, tempfile::TempDir)>);
 
 impl RestoredDisks {
-    fn serve(store: &Store, id: CheckpointId, meta: &Meta) -> Result<Self, Failure> {
+    fn serve(
+        store: &Store,
+        id: CheckpointId,
+        meta: &Meta,
+        work_dir: Option<&Path>,
+    ) -> Result<Self, Failure> {
         if meta.disks.is_empty() {
             return Ok(Self(None));
         }
@@ -342,8 +377,9 @@ impl RestoredDisks {
         let folder = tempfile::Builder::new().prefix("keyframe-disks-").tempdir();
         let folder =
             folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
-        let served =
-            disks::serve(store, &meta.vm, Some(id.0), wanted, &folder.path().join("disks.sock"))?;
+        let directory = overlays(store, &meta.vm, work_dir)?;
+        let socket = folder.path().join("disks.sock");
+        let served = disks::serve_in(directory, &meta.vm, Some(id.0), wanted, &socket)?;
         Ok(Self(Some((served, folder))))
     }
 

@@ -91,7 +91,7 @@ fn open(
         let (base, lock) = if let Some(bytes) = spec.blank_bytes {
             (Base::blank(bytes)?, None)
         } else {
-            let lock = ImageLock::take(&spec.base)?;
+            let lock = ImageLock::take(&spec.base, spec.format)?;
             (Base::open(&spec.base, spec.format)?, Some(lock))
         };
         let layer = spec.layer.as_deref().map(open_layer).transpose()?;

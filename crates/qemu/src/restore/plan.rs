@@ -10,13 +10,16 @@
 //! Invariant: exactly one backend of the new command line provides each RAM block that has a memory
 //! backend.
 
+use super::host_probe::PresentHost;
+use super::stand_in::name_stand_ins;
 use super::{Lineage, RestoreOptions, RestoreSource, Until};
 use crate::binary::{self, QemuIdentity};
-use crate::{Error, Result};
+use crate::{Error, Result, stream};
 use keyframe_machine::Accelerator;
 use keyframe_qemu_cmdline::{
-    Argument, LineWord, RestorableLine, check_added, named_accelerator, options, plan_backends,
-    restorable_line, rewrite_drives, without_accelerator,
+    Argument, LineUse, LineWord, RestorableLine, check_added, has_accelerator_choice,
+    moved_user_networks, named_accelerator, options, plan_backends, restorable_line,
+    rewrite_drives, with_accelerator, without_accelerator,
 };
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -40,6 +43,10 @@ pub struct Plan {
     /// Arguments after all others.
     pub(super) added: Vec<String>,
     pub(super) spawned: Option<fn()>,
+    /// For each user network of the checkpoint its number in this VM, if any differs.
+    pub(super) moved_networks: Option<Vec<Option<u32>>>,
+    /// The kept arguments, if they name several accelerators.
+    choice: Option<Vec<Argument>>,
     notes: Vec<String>,
 }
 
@@ -66,14 +73,25 @@ impl Plan {
             log,
             added,
             spawned,
+            lazy,
         } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
         let added_by_user = check_added(extra)?;
         let kept = options::parse(source.machine.user_command.get(1..).unwrap_or_default())?;
+        let working_directory = Some(source.machine.directory()).filter(|dir| dir.is_dir());
+        let host = PresentHost { directory: working_directory.clone().unwrap_or_default() };
+        let line_use = if replays.is_some() || icount_shift.is_some() {
+            LineUse::Replay
+        } else {
+            LineUse::Restore { lazy }
+        };
+        let first = kept;
         let RestorableLine { arguments: kept, notes: removed } =
-            restorable_line(&kept, &added_by_user)?;
+            restorable_line(&first, &added_by_user, &host, line_use)?;
         notes.extend(removed);
+        let mut kept = kept;
+        notes.extend(name_stand_ins(&mut kept, &host.directory, &source.ram));
         let kept = match &disks {
             Some(server) => rewrite_drives(&kept, server)?,
             None => kept,
@@ -85,14 +103,15 @@ impl Plan {
         notes.extend(line.notes);
         let added_words = added_words(accelerator, icount_shift, &added_by_user);
         let words = line.words.into_iter().chain(added_words).collect();
-        let working_directory = Some(source.machine.directory()).filter(|dir| dir.is_dir());
         if working_directory.is_none() {
             notes.push(format!(
                 "the VM's working directory {} is gone: relative paths of its line are looked for here",
                 source.machine.working_directory
             ));
         }
-        let arguments = kept.into_iter().chain(added_by_user).collect();
+        let choice = (accelerator.is_none() && has_accelerator_choice(&kept)).then(|| kept.clone());
+        let arguments: Vec<_> = kept.into_iter().chain(added_by_user).collect();
+        let moved_networks = moved_user_networks(&first, &arguments);
         Ok(Self {
             binary,
             working_directory,
@@ -108,8 +127,27 @@ impl Plan {
             log,
             added,
             spawned,
+            moved_networks,
+            choice,
             notes,
         })
+    }
+
+    /// Names the accelerator that wrote `device_state` alone, if the line names several: QEMU might
+    /// choose another one here.
+    pub(super) fn pin_accelerator(&mut self, device_state: &[u8]) -> Result<()> {
+        let Some(kept) = self.choice.take() else { return Ok(()) };
+        let Some(chosen) = stream::written_by(device_state)? else { return Ok(()) };
+        let pinned = with_accelerator(&kept, chosen);
+        // The words and the arguments end with those that were added.
+        let before = plan_backends(&kept, &self.source.ram)?.words.len();
+        let added_words = self.words.split_off(before.min(self.words.len()));
+        self.words = plan_backends(&pinned, &self.source.ram)?.words;
+        self.words.extend(added_words);
+        let added = self.arguments.split_off(kept.len().min(self.arguments.len()));
+        self.arguments = pinned;
+        self.arguments.extend(added);
+        Ok(())
     }
 
     /// Returns notes for the user about differences between the restored VM and the checkpoint's.

@@ -108,6 +108,7 @@ pub fn checkpoint(vm: &mut Vm) -> Checkpoint {
         machine_type: vm.machine_type().unwrap(),
         working_directory: std::env::current_dir().unwrap().to_str().unwrap().into(),
         missing_cpu_features: Some(vm.cpu_lacks().unwrap()),
+        read_files: None,
         ..MachineSpec::default()
     };
     let source = RestoreSource { machine, ram: layout };

@@ -1,0 +1,149 @@
+//! A tap interface that leads nowhere: it is in a network namespace that no process can enter.
+//!
+//! A guest's network card that was connected to a tap has agreed with it on offloads, and no other
+//! kind of network offers them. A clone's card thus needs a tap, too.
+//!
+//! ```text
+//!   child of a fork: unshare(net) ─▶ open /dev/net/tun, one queue each ─▶ descriptors to the parent ─▶ end
+//! ```
+//!
+//! The descriptors keep the namespace. The interface stays down: what the guest sends is dropped.
+
+use rustix::fs::{Mode, OFlags, open};
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+
+/// The most queues of one tap.
+pub const QUEUES_MAX: usize = 64;
+const IFF_TAP: libc::c_short = 0x0002;
+const IFF_MULTI_QUEUE: libc::c_short = 0x0100;
+const IFF_NO_PI: libc::c_short = 0x1000;
+const IFF_VNET_HDR: libc::c_short = 0x4000;
+const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
+
+/// `struct ifreq`, with the flags that `TUNSETIFF` reads.
+#[repr(C)]
+struct InterfaceRequest {
+    name: [u8; 16],
+    flags: libc::c_short,
+    rest: [u8; 22],
+}
+
+/// Makes a tap with `queues` queues (1 to [`QUEUES_MAX`]) and headers for offloads, and returns a
+/// descriptor for each queue.
+///
+/// Needs no rights if the kernel lets users have namespaces, and else `CAP_SYS_ADMIN`.
+///
+/// Errors: the kernel refuses the namespace, or has no tap interfaces; `InvalidInput` for the
+/// number of queues.
+pub fn isolated_tap(queues: usize) -> io::Result<Vec<OwnedFd>> {
+    if !(1..=QUEUES_MAX).contains(&queues) {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let (ours, theirs) = UnixStream::pair()?;
+    let mut command = Command::new("/proc/self/exe");
+    let make = move || {
+        enter_namespace()?;
+        for _ in 0..queues {
+            send(theirs.as_fd(), &open_queue(queues > 1)?)?;
+        }
+        // The program is never executed: all is done.
+        Err(io::Error::from_raw_os_error(libc::ECANCELED))
+    };
+    // SAFETY: between fork and exec only what is async-signal-safe may be done: `make` makes system
+    // calls alone, and neither allocates nor locks; an error from a system call's number allocates
+    // nothing either.
+    unsafe { command.pre_exec(make) };
+    let ended = command.spawn();
+    // The command holds the child's end of the socket.
+    drop(command);
+    match ended {
+        Err(error) if error.raw_os_error() == Some(libc::ECANCELED) => {}
+        Err(error) => return Err(error),
+        Ok(_) => return Err(io::Error::other("a process was started that should not be")),
+    }
+    (0..queues).map(|_| receive(ours.as_fd())).collect()
+}
+
+/// Gives the calling process a network namespace of its own, as a user of its own if need be.
+fn enter_namespace() -> io::Result<()> {
+    let unshare = |flags: libc::c_int| {
+        // SAFETY: the call takes no pointer; the process has this thread alone.
+        if unsafe { libc::unshare(flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    };
+    match unshare(libc::CLONE_NEWNET) {
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+            unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNET)
+        }
+        done => done,
+    }
+}
+
+fn open_queue(many: bool) -> io::Result<OwnedFd> {
+    let tap =
+        open(c"/dev/net/tun", OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
+    let mut name = [0; 16];
+    name[..3].copy_from_slice(b"kf0");
+    let many = if many { IFF_MULTI_QUEUE } else { 0 };
+    let flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | many;
+    let request = InterfaceRequest { name, flags, rest: [0; 22] };
+    // SAFETY: the descriptor is open; TUNSETIFF reads and writes one `struct ifreq`, whose size is
+    // that of `request`, which lives on.
+    let done = unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETIFF, &raw const request) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(tap) }
+}
+
+fn send(socket: BorrowedFd<'_>, tap: &OwnedFd) -> io::Result<()> {
+    let taps = [tap.as_fd()];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !ancillary.push(SendAncillaryMessage::ScmRights(&taps)) {
+        return Err(Errno::NOBUFS.into());
+    }
+    sendmsg(socket, &[IoSlice::new(&[0])], &mut ancillary, SendFlags::NOSIGNAL)?;
+    Ok(())
+}
+
+fn receive(socket: BorrowedFd<'_>) -> io::Result<OwnedFd> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let mut byte = [0u8];
+    recvmsg(socket, &mut [IoSliceMut::new(&mut byte)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
+    let rights = ancillary.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut taps) => taps.next(),
+        _ => None,
+    });
+    rights.ok_or_else(|| io::ErrorKind::UnexpectedEof.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tap_has_its_queues_and_is_seen_by_no_one() {
+        for queues in [1, 3] {
+            match isolated_tap(queues) {
+                Ok(taps) => {
+                    assert_eq!(taps.len(), queues);
+                    assert!(!std::path::Path::new("/sys/class/net/kf0").exists());
+                }
+                Err(error) => {
+                    let known = [libc::EPERM, libc::ENOENT, libc::ENODEV, libc::ENOSPC];
+                    assert!(known.contains(&error.raw_os_error().unwrap_or(0)), "{error}");
+                    eprintln!("skipped: this host has no taps for us: {error}");
+                }
+            }
+        }
+        assert!(isolated_tap(0).is_err() && isolated_tap(QUEUES_MAX + 1).is_err());
+    }
+}

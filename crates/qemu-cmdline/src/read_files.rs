@@ -1,0 +1,173 @@
+//! Finds the files of a command line that QEMU only reads: kernel, firmware, CDs, read-only disks.
+//!
+//! Not found: files that QEMU looks for in its own directories (`-bios` without a path is looked
+//! for in the VM's directory alone), and those of a `-readconfig`.
+
+use crate::drives::{is_read_only_drive, path_of};
+use crate::options::{self, Argument, is_on, value_of};
+use serde_json::Value;
+
+/// A file that a line names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamedFile {
+    /// The option, with its dash.
+    pub option: String,
+    /// The path, as the line names it.
+    pub path: String,
+    /// The image format, if the line names it.
+    pub format: Option<String>,
+    /// True if the guest reads it while it runs.
+    pub is_medium: bool,
+}
+
+/// The files that QEMU only reads, of the line `words`, the binary first.
+pub fn named_files(words: &[String]) -> Vec<NamedFile> {
+    let Ok(line) = options::parse(words.get(1..).unwrap_or_default()) else { return Vec::new() };
+    let mut files: Vec<NamedFile> = line.iter().flat_map(of_argument).collect();
+    files.extend(of_nodes(&line));
+    files
+}
+
+fn of_argument(argument: &Argument) -> Vec<NamedFile> {
+    let value = argument.value();
+    let option = format!("-{}", argument.name());
+    let read = |path: &str| NamedFile {
+        option: option.clone(),
+        path: path.into(),
+        format: None,
+        is_medium: false,
+    };
+    match argument.name() {
+        "kernel" | "initrd" | "dtb" | "bios" if !value.is_empty() => vec![read(value)],
+        "fw_cfg" | "smbios" => {
+            let keys = options::keys(value, if argument.name() == "fw_cfg" { "name" } else { "" });
+            value_of(&keys, "file").map(read).into_iter().collect()
+        }
+        "acpitable" => {
+            let keys = options::keys(value, "");
+            let files = ["file", "data"].iter().filter_map(|key| value_of(&keys, key));
+            files.flat_map(|files| files.split(':')).map(read).collect()
+        }
+        "option-rom" => {
+            let keys = options::keys(value, "romfile");
+            value_of(&keys, "romfile").map(read).into_iter().collect()
+        }
+        "device" => {
+            let keys = options::properties(value, "driver").unwrap_or_default();
+            let rom = value_of(&keys, "romfile").filter(|path| !path.is_empty());
+            rom.map(read).into_iter().collect()
+        }
+        "cdrom" => path_of(value)
+            .map(|path| NamedFile { is_medium: true, ..read(&path.to_string_lossy()) })
+            .into_iter()
+            .collect(),
+        "drive" => drive(argument, &read).into_iter().collect(),
+        _ => Vec::new(),
+    }
+}
+
+fn drive(argument: &Argument, read: &dyn Fn(&str) -> NamedFile) -> Option<NamedFile> {
+    let keys = options::keys(argument.value(), "file");
+    if !is_read_only_drive(&keys) {
+        return None;
+    }
+    let image = value_of(&keys, "file").or_else(|| value_of(&keys, "file.filename"));
+    let path = path_of(image.filter(|image| !image.is_empty())?)?;
+    let format = value_of(&keys, "format").or_else(|| value_of(&keys, "driver"));
+    // A flash chip's content is in a RAM block.
+    let is_medium = value_of(&keys, "if") != Some("pflash");
+    let format = format.map(str::to_owned);
+    Some(NamedFile { format, is_medium, ..read(&path.to_string_lossy()) })
+}
+
+/// The files of `-blockdev` that no node may write to.
+fn of_nodes(line: &[Argument]) -> Vec<NamedFile> {
+    let nodes = line.iter().filter(|argument| argument.name() == "blockdev");
+    let nodes: Vec<_> = nodes.filter_map(|argument| node_keys(argument.value())).collect();
+    let name = |keys: &Keys, key: &str| value_of(keys, key).map(str::to_owned);
+    let mut files = Vec::new();
+    for keys in &nodes {
+        let own = name(keys, "node-name");
+        let mut users = nodes.iter().filter(|user| own.is_some() && name(user, "file") == own);
+        let format = users.clone().find_map(|user| name(user, "driver"));
+        let read_only = is_on(keys, "read-only")
+            || users.clone().next().is_some() && users.all(|user| is_on(user, "read-only"));
+        let path = value_of(keys, "filename").or_else(|| value_of(keys, "file.filename"));
+        let Some(path) = path.filter(|_| read_only) else { continue };
+        let driver = name(keys, "driver").filter(|driver| driver != "file");
+        files.push(NamedFile {
+            option: "-blockdev".into(),
+            path: path.into(),
+            format: format.or(driver),
+            is_medium: true,
+        });
+    }
+    files
+}
+
+type Keys = Vec<(String, String)>;
+
+/// The keys of a node; of nested JSON objects as `a.b`.
+fn node_keys(value: &str) -> Option<Keys> {
+    if !value.trim_start().starts_with('{') {
+        return Some(options::keys(value, "driver"));
+    }
+    let mut keys = Keys::new();
+    let mut open = vec![(String::new(), serde_json::from_str::<Value>(value).ok()?)];
+    while let Some((prefix, value)) = open.pop() {
+        match value {
+            Value::Object(object) => open.extend(object.into_iter().map(|(key, value)| {
+                let key = if prefix.is_empty() { key } else { format!("{prefix}.{key}") };
+                (key, value)
+            })),
+            Value::String(text) => keys.push((prefix, text)),
+            Value::Bool(on) => keys.push((prefix, if on { "on" } else { "off" }.into())),
+            other => keys.push((prefix, other.to_string())),
+        }
+    }
+    Some(keys)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn found(line: &str) -> Vec<(String, String, bool)> {
+        let words: Vec<_> = format!("q {line}").split_whitespace().map(str::to_owned).collect();
+        named_files(&words).into_iter().map(|f| (f.option, f.path, f.is_medium)).collect()
+    }
+
+    #[test]
+    fn files_that_are_only_read_are_found() {
+        let file =
+            |option: &str, path: &str, medium| vec![(option.to_owned(), path.to_owned(), medium)];
+        for (line, expected) in [
+            ("-kernel /k", file("-kernel", "/k", false)),
+            ("-fw_cfg name=opt/x,file=/f", file("-fw_cfg", "/f", false)),
+            ("-fw_cfg opt/x,string=s", vec![]),
+            ("-acpitable file=/a", file("-acpitable", "/a", false)),
+            ("-device e1000,romfile=/r", file("-device", "/r", false)),
+            ("-device e1000,romfile=", vec![]),
+            ("-cdrom c.iso", file("-cdrom", "c.iso", true)),
+            ("-drive file=/d,readonly=on", file("-drive", "/d", true)),
+            ("-drive file=/d,media=cdrom", file("-drive", "/d", true)),
+            ("-drive file=/d,if=pflash,readonly=on", file("-drive", "/d", false)),
+            ("-drive file=/d", vec![]),
+            ("-drive file=nbd://h/e,readonly=on", vec![]),
+            (
+                "-blockdev driver=raw,node-name=d,read-only=on,file.driver=file,file.filename=/d",
+                file("-blockdev", "/d", true),
+            ),
+            (
+                r#"-blockdev {"driver":"file","filename":"/d","node-name":"s"} -blockdev {"driver":"qcow2","node-name":"f","file":"s","read-only":true}"#,
+                file("-blockdev", "/d", true),
+            ),
+            (
+                "-blockdev driver=file,filename=/d,node-name=s -blockdev driver=raw,node-name=f,file=s",
+                vec![],
+            ),
+        ] {
+            assert_eq!(found(line), expected, "{line}");
+        }
+    }
+}
