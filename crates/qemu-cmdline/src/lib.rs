@@ -26,6 +26,8 @@ mod clone_conflicts;
 mod command_line;
 mod drives;
 mod error;
+mod line_difference;
+mod line_edits;
 mod lineage;
 mod media;
 mod memory_backends;
@@ -43,6 +45,10 @@ pub use clone_conflicts::{CloneLine, CloneOptions, clone_line};
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
 pub use drives::{DiskServer, Drive, drives, is_served, rewrite_drives};
 pub use error::{CommandLineError, Result};
+pub use line_difference::{LineDifference, line_difference};
+pub use line_edits::{
+    LineDevice, LineEdits, MediumEdit, ReadOnlyMedium, anonymous_devices, medium_of_line,
+};
 pub use lineage::{lineage_mark, lineage_of};
 pub use media::{Medium, media, media_of};
 pub use memory_backends::{
