@@ -28,6 +28,8 @@ mod command_line;
 mod drives;
 mod error;
 mod host_effects;
+mod line_difference;
+mod line_edits;
 mod lineage;
 mod media;
 mod memory_backends;
@@ -48,6 +50,10 @@ pub use command_line::{CommandLine, RunWords, vm_name, word_text};
 pub use drives::{Backing, BackingImage, DiskServer, Drive, drives, is_served, rewrite_drives};
 pub use error::{CommandLineError, Result};
 pub use host_effects::{EffectRow, HostProbe, LineUse, Rule, TABLE as HOST_EFFECTS};
+pub use line_difference::{LineDifference, line_difference};
+pub use line_edits::{
+    LineDevice, LineEdits, MediumEdit, ReadOnlyMedium, anonymous_devices, medium_of_line,
+};
 pub use lineage::{lineage_mark, lineage_of};
 pub use media::{Medium, media, media_of};
 pub use memory_backends::{

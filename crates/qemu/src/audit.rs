@@ -9,8 +9,7 @@
 //! | a device of `unsavable_devices.tsv` | QEMU ends when it saves the device, and with it the VM |
 //!
 //! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry:
-//! at launch `-only-migratable` makes QEMU refuse them, and a QEMU that runs already says what
-//! blocks a migration of it.
+//! QEMU says what blocks a migration.
 
 use crate::{Error, Qmp, Result, unsavable};
 use keyframe_qemu_cmdline::is_served;
@@ -108,7 +107,8 @@ fn is_discarding(child: &Value) -> bool {
     name_and_kind(child).is_some_and(|(_, kind)| discards_ram(kind))
 }
 
-fn discards_ram(driver: &str) -> bool {
+/// True for a type of device that discards guest RAM.
+pub(crate) fn discards_ram(driver: &str) -> bool {
     DISCARDING.iter().any(|prefix| driver.starts_with(prefix))
 }
 
@@ -215,6 +215,24 @@ fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec
             "use the page cache: cache=writeback, or cache.direct=off",
         ));
     }
+}
+
+/// The name of a drive of `query-block`: that of its block backend, of its device, or of its node.
+pub(crate) fn drive_key(block: &Value) -> String {
+    let text = |value: &Value, key: &str| {
+        value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
+    };
+    let node = block.get("inserted").map_or_else(String::new, |i| text(i, "node-name"));
+    let names = [text(block, "device"), text(block, "qdev"), node];
+    names.into_iter().find(|name| !name.is_empty()).unwrap_or_default()
+}
+
+/// Why the device `name` of type `kind` cannot be checkpointed, wherever it comes from.
+pub(crate) fn device_finding(name: &str, kind: &str) -> Option<AuditFinding> {
+    let mut found = Vec::new();
+    let child = json!({ "name": name, "type": format!("child<{kind}>") });
+    device(&child, false, &mut found);
+    found.pop()
 }
 
 /// Name and type of a child that `qom-list` lists, if it is an object.

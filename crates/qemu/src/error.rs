@@ -271,11 +271,9 @@ impl Error {
             Self::DifferentVersion { expected, .. } => {
                 Some(format!("name a binary of version {expected} with --qemu PATH"))
             }
-            Self::Exited { when, .. } if *when == AT_START => Some(
-                "try the same command line without keyframe; QEMU refuses a non-migratable device, which \
-                 cannot be checkpointed, because keyframe adds -only-migratable"
-                    .into(),
-            ),
+            Self::Exited { when, .. } if *when == AT_START => {
+                Some("try the same command line without keyframe".into())
+            }
             Self::Unsavable { .. } => Some("unplug it (device_del); the VM runs on meanwhile".into()),
             Self::PutDown => Some(
                 "restore the newest checkpoint, which is the state before the rollback: keyframe restore latest"

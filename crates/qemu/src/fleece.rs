@@ -29,7 +29,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// The prefix of all names.
-const OURS: &str = "keyframe-";
+pub(crate) const OURS: &str = "keyframe-";
 /// How long QEMU may take to remove an export, a job or a node.
 const GONE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Bytes for each bit of a bitmap: the size of a stored block; more for disks with large bitmaps.

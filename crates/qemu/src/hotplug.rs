@@ -1,5 +1,5 @@
-//! What was plugged into a machine since its line was written: memory, in the words that would have
-//! put it there, and other devices, which no word of ours can stand for.
+//! The memory that was plugged into a machine since its line was written, in the words that would
+//! have put it there.
 //!
 //! ```text
 //!   query-memory-devices ──▶ not named in the line ──▶ -object memory-backend-ram,id=..,size=..
@@ -8,15 +8,9 @@
 //!
 //! The backend's kind does not matter: a restore puts the checkpoint's own memory in its place.
 //! Address and slot do, for the guest knows them.
-//!
-//! Left out: devices without an id other than memory, which cannot be told from those that the
-//! machine makes itself; media that were changed; configuration files of the line's, whose devices
-//! are not looked up.
 
-use crate::audit::name_and_kind;
 use crate::{Error, Qmp, Result};
 use keyframe_qemu_cmdline::options::{self, Argument, Object, escape, value_of};
-use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 
 /// More than any machine has.
@@ -67,49 +61,9 @@ pub(crate) fn memory_words(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<Strin
     Ok(words)
 }
 
-/// Devices with an id that `line` does not name, or that it names and the machine has no more.
-pub(crate) fn refusals(qmp: &mut Qmp, line: &[Argument]) -> Result<Vec<AuditFinding>> {
-    if line.iter().any(|a| a.name() == "readconfig") {
-        return Ok(Vec::new());
-    }
-    let answer = qmp.execute("qom-list", Some(json!({ "path": "/machine/peripheral" })))?;
-    let Some(children) = answer.as_array() else { return Err(qmp.unexpected("qom-list", &answer)) };
-    let present: Vec<(&str, &str)> = children.iter().filter_map(name_and_kind).collect();
-    Ok(compare(&present, &named_devices(line)))
-}
-
 /// True for a type of memory device.
 pub(crate) fn is_memory(kind: &str) -> bool {
     ["pc-dimm", "nvdimm"].contains(&kind) || kind.starts_with("virtio-mem")
-}
-
-fn compare(present: &[(&str, &str)], named: &[String]) -> Vec<AuditFinding> {
-    let refused = |what: String, reason: &str, fix: &str| AuditFinding {
-        subject: what,
-        reason: reason.into(),
-        fix: fix.into(),
-        severity: Severity::Refused,
-    };
-    let is_named = |id: &str| named.iter().any(|name| name == id);
-    let plugged =
-        present.iter().filter(|(id, kind)| !is_named(id) && !is_memory(kind)).map(|(id, kind)| {
-            let reason =
-                "it was plugged in after the VM's start, and a VM restored from the line would lack it";
-            refused(format!("device {id} ({kind})"), reason, "unplug it, or start the VM with it")
-        });
-    let unplugged = named.iter().filter(|id| !present.iter().any(|(p, _)| p == id)).map(|id| {
-        let reason =
-            "it was unplugged after the VM's start, and a VM restored from the line would have it";
-        refused(format!("device {id}"), reason, "plug it in again, or start the VM without it")
-    });
-    plugged.chain(unplugged).collect()
-}
-
-fn named_devices(line: &[Argument]) -> Vec<String> {
-    options::devices(line)
-        .filter_map(|keys| value_of(&keys, "id").map(str::to_owned))
-        .filter(|id| !id.is_empty())
-        .collect()
 }
 
 fn is_named(device: &MemoryDevice, line: &[Argument]) -> bool {
@@ -233,17 +187,5 @@ mod tests {
                 .unwrap()
                 .contains("requested-size=4096,block-size=2048,memdev=m,node=1,id=vm0")
         );
-    }
-
-    #[test]
-    fn devices_that_came_and_went_are_refused_and_memory_is_not() {
-        let present = [("net0", "virtio-net-pci"), ("dimm1", "pc-dimm"), ("usb7", "usb-storage")];
-        let named = named_devices(&line(
-            r#"-device virtio-net-pci,id=net0 -device {"driver":"nvme","id":"n0"} -device e1000"#,
-        ));
-        assert_eq!(named, ["net0", "n0"]);
-        let found = compare(&present, &named);
-        let what: Vec<_> = found.iter().map(|r| r.subject.as_str()).collect();
-        assert_eq!(what, ["device usb7 (usb-storage)", "device n0"]);
     }
 }

@@ -28,6 +28,7 @@ mod attach;
 mod audit;
 mod binary;
 mod blocknodes;
+mod changed_line;
 mod error;
 mod eventfd_coalesce;
 pub mod fleece;
@@ -58,13 +59,14 @@ pub mod watchdog;
 pub use attach::{AttachOptions, Monitor};
 pub use binary::QemuIdentity;
 pub use blocknodes::{LineDisk, WritableNode};
+pub use changed_line::MachineLines;
 pub use error::{Error, Result};
 pub use invocation::Invocation;
 pub use keyframe_machine::ReadFile;
 pub use keyframe_machine::{Accelerator, HostBlock};
 pub use keyframe_qemu_cmdline::{
-    self as cmdline, Backing, BackingImage, DiskServer, Drive, Medium, NicSockets, media_of,
-    net_gate, recording,
+    self as cmdline, Backing, BackingImage, DiskServer, Drive, LineDifference, Medium, NicSockets,
+    line_difference, media_of, net_gate, recording,
 };
 pub use keyframe_qemu_cmdline::{NamedFile, named_files};
 pub use keyframe_qemu_stream as stream;

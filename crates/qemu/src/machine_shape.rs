@@ -2,7 +2,8 @@
 //! media. And the words of a command line that makes the changed machine, if there are any.
 //!
 //! ```text
-//!   qom-list, query-block ──▶ MachineShape ──▶ changes since another shape ──▶ -device virtio-rng-pci,id=r1,bus=pci.0,addr=04.0
+//!   qom-list, query-block, query-cpus-fast, query-migrate ──▶ MachineShape ──▶ changes since another shape
+//!                                                                                └──▶ -device virtio-rng-pci,id=r1,bus=pci.0,addr=04.0
 //! ```
 //!
 //! Words are made for memory and for devices that need nothing of the host ([`SELF_CONTAINED`]).
@@ -12,11 +13,14 @@
 
 use crate::audit::{self, name_and_kind};
 use crate::hotplug::{self, is_memory};
-use crate::{Qmp, Result, Vm};
+use crate::{Qmp, Result, Vm, ramblock};
+use keyframe_qemu_cmdline::is_served;
 use keyframe_qemu_cmdline::options::{Argument, Object, escape};
+use keyframe_units::RamLayout;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt;
+use std::path::PathBuf;
 
 /// Types of devices without a disk, a network, a console or another resource of the host.
 const SELF_CONTAINED: &[&str] =
@@ -29,6 +33,34 @@ pub struct MachineShape {
     devices: BTreeMap<String, String>,
     /// The media of the drives.
     media: BTreeMap<String, Medium>,
+    /// The number of virtual CPUs.
+    processors: usize,
+    /// What keeps QEMU from saving the machine's whole state, in QEMU's words.
+    blockers: Vec<String>,
+    /// The number of devices that QEMU has reported as unplugged.
+    deletions: u64,
+}
+
+/// The disks that a run captures.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct CapturedDisks {
+    /// The socket of the server of its disks.
+    pub socket: Option<PathBuf>,
+    /// The nodes of disks that QEMU has opened itself.
+    pub nodes: Vec<String>,
+}
+
+impl CapturedDisks {
+    /// True for the present medium of such a drive of `query-block`.
+    pub fn have(&self, block: &Value) -> bool {
+        let Some(inserted) = block.get("inserted") else { return false };
+        let text = |key: &str| inserted.get(key).and_then(Value::as_str).unwrap_or_default();
+        let node = text("node-name");
+        // Keyframe's own nodes lie above the disk while it is read.
+        self.socket.as_ref().is_some_and(|socket| is_served(text("file"), socket))
+            || self.nodes.iter().any(|known| known == node)
+            || node.starts_with(crate::fleece::OURS)
+    }
 }
 
 /// The medium of a drive.
@@ -75,6 +107,18 @@ pub enum MachineChange {
         /// The medium now.
         now: String,
     },
+    /// Virtual CPUs were plugged in or out.
+    Processors {
+        /// Their number before.
+        before: usize,
+        /// Their number now.
+        now: usize,
+    },
+    /// QEMU can no longer save the machine's whole state.
+    Blocked {
+        /// Why, in QEMU's words.
+        reason: String,
+    },
 }
 
 impl MachineChange {
@@ -84,6 +128,8 @@ impl MachineChange {
             Self::Plugged { .. } => "unplug it, or start the VM with it",
             Self::Unplugged { .. } => "plug it in again as it was, or start the VM without it",
             Self::Medium { .. } => "put the medium back, or start the VM with the new one",
+            Self::Processors { .. } => "undo it, or start the VM with that number of processors",
+            Self::Blocked { .. } => "undo what blocks it, for example unmount the shared directory",
         }
     }
 }
@@ -98,17 +144,26 @@ impl fmt::Display for MachineChange {
             Self::Medium { drive, before, now } => {
                 write!(f, "the medium of drive {drive} was changed from {before} to {now}")
             }
+            Self::Processors { before, now } => {
+                write!(f, "the number of processors was changed from {before} to {now}")
+            }
+            Self::Blocked { reason } => {
+                write!(f, "QEMU cannot save the VM's whole state: {reason}")
+            }
         }
     }
 }
 
 impl MachineShape {
-    fn of(qmp: &mut Qmp) -> Result<Self> {
-        let listing = |path: &str| ("qom-list", json!({ "path": path }));
-        let [with_id, without_id] = audit::PLUGGED.map(listing);
-        let answers = qmp.ask_all([with_id, without_id, ("query-block", json!({}))])?;
-        let [with_id, without_id, blocks] = &answers;
-        let mut shape = Self::default();
+    fn of(qmp: &mut Qmp, captured: &CapturedDisks) -> Result<Self> {
+        let [with_id, without_id, blocks, processors, migration] = questions();
+        let answers = qmp.ask_all([with_id, without_id, blocks, processors, migration])?;
+        Self::of_answers(qmp, &answers, captured)
+    }
+
+    fn of_answers(qmp: &Qmp, answers: &[Value; 5], captured: &CapturedDisks) -> Result<Self> {
+        let [with_id, without_id, blocks, processors, migration] = answers;
+        let mut shape = Self { deletions: qmp.deletions(), ..Self::default() };
         for (folder, answer) in audit::PLUGGED.iter().zip([with_id, without_id]) {
             let children = answer.as_array().ok_or_else(|| qmp.unexpected("qom-list", answer))?;
             for (name, kind) in children.iter().filter_map(name_and_kind) {
@@ -116,8 +171,29 @@ impl MachineShape {
             }
         }
         let blocks = blocks.as_array().ok_or_else(|| qmp.unexpected("query-block", blocks))?;
-        shape.media = blocks.iter().map(medium).collect();
+        shape.media = blocks.iter().map(|block| medium(block, captured)).collect();
+        let all = processors.as_array();
+        shape.processors = all.ok_or_else(|| qmp.unexpected("query-cpus-fast", processors))?.len();
+        let reasons = migration.get("blocked-reasons").and_then(Value::as_array);
+        let reasons = reasons.into_iter().flatten().filter_map(Value::as_str);
+        shape.blockers = reasons.map(str::to_owned).collect();
         Ok(shape)
+    }
+
+    /// True if a device discards guest RAM, from the start or plugged in since.
+    pub fn discards_ram(&self) -> bool {
+        self.devices.values().any(|kind| audit::discards_ram(kind))
+    }
+
+    /// What keeps QEMU from saving the machine's whole state.
+    pub fn blockers(&self) -> &[String] {
+        &self.blockers
+    }
+
+    /// True if the machine may have been changed since `before`, also if it looks the same: a device
+    /// can be unplugged and plugged in again elsewhere.
+    pub fn may_differ_from(&self, before: &Self) -> bool {
+        self.deletions != before.deletions || !self.changes_since(before).is_empty()
     }
 
     /// Returns the changes from `before` to this shape.
@@ -159,26 +235,37 @@ impl MachineShape {
         if !has_devices {
             all.extend(lost);
         }
+        if self.processors != before.processors {
+            all.push(MachineChange::Processors { before: before.processors, now: self.processors });
+        }
+        let new = self.blockers.iter().filter(|reason| !before.blockers.contains(reason));
+        all.extend(new.map(|reason| MachineChange::Blocked { reason: reason.clone() }));
         all
     }
 }
 
+/// The questions whose answers make a shape.
+fn questions() -> [(&'static str, Value); 5] {
+    let [with_id, without_id] = audit::PLUGGED.map(|path| ("qom-list", json!({ "path": path })));
+    let plain = |command| (command, json!({}));
+    [with_id, without_id, plain("query-block"), plain("query-cpus-fast"), plain("query-migrate")]
+}
+
 /// A drive of `query-block`, and its medium.
-fn medium(block: &Value) -> (String, Medium) {
-    let text = |value: &Value, key: &str| {
-        value.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
-    };
-    let drive = [text(block, "device"), text(block, "qdev")].into_iter().find(|n| !n.is_empty());
+fn medium(block: &Value, captured: &CapturedDisks) -> (String, Medium) {
+    let drive = audit::drive_key(block);
     let Some(inserted) = block.get("inserted") else {
-        return (drive.unwrap_or_default(), Medium::default());
+        return (drive, Medium::default());
     };
+    let file = inserted.get("file").and_then(Value::as_str).unwrap_or_default();
     let size = inserted.get("image").and_then(|image| image.get("virtual-size"));
     let medium = Medium {
-        image: Some(text(inserted, "file")),
+        // The file of a captured disk has other names while the disk is read.
+        image: Some(if captured.have(block) { "the captured disk" } else { file }.to_owned()),
         is_read_only: inserted.get("ro").and_then(Value::as_bool).unwrap_or_default(),
         len_bytes: size.and_then(Value::as_u64).unwrap_or_default(),
     };
-    (drive.unwrap_or_else(|| text(inserted, "node-name")), medium)
+    (drive, medium)
 }
 
 fn is_self_contained(kind: &str) -> bool {
@@ -188,7 +275,21 @@ fn is_self_contained(kind: &str) -> bool {
 impl Vm {
     /// Returns the devices and media of the machine as they are now. Error: QEMU does not answer.
     pub fn shape(&mut self) -> Result<MachineShape> {
-        MachineShape::of(self.qmp())
+        let captured = self.captured_disks();
+        MachineShape::of(self.qmp(), &captured)
+    }
+
+    /// [`Vm::ram_layout`] and [`Vm::shape`] at one time.
+    pub fn ram_layout_and_shape(&mut self) -> Result<(RamLayout, MachineShape)> {
+        let captured = self.captured_disks();
+        self.asked_for_ram(|qmp, backends| {
+            let [with_id, without_id, blocks, processors, migration] = questions();
+            let list = (ramblock::LIST, json!({}));
+            let [list, answers @ ..] =
+                qmp.ask_all([list, with_id, without_id, blocks, processors, migration])?;
+            let layout = ramblock::layout_of_answer(qmp, &list, backends)?;
+            Ok((layout, MachineShape::of_answers(qmp, &answers, &captured)?))
+        })
     }
 
     /// Returns the words that, after [`Vm::user_command`], make the machine as it is now. `now` is
@@ -202,7 +303,10 @@ impl Vm {
         let changes = now.changes_since(before);
         let can_be_made = |change: &MachineChange| match change {
             MachineChange::Plugged { kind, .. } => is_self_contained(kind) || is_memory(kind),
-            MachineChange::Unplugged { .. } | MachineChange::Medium { .. } => false,
+            MachineChange::Unplugged { .. }
+            | MachineChange::Medium { .. }
+            | MachineChange::Processors { .. }
+            | MachineChange::Blocked { .. } => false,
         };
         let (made, mut other): (Vec<_>, Vec<_>) = changes.into_iter().partition(can_be_made);
         let mut words = self.plugged_memory()?;
@@ -322,6 +426,7 @@ mod tests {
         MachineShape {
             devices: devices.iter().map(|(id, kind)| (path(id), (*kind).into())).collect(),
             media: media.iter().map(|(drive, image)| ((*drive).into(), medium(*image))).collect(),
+            ..MachineShape::default()
         }
     }
 
@@ -366,14 +471,42 @@ mod tests {
     #[test]
     fn media_are_told_by_image_size_and_whether_they_can_be_written_to() {
         let block = |size: u64, ro: bool| {
-            medium(&json!({"device": "", "qdev": "/machine/peripheral/cd", "tray_open": true,
-                "inserted": {"file": "a", "ro": ro, "image": {"virtual-size": size, "actual-size": 3}}}))
+            let image = json!({"virtual-size": size, "actual-size": 3});
+            let inserted = json!({"file": "a", "ro": ro, "image": image});
+            let qdev = "/machine/peripheral/cd";
+            let block =
+                json!({"device": "", "qdev": qdev, "tray_open": true, "inserted": inserted});
+            medium(&block, &CapturedDisks::default())
         };
         assert_eq!(block(5, true).0, "/machine/peripheral/cd");
         assert_eq!(block(5, true), block(5, true));
         assert_ne!(block(5, true), block(6, true));
         assert_ne!(block(5, true), block(5, false));
-        assert_eq!(medium(&json!({"device": "cd0"})), ("cd0".into(), Medium::default()));
+        let empty = medium(&json!({"device": "cd0"}), &CapturedDisks::default());
+        assert_eq!(empty, ("cd0".into(), Medium::default()));
+    }
+
+    #[test]
+    fn a_captured_disk_is_the_same_under_nodes_of_keyframes_own() {
+        let captured = CapturedDisks { socket: None, nodes: vec!["n".into()] };
+        let image = |node: &str, file: &str| {
+            let inserted = json!({"file": file, "ro": false, "node-name": node});
+            medium(&json!({"device": "d", "inserted": inserted}), &captured).1.image
+        };
+        assert_eq!(image("n", "a"), image("keyframe-cbw-0", "json:{}"));
+        assert_ne!(image("n", "a"), image("other", "b"));
+    }
+
+    #[test]
+    fn processors_blockers_and_devices_that_came_back_are_changes() {
+        let before = shape(&[], &[]);
+        let now = MachineShape { processors: 2, blockers: vec!["9p".into()], ..before.clone() };
+        assert_eq!(now.changes_since(&before).len(), 2);
+        // What no longer blocks is no obstacle.
+        assert_eq!(before.changes_since(&now).len(), 1);
+        let replugged = MachineShape { deletions: 1, ..before.clone() };
+        assert_eq!(replugged.changes_since(&before), []);
+        assert!(replugged.may_differ_from(&before) && !before.may_differ_from(&before));
     }
 
     #[test]

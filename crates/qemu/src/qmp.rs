@@ -96,6 +96,8 @@ pub struct Qmp {
     timeout: Duration,
     last_id: u64,
     events: VecDeque<QmpEvent>,
+    /// Events of unplugged devices.
+    deletions: u64,
     /// Events in all, for finding out whether one came.
     stops: u64,
     /// When the last of them happened.
@@ -180,6 +182,7 @@ impl Qmp {
             timeout: TIMEOUT,
             last_id: 0,
             events: VecDeque::new(),
+            deletions: 0,
             stops: 0,
             stopped_us: None,
             stands_since_load: false,
@@ -275,6 +278,11 @@ impl Qmp {
             *answer = self.answer(id, command, self.timeout)?;
         }
         Ok(answers)
+    }
+
+    /// The number of events by which QEMU has reported unplugged devices. Always 0 over libvirt.
+    pub(crate) fn deletions(&self) -> u64 {
+        self.deletions
     }
 
     /// Pauses the VM. Error: QEMU refuses the command or does not answer.
@@ -500,6 +508,9 @@ impl Qmp {
             }
             (QmpEvent::Resume, Some(pause)) => pause.note_resume(event::timestamp_us(message)),
             _ => {}
+        }
+        if event == QmpEvent::Other("DEVICE_DELETED".into()) {
+            self.deletions += 1;
         }
         if self.events.len() >= EVENTS_MAX {
             self.events.pop_front();

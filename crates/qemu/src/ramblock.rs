@@ -19,7 +19,7 @@ use keyframe_units::{BlockKind, HostRange, HostVirt, RamBlock, RamLayout};
 use serde_json::Value;
 
 /// QEMU's command.
-const LIST: &str = "x-query-ramblock";
+pub(crate) const LIST: &str = "x-query-ramblock";
 /// More blocks than any machine has.
 const BLOCKS_MAX: usize = 4096;
 
@@ -98,6 +98,15 @@ pub(crate) fn layout_and_discards(qmp: &mut Qmp, backends: &[String]) -> Result<
     let (answer, discards) = audit::ask_with_plugged(qmp, (LIST, serde_json::json!({})))?;
     let rows = rows_of(qmp, &answer)?;
     Ok((layout_of(rows, backends)?, discards))
+}
+
+/// The layout that the answer to [`LIST`] tells.
+pub(crate) fn layout_of_answer(
+    qmp: &Qmp,
+    answer: &Value,
+    backends: &[String],
+) -> Result<RamLayout> {
+    layout_of(rows_of(qmp, answer)?, backends)
 }
 
 fn layout_of(rows: Vec<Row>, backends: &[String]) -> Result<RamLayout> {

@@ -356,7 +356,7 @@ impl Starting {
             words.extend(["-global", "migration.announce-rounds=0"].map(String::from));
         }
         words.extend(state.arguments_of(plan.lineage.as_ref().map(lineage_mark)));
-        words.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
+        words.extend(["-readconfig".into(), inherited_path(&config)]);
         words.extend(["-incoming".into(), format!("fd:{}", spawn::number(&incoming))]);
 
         let taps = isolated_taps(&mut words)?;

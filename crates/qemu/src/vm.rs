@@ -4,7 +4,6 @@
 //! ```text
 //!   QEMU ... the user's own arguments ...
 //!        -S                              QEMU waits before the first instruction; the caller resumes
-//!        -only-migratable                QEMU refuses devices whose state it cannot save
 //!        -readconfig /proc/self/fd/N     two monitors: RUN_DIR/qmp.sock for the engine, RUN_DIR/watchdog.sock
 //!        -add-fd fd=M,set=19270          a memfd, where QEMU writes device state
 //! ```
@@ -21,6 +20,7 @@ mod one_command_pause;
 
 use crate::invocation::Invocation;
 use crate::lifetime::Lifetime;
+use crate::machine_shape::CapturedDisks;
 use crate::ramblock::{self, find_ram_blocks};
 use crate::spawn;
 use crate::statefile::StateFile;
@@ -139,7 +139,7 @@ impl Vm {
             added.push("-S".to_owned());
         }
         added.extend(state.arguments());
-        added.extend(["-only-migratable".into(), "-readconfig".into(), inherited_path(&config)]);
+        added.extend(["-readconfig".into(), inherited_path(&config)]);
         let line = invocation.line();
         let is_recorded = line.is_recorded();
         let binary = invocation.binary().to_owned();
@@ -309,13 +309,22 @@ impl Vm {
             (_, server) => audit::Disks::of_server(server.as_deref()),
         };
         let mut found = audit::audit(&mut self.qmp, &machine_type, (disks, &self.minded))?;
-        if self.is_attached() {
-            // Started without -only-migratable.
-            found.extend(audit::blockers(&mut self.qmp)?);
-            found
-                .extend(hotplug::refusals(&mut self.qmp, &hotplug::arguments(&self.full_command))?);
+        found.extend(audit::blockers(&mut self.qmp)?);
+        if let Err(changes) = self.lines_now()? {
+            // The audit tells more about a disk that is not captured.
+            let is_new = |f: &AuditFinding| !f.subject.starts_with("drive ");
+            found.extend(changes.into_iter().filter(is_new));
         }
         Ok(found)
+    }
+
+    /// The disks that this run captures.
+    pub(crate) fn captured_disks(&self) -> CapturedDisks {
+        let socket = match (&self.origin, &self.server) {
+            (Origin::Launched { disks, .. }, None) => disks.clone(),
+            (_, server) => server.clone(),
+        };
+        CapturedDisks { socket, nodes: self.minded.clone() }
     }
 
     /// Fails with [`Error::Unsavable`] if a device was plugged in with which QEMU would end in
@@ -391,7 +400,7 @@ impl Vm {
         self.asked_for_ram(ramblock::layout_and_discards)
     }
 
-    fn asked_for_ram<T>(
+    pub(crate) fn asked_for_ram<T>(
         &mut self,
         ask: impl FnOnce(&mut Qmp, &[String]) -> Result<T>,
     ) -> Result<T> {

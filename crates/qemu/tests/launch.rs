@@ -58,11 +58,10 @@ fn a_balloon_over_shared_memory_is_refused_and_over_private_memory_is_not() {
 #[test]
 fn what_qemu_itself_refuses_is_an_exit_at_start() {
     let dir = tempfile::tempdir().unwrap();
-    for line in ["-machine nonsense", "-device nvme,serial=x -machine pc"] {
-        let error = launch("qemu-system-x86_64", &words(line), dir.path()).err().unwrap();
-        assert!(matches!(error, Error::Exited { .. }), "{error}");
-        assert!(error.fix().unwrap().contains("-only-migratable"));
-    }
+    let line = "-machine nonsense";
+    let error = launch("qemu-system-x86_64", &words(line), dir.path()).err().unwrap();
+    assert!(matches!(error, Error::Exited { .. }), "{error}");
+    assert!(error.fix().unwrap().contains("without keyframe"));
 }
 
 #[test]

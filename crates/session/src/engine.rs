@@ -4,6 +4,7 @@
 //! A due checkpoint is captured while earlier ones are still being encoded, if there is memory for
 //! its pages, so intervals stay uniform. If memory is short, the checkpoint waits and is late.
 
+mod changes;
 mod disk_outage;
 mod ending;
 mod outcome;
@@ -51,6 +52,9 @@ use std::time::{Duration, Instant};
 /// The interval at which the engine checks whether a VM has ended or was paused, if nothing else
 /// wakes it.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// How often a capture is tried while the machine's user changes the machine.
+const CAPTURES_MAX: u32 = 3;
 
 const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
 
@@ -138,6 +142,8 @@ pub struct Engine<'a> {
     last_pages: u64,
     /// The newest checkpoint that was sealed.
     newest: Option<CheckpointId>,
+    /// The machines, if they were changed since the run's begin.
+    followed: Option<Arc<MachineDescriptions>>,
     /// The checkpoint that the VM was rolled back to and the number of that rollback, until a
     /// sealed checkpoint records it.
     came_from: Option<(CheckpointId, u64)>,
@@ -215,6 +221,7 @@ impl<'a> Engine<'a> {
             takers: BTreeMap::new(),
             last_pages: 0,
             newest: None,
+            followed: None,
             came_from: None,
             rollbacks: 0,
             interrupted,
@@ -409,7 +416,8 @@ impl<'a> Engine<'a> {
         self.capture(CheckpointReason::Take, tag, strategy)
     }
 
-    /// Captures one checkpoint; its seal is reported later.
+    /// Captures one checkpoint; its seal is reported later. If the machine was changed, the capture
+    /// is tried again with a command line that makes it.
     fn capture(
         &mut self,
         reason: CheckpointReason,
@@ -425,17 +433,40 @@ impl<'a> Engine<'a> {
             }
             (None, _) => 0,
         };
-        if let Some(shortage) = self.copying.memory.limit(self.copying.cycle.pool()) {
-            self.tell(&Event::MemoryShort(shortage));
+        for _ in 0..CAPTURES_MAX {
+            if let Some(shortage) = self.copying.memory.limit(self.copying.cycle.pool()) {
+                self.tell(&Event::MemoryShort(shortage));
+            }
+            let label = CheckpointLabel {
+                reason,
+                backlog_ns,
+                tag: tag.clone(),
+                ..CheckpointLabel::default()
+            };
+            match self.capture_labelled(label, strategy)? {
+                Ok(seq) => return Ok(seq),
+                Err(_) if self.machines.are_changed() => self.follow_changes()?,
+                Err(error) => return Err(self.capture_failed(error)),
+            }
         }
+        Err(self.failed(CheckpointError::KeepsChanging, 1, false).into())
+    }
+
+    /// Tries to capture one checkpoint. `Err` inside: the cycle's error, which is not told yet.
+    fn capture_labelled(
+        &mut self,
+        label: CheckpointLabel,
+        strategy: Option<Strategy>,
+    ) -> Result<Result<u64, CaptureError>, NotCaptured> {
         let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
         let cut = cut.map_err(|e| self.failed(CheckpointError::Disks(e), 1, false))?;
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|e| CheckpointError::Strategy(Box::new(e)))?;
         let position = self.machines.mark();
-        let label =
-            CheckpointLabel { reason, backlog_ns, tag, cut, parent: self.came_from, position };
+        let (parent, machines) = (self.came_from, self.followed.clone());
+        let backlog_ns = label.backlog_ns;
+        let label = CheckpointLabel { cut, parent, position, machines, ..label };
         let encoding = self.encoding.as_mut().ok_or(CheckpointError::Ending)?;
         let result = copying.cycle.capture(
             &mut self.machines,
@@ -454,15 +485,10 @@ impl<'a> Engine<'a> {
             status.backlog_ns = backlog_ns;
             status.queued = queued;
         });
-        match result {
-            Ok(seq) => {
-                if let Some(audit) = &mut self.watch.audit {
-                    audit.captured(seq);
-                }
-                Ok(seq)
-            }
-            Err(error) => Err(self.capture_failed(error)),
+        if let (Ok(seq), Some(audit)) = (&result, &mut self.watch.audit) {
+            audit.captured(*seq);
         }
+        Ok(result)
     }
 
     fn greeting(&self) -> SessionStart {

@@ -5,7 +5,7 @@ use crate::error::CheckpointFailure;
 use crate::memory_guard::MemoryShortage;
 use keyframe_capture::BoxError;
 use keyframe_inspect::entry::Entry;
-use keyframe_qemu::AuditFinding;
+use keyframe_qemu::{AuditFinding, MachineChange};
 use keyframe_scheduling::TuningReason;
 use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
 use keyframe_units::PageIndex;
@@ -54,6 +54,11 @@ pub enum Event {
     MemoryShort(MemoryShortage),
     /// RAM was plugged or unplugged: a new run has begun.
     NewRun,
+    /// The machine was changed, and the next checkpoint's command line makes the changed one.
+    MachineFollowed {
+        /// The changes.
+        changes: Vec<MachineChange>,
+    },
     /// A helper process has ended without an order, and was started again.
     HelperRestarted {
         /// The kind of the helper process.

@@ -19,7 +19,8 @@ use crate::teardown::Teardown;
 use crate::watchdog_keeper::{StartWatchdog, WatchdogKeeper};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{
-    AuditFinding, DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Severity, Vm,
+    AuditFinding, DiskServer, Drive, Invocation, LaunchOptions, MachineShape, QemuIdentity,
+    Severity, Vm,
 };
 use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Tuning, Writer};
 use keyframe_vm_disks::media::Media;
@@ -397,13 +398,18 @@ pub fn prepare(
     }
     let disks = peripherals.disks.as_deref();
     match prepare_parts(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
-        Ok((copying, sink, meta, watchdogs)) => {
-            let guarded = found.into_iter().zip(watchdogs).zip(&copying.watches_discards);
-            let member = |((found, watchdog), watches): ((StartedVm, WatchdogKeeper), &bool)| {
+        Ok(PreparedParts { copying, sink, meta, watchdogs, shapes }) => {
+            let guarded = found.into_iter().zip(watchdogs).zip(shapes);
+            let guarded = guarded.zip(&copying.watches_discards);
+            let member = |(((found, watchdog), shape), watches): (
+                ((StartedVm, WatchdogKeeper), Option<MachineShape>),
+                &bool,
+            )| {
                 let limit = options.pause_limit;
                 let health = watchdog.health();
                 let vm = SessionVm::new(Box::new(found.vm), Box::new(watchdog), limit, *watches)
-                    .with_monitor(found.monitor);
+                    .with_monitor(found.monitor)
+                    .expecting(shape);
                 let vm = if options.recorded.is_some() { vm.recorded() } else { vm };
                 Member::new(found.name, vm, found.runs).watched_by(health)
             };
@@ -432,13 +438,23 @@ fn audit_links(
     Ok(())
 }
 
+/// The parts of a session besides its VMs.
+struct PreparedParts {
+    copying: RamCapture,
+    sink: StoreSink,
+    meta: MachineDescriptions,
+    watchdogs: Vec<WatchdogKeeper>,
+    /// The machines that the descriptions describe; `None` if they are not compared.
+    shapes: Vec<Option<MachineShape>>,
+}
+
 fn prepare_parts(
     store: &Store,
     writer: &mut Writer,
     (name, is_group): (&str, bool),
     (found, disks): (&mut [StartedVm], Option<&dyn DiskCapture>),
     options: &SessionOptions,
-) -> Result<(RamCapture, StoreSink, MachineDescriptions, Vec<WatchdogKeeper>)> {
+) -> Result<PreparedParts> {
     for one in found.iter_mut() {
         refuse(&mut one.vm, &*options.events)
             .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
@@ -447,7 +463,11 @@ fn prepare_parts(
     vms.extend(found.iter_mut().map(|one| (&*one.name, &mut one.vm as &mut dyn Vmm)));
     let copying = RamCapture::start(&mut vms, is_group, options)?;
     let mut members = Vec::with_capacity(found.len());
+    let mut shapes = Vec::with_capacity(found.len());
     for one in found.iter_mut() {
+        // Nothing may be plugged into a recorded machine: a replay has the line alone.
+        let is_compared = options.recorded.is_none();
+        shapes.push(is_compared.then(|| one.vm.shape()).transpose()?);
         let ram_blocks = one.vm.ram_layout()?.blocks().len();
         let replayed = options.recorded.as_ref().and_then(|recorded| recorded.machine.clone());
         let machine = match replayed {
@@ -481,7 +501,7 @@ fn prepare_parts(
     }
     let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm, &options.events));
     let watchdogs = watchdogs.collect::<Result<_, _>>()?;
-    Ok((copying, sink, meta, watchdogs))
+    Ok(PreparedParts { copying, sink, meta, watchdogs, shapes })
 }
 
 /// Fails with [`Error::MissingFeatures`] if the kernel or this user's rights lack what the options
@@ -531,13 +551,13 @@ pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> R
     })
 }
 
-/// Returns the command line of the user and the full command line. Both end with options for the
-/// memory that was plugged in since the launch, so that they describe the machine as it is now.
-/// Error: the monitor fails.
+/// Returns the command line of the user and the full command line, with the changes of the machine
+/// since its start. Error: the monitor fails, or no line can make a change.
 pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
-    let plugged = vm.plugged_memory()?;
-    let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
-    Ok((with_plugged(vm.user_command()), with_plugged(vm.full_command())))
+    match vm.lines_now()? {
+        Ok(lines) => Ok((lines.user_command, lines.full_command)),
+        Err(findings) => Err(Error::NotCheckpointable(findings)),
+    }
 }
 
 /// Starts the watchdog of a VM: a process of its own, which outlives a crash of this one. If it

@@ -26,6 +26,7 @@ use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
     BoxError, CaptureError, Machine, PauseRecord, PauseSteps, PauseVerdict, PauseWork, StopOutcome,
 };
+use keyframe_qemu::MachineChange;
 use keyframe_units::{RamBlock, RamLayout};
 use keyframe_vmm::{RunState, VmEvent, Vmm, VmmErrorKind};
 use std::process::ExitStatus;
@@ -239,6 +240,16 @@ impl Machines {
     pub fn lost(&self) -> Option<&str> {
         let lost = self.members.iter().find(|m| m.ended.is_some())?;
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
+    }
+
+    /// True if the newest look has found a machine that differs from its description.
+    pub fn are_changed(&self) -> bool {
+        self.members.iter().any(|member| member.vm.changes().is_some())
+    }
+
+    /// The changes of all machines that the newest look has found.
+    pub fn changes(&self) -> Vec<MachineChange> {
+        self.members.iter().filter_map(|member| member.vm.changes()).flatten().cloned().collect()
     }
 
     /// Returns true if the networks between the members are dead.

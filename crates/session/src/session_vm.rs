@@ -16,7 +16,7 @@ use super::launch::lines_now;
 use super::recording::{Position, RequestQueues};
 use crate::error::Result;
 use keyframe_capture::{BoxError, PauseSteps, PauseVerdict, StopOutcome};
-use keyframe_qemu::Vm;
+use keyframe_qemu::{AuditFinding, MachineChange, MachineShape, Severity, Vm};
 use keyframe_store::MachineMeta;
 use keyframe_units::RamLayout;
 use keyframe_vmm::{ForeignOperation, PauseForm, PauseWatchdog, VmOrigin, Vmm, WatchedVm};
@@ -33,6 +33,12 @@ pub enum SessionVmError {
          unplug it, or start the VM with it"
     )]
     DiscardsRam,
+    /// The machine is not the one of the checkpoints' command line any more.
+    #[error("{}", changes.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))]
+    Changed {
+        /// The changes; empty if a device was unplugged and plugged in again.
+        changes: Vec<MachineChange>,
+    },
     /// Another client migrates or dumps the VM, which must be paused by separate commands.
     #[error(
         "{}, and the commands of a pause would disturb that; checkpoints go on when it is over",
@@ -66,6 +72,10 @@ pub struct SessionVm {
     monitor: Option<PathBuf>,
     recorded: Option<RecordedState>,
     watches_discards: bool,
+    /// The machine that the checkpoints' command line makes. `None` if that is not compared.
+    shape: Option<MachineShape>,
+    /// The changes from it that the newest look has found.
+    changes: Option<Vec<MachineChange>>,
 }
 
 impl SessionVm {
@@ -78,7 +88,14 @@ impl SessionVm {
         watches_discards: bool,
     ) -> Self {
         let watched = WatchedVm::new(vm, watchdog, pause_limit).with_form(PauseForm::OneCommand);
-        Self { watched, monitor: None, recorded: None, watches_discards }
+        Self {
+            watched,
+            monitor: None,
+            recorded: None,
+            watches_discards,
+            shape: None,
+            changes: None,
+        }
     }
 
     /// Returns the same VM, with the socket `monitor` at which the user has its monitor, if there
@@ -94,6 +111,13 @@ impl SessionVm {
         // In the pause, QEMU is asked for the instruction and for requests under way.
         self.watched.set_form(PauseForm::Separate);
         Self { recorded: Some(RecordedState::default()), ..self }
+    }
+
+    /// The same VM, whose checkpoints hold the command line of a machine of this shape. A checkpoint
+    /// of a machine of another shape fails.
+    #[must_use]
+    pub fn expecting(self, shape: Option<MachineShape>) -> Self {
+        Self { shape, ..self }
     }
 
     /// Has the VM paused by separate commands, because its disks need others in the pause.
@@ -134,19 +158,69 @@ impl SessionVm {
     }
 
     /// Returns the VM's RAM blocks. Fails if a device that discards RAM was plugged in and this
-    /// run's tracker does not see discarded pages.
+    /// run's tracker does not see discarded pages, and if the machine is no longer the expected one.
     pub fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
         // Looking for discarded pages is half of a scan's time, so it is done only for machines
         // that can discard. The cycle asks after each pause, before it is sealed, so a device
         // plugged in meanwhile cannot slip through.
-        if self.watches_discards {
-            return Ok(self.vm_mut().ram_layout()?);
-        }
-        let (layout, discards) = self.vm_mut().ram_layout_and_discards()?;
-        if discards {
+        let (layout, discards) = match self.shape.take() {
+            Some(expected) => {
+                let looked = self.qemu().map_err(BoxError::from);
+                let looked = looked.and_then(|vm| Ok(vm.ram_layout_and_shape()?));
+                let compared = looked.map(|(layout, now)| {
+                    let changes =
+                        now.may_differ_from(&expected).then(|| now.changes_since(&expected));
+                    (layout, now.discards_ram(), changes)
+                });
+                self.shape = Some(expected);
+                let (layout, discards, changes) = compared?;
+                self.changes.clone_from(&changes);
+                if let Some(changes) = changes {
+                    return Err(SessionVmError::Changed { changes }.into());
+                }
+                (layout, discards)
+            }
+            None if self.watches_discards => return Ok(self.vm_mut().ram_layout()?),
+            None => self.vm_mut().ram_layout_and_discards()?,
+        };
+        if discards && !self.watches_discards {
             return Err(SessionVmError::DiscardsRam.into());
         }
         Ok(layout)
+    }
+
+    /// The changes of the machine that the newest look has found; `None` if there are none.
+    pub fn changes(&self) -> Option<&[MachineChange]> {
+        self.changes.as_deref()
+    }
+
+    /// Makes `machine` describe the machine as it is now, and expects that one from now on. `Err`
+    /// inside: the changes that no command line can make; nothing has changed then.
+    pub fn follow(
+        &mut self,
+        machine: &mut MachineMeta,
+    ) -> Result<Result<(), Vec<AuditFinding>>, BoxError> {
+        let vm = self.qemu()?;
+        let shape = vm.shape()?;
+        if let [reason, ..] = shape.blockers() {
+            let change = MachineChange::Blocked { reason: reason.clone() };
+            return Ok(Err(vec![AuditFinding {
+                subject: "the VM".into(),
+                reason: change.to_string(),
+                fix: change.fix().into(),
+                severity: Severity::Refused,
+            }]));
+        }
+        let lines = match vm.lines_now()? {
+            Ok(lines) => lines,
+            Err(findings) => return Ok(Err(findings)),
+        };
+        let (vcpus, guest_map) = (vm.cpus()?, vm.guest_map()?);
+        machine.user_command = lines.user_command;
+        machine.full_command = lines.full_command;
+        (machine.vcpus, machine.guest_map) = (vcpus, Some(guest_map));
+        (self.shape, self.changes) = (Some(shape), None);
+        Ok(Ok(()))
     }
 
     /// Records whether the VM's tracker reports discarded RAM from now on.

@@ -6,10 +6,12 @@ use super::faults::{Fault, FaultKind};
 use super::recording::Position;
 use super::session_vm::SessionVm;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
+use keyframe_qemu::AuditFinding;
 use keyframe_store::{
     DiskState, MachineMeta, MemberMeta, PausePhases, Recorded, Run, SealRequest, Sealed, Timing,
 };
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex};
+use std::sync::Arc;
 
 /// The reason why a checkpoint is taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,6 +61,8 @@ pub struct CheckpointLabel {
     pub parent: Option<(CheckpointId, u64)>,
     /// The instruction count of a recorded VM; `None` for another VM.
     pub position: Option<Position>,
+    /// The machines, if they were changed since the run's begin.
+    pub machines: Option<Arc<MachineDescriptions>>,
 }
 
 /// The descriptions of the machines of a session, as checkpoints hold them.
@@ -96,6 +100,31 @@ impl MachineDescriptions {
             member.ram_blocks = vm.vm_mut().ram_layout()?.blocks().len();
         }
         Ok(())
+    }
+}
+
+impl MachineDescriptions {
+    /// Makes the descriptions of changed VMs those of the machines as they are now. `Err` inside:
+    /// the changes that no command line can make.
+    pub fn follow<'a>(
+        &mut self,
+        vms: impl Iterator<Item = &'a mut SessionVm>,
+    ) -> Result<Result<(), Vec<AuditFinding>>, BoxError> {
+        let is_group = !self.members.is_empty();
+        for (number, vm) in vms.enumerate() {
+            if vm.changes().is_none() {
+                continue;
+            }
+            let machine = match self.members.get_mut(number) {
+                Some(member) => &mut member.machine,
+                None if is_group => continue,
+                None => &mut self.machine,
+            };
+            if let Err(findings) = vm.follow(machine)? {
+                return Ok(Err(findings));
+            }
+        }
+        Ok(Ok(()))
     }
 }
 
@@ -175,6 +204,7 @@ impl CheckpointSink for StoreSink {
             .clone()
             .zip(icount)
             .map(|(recording, icount)| Recorded { recording, icount });
+        let machines = label.machines.as_deref().unwrap_or(&self.machines);
         let t = &captured.timeline;
         let timing = Timing {
             interval_ns: t.interval_ns,
@@ -199,8 +229,8 @@ impl CheckpointSink for StoreSink {
                 .map(|(id, _)| id)
                 .or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
             ram: captured.ram.clone(),
-            machine: MachineMeta { recorded, ..self.machines.machine.clone() },
-            members: self.machines.members.clone(),
+            machine: MachineMeta { recorded, ..machines.machine.clone() },
+            members: machines.members.clone(),
             timing,
             device_state: &captured.device_state,
             tag: label.tag.as_deref(),

@@ -13,8 +13,8 @@ use std::path::PathBuf;
 /// Run a VM with continuous checkpoints
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Keyframe starts QEMU with the command line behind --. It adds a monitor socket, a descriptor for the device state and
--only-migratable, and it serves the disks. QEMU's standard streams are passed through. The command ends when the VM ends,
+    after_help = "Keyframe starts QEMU with the command line behind --. It adds a monitor socket and a descriptor for the device state,
+and it serves the disks. QEMU's standard streams are passed through. The command ends when the VM ends,
 after --count checkpoints, at Ctrl-C, or by `keyframe stop`. Keyframe seals the checkpoint in progress first.
 
 Each checkpoint contains the disks that the guest can write to (raw and qcow2 images: -drive, -blockdev, -hda). Keyframe does

@@ -31,6 +31,10 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             let text = "RAM was plugged or unplugged: a new run begins with a complete checkpoint";
             (Usual, text.into())
         }
+        Event::MachineFollowed { changes } => {
+            let changes: Vec<_> = changes.iter().map(ToString::to_string).collect();
+            (Usual, format!("{}: a restore makes the changed machine", changes.join(", ")))
+        }
         Event::HelperRestarted { helper, pid } => (
             Always,
             format!("{} had ended and was started again (pid {pid})", helper_name(*helper)),

@@ -168,6 +168,7 @@ impl Engine<'_> {
             .map_err(|e| Error::store(self.store.path(), e))?;
         let fault = self.options.fault.clone();
         let sink = StoreSink::new(run, self.meta.clone(), fault, self.newest);
+        self.followed = None;
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
         let observer = Arc::clone(&self.encoder_observer);

@@ -35,6 +35,7 @@ use crate::error::{CheckpointError, MachineDifference, RollbackError};
 use crate::event::{Step, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
+use keyframe_qemu::line_difference;
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
@@ -193,6 +194,12 @@ impl Engine<'_> {
         let before = self.capture_and_seal().map_err(FailedRollback::Unharmed)?;
         let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
         let before = self.store.load(before).map_err(load_failed)?;
+        // The checkpoint before has the changes of the machine until now.
+        let lines = [&before, target].map(|checkpoint| &checkpoint.meta.machine.user_command);
+        if let Some(difference) = line_difference(lines[0], lines[1]) {
+            let difference = MachineDifference::Hardware(difference);
+            return Err(FailedRollback::Unharmed(another(target.id, difference)));
+        }
         let mut pages = differing(&before, target);
         // Its user may have begun something since the first look.
         self.check_vm(target).map_err(FailedRollback::Unharmed)?;

@@ -2,6 +2,7 @@
 
 use super::{Error, error_chain};
 use keyframe_capture::{BoxError, CaptureError};
+use keyframe_qemu::AuditFinding;
 use std::fmt;
 use std::sync::Arc;
 
@@ -54,6 +55,18 @@ pub enum CheckpointError {
     /// The tag is not allowed.
     #[error(transparent)]
     Tag(keyframe_store::Error),
+    /// The machine was changed in a way that no command line can make.
+    #[error(
+        "the machine was changed, and no restore could make it: {}",
+        .0.iter().map(|f| format!("{}: {} ({})", f.subject, f.reason, f.fix)).collect::<Vec<_>>().join("; ")
+    )]
+    MachineChanged(Vec<AuditFinding>),
+    /// The machine was changed during each try.
+    #[error("the machine is being changed (devices or media come and go)")]
+    KeepsChanging,
+    /// The changed machine could not be looked at.
+    #[error("look at the changed machine")]
+    LookAtMachine(#[source] BoxError),
     /// An earlier failure was final.
     #[error("no more checkpoints are taken: see keyframe status")]
     GivenUp,

@@ -2,6 +2,7 @@
 
 use super::{Error, NotCaptured, error_chain};
 use keyframe_capture::BoxError;
+use keyframe_qemu::LineDifference;
 use keyframe_store::CheckpointId;
 
 /// The reason why a VM was not put back to a checkpoint.
@@ -87,6 +88,8 @@ pub enum MachineDifference {
     RamBlocks,
     /// The disks, or the images below them, differ.
     Disks,
+    /// A device or a medium of one of them is not the other's. The first is the VM.
+    Hardware(LineDifference),
 }
 
 impl std::fmt::Display for MachineDifference {
@@ -97,6 +100,12 @@ impl std::fmt::Display for MachineDifference {
             }
             Self::RamBlocks => f.write_str("its RAM blocks differ"),
             Self::Disks => f.write_str("its disks, or the images beneath them, differ"),
+            Self::Hardware(LineDifference::OnlyFirst(part)) => {
+                write!(f, "it does not have {part}, which the VM has now")
+            }
+            Self::Hardware(LineDifference::OnlySecond(part)) => {
+                write!(f, "it has {part}, which the VM does not have now")
+            }
         }
     }
 }

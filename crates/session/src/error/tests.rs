@@ -2,7 +2,7 @@
 
 use super::*;
 use keyframe_capture::CaptureError;
-use keyframe_qemu::Severity;
+use keyframe_qemu::{AuditFinding, LineDifference, Severity};
 use keyframe_store::CheckpointId;
 use keyframe_testing::{assert_golden, error_text};
 use keyframe_vmm::{ForeignOperation, VmmError, VmmErrorKind};
@@ -68,6 +68,12 @@ fn session() -> Vec<String> {
 }
 
 fn checkpoint() -> Vec<String> {
+    let finding = || AuditFinding {
+        subject: "device b1 (virtio-blk-pci)".into(),
+        reason: "it was plugged in".into(),
+        fix: "unplug it".into(),
+        severity: Severity::Refused,
+    };
     let strategy = || CheckpointError::Strategy(Box::new(Error::NoCopyOnWrite));
     let restart = Box::new(Error::NoVm);
     let errors = [
@@ -80,6 +86,9 @@ fn checkpoint() -> Vec<String> {
         CheckpointError::MonitorLost { pid: 4711 },
         CheckpointError::NoWatchdog(CaptureError::Torn),
         CheckpointError::NoNetwork(CaptureError::Torn),
+        CheckpointError::MachineChanged(vec![finding()]),
+        CheckpointError::KeepsChanging,
+        CheckpointError::LookAtMachine(boxed("no answer")),
         CheckpointError::GivenUp,
         CheckpointError::Ending,
     ];
@@ -104,6 +113,8 @@ fn rollback() -> Vec<String> {
         difference(MachineDifference::Property { property: "machine type", here, there }),
         difference(MachineDifference::RamBlocks),
         difference(MachineDifference::Disks),
+        difference(MachineDifference::Hardware(LineDifference::OnlyFirst("medium a.iso".into()))),
+        difference(MachineDifference::Hardware(LineDifference::OnlySecond("device r1 (x)".into()))),
         RollbackError::SealTimeout,
         RollbackError::Before(CheckpointError::Ending.into()),
         step(),

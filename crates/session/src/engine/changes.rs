@@ -1,0 +1,36 @@
+//! Changes of the machine since the run's begin: the command line of the next checkpoint follows
+//! them, or the checkpoint is refused and the VM runs on.
+//!
+//! ```text
+//!   pause ─▶ look: as expected ─▶ sealed
+//!                 └ changed ─▶ line that makes it ─▶ captured once more, with that line
+//!                            └ no such line ──────▶ refused; looked at again before the next pause
+//! ```
+//!
+//! The look comes after the pause, so nothing is sealed that was plugged in just before it. A device
+//! that is unplugged and plugged in again meanwhile is noticed by QEMU's events. A change that is
+//! undone between a pause and the look some milliseconds later, and that has no event, is not
+//! noticed: another medium for that long, or a shared directory that is mounted for that long.
+
+use super::{Arc, CheckpointError, Engine, Event, NotCaptured};
+
+impl Engine<'_> {
+    /// Makes the description of the machines follow their changes. Fails if that is not possible.
+    pub(super) fn follow_changes(&mut self) -> Result<(), NotCaptured> {
+        let changes: Vec<_> = self.machines.changes();
+        let vms = self.machines.members_mut().iter_mut().map(|member| &mut member.vm);
+        match self.meta.follow(vms) {
+            Ok(Ok(())) => {
+                self.followed = Some(Arc::new(self.meta.clone()));
+                if !changes.is_empty() {
+                    self.tell(&Event::MachineFollowed { changes });
+                }
+                Ok(())
+            }
+            Ok(Err(findings)) => {
+                Err(self.failed(CheckpointError::MachineChanged(findings), 1, false).into())
+            }
+            Err(error) => Err(self.failed(CheckpointError::LookAtMachine(error), 1, false).into()),
+        }
+    }
+}
