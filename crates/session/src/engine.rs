@@ -42,7 +42,7 @@ use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::Cadence;
 use keyframe_store::{CheckpointId, Sealed, Store, Writer};
 use keyframe_units::{duration_ns, elapsed_ns};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, VecDeque};
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -136,6 +136,9 @@ pub struct Engine<'a> {
     status: SharedStatus,
     inbox: Receiver<EngineMessage>,
     inbox_sender: Sender<EngineMessage>,
+    /// Requests that came while the engine waited for a seal, the first one first. They come before
+    /// those in the inbox.
+    postponed: VecDeque<Pending>,
     /// The clients that wait for captures to be sealed, by capture.
     takers: BTreeMap<u64, Taker>,
     /// Pages of the newest checkpoint.
@@ -218,6 +221,7 @@ impl<'a> Engine<'a> {
             status,
             inbox,
             inbox_sender,
+            postponed: VecDeque::new(),
             takers: BTreeMap::new(),
             last_pages: 0,
             newest: None,
@@ -294,6 +298,12 @@ impl<'a> Engine<'a> {
                 return Ok(End::Asked(self.options.on_exit));
             }
             self.look();
+            if let Some(pending) = self.postponed.pop_front() {
+                if let Some(end) = self.answer(pending) {
+                    return Ok(end);
+                }
+                continue;
+            }
             // Requests and reports come first: if checkpoints take longer than the interval, one is
             // always due.
             match self.inbox.recv_timeout(self.patience()) {

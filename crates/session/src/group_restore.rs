@@ -206,6 +206,7 @@ mod tests {
             epoch: Epoch(0),
             parent: None,
             taken_at: jiff::Timestamp::UNIX_EPOCH,
+            since_boot: None,
             reason: "take".into(),
             ram: RamLayout::new(blocks.to_vec()).unwrap(),
             disks: Vec::new(),

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   $XDG_RUNTIME_DIR/keyframe/        (or /run/keyframe for root, /tmp/keyframe-UID otherwise), mode 0700
-//!     NAME/
+//!     NAME/           of a long name: its begin, `~` and a hash
+//!       name          the long name
 //!       engine.pid    who runs it; locked (flock) while it lives
 //!       qmp.sock      QEMU's monitor, for the engine
 //!       watchdog.sock QEMU's monitor, for the watchdog
@@ -14,6 +15,8 @@
 //!
 //! A directory whose `engine.pid` is not locked is left over from an engine that was killed: its
 //! name is free again, unless a kept VM still answers on its sockets.
+
+mod place;
 
 use crate::error::RunDirError;
 use keyframe_units::CheckpointId;
@@ -79,7 +82,7 @@ impl RunDir {
     /// Claims the directory for VM `name`. Error: the name is no valid one or is in use, or the
     /// directory cannot be made.
     pub fn claim(name: &str) -> Result<Self, RunDirError> {
-        Self::claim_in(&base()?, name)
+        Self::claim_in(&place::base()?, name)
     }
 
     /// Claims the directory of a clone, which has no engine; `keyframe attach` may add one later.
@@ -145,7 +148,7 @@ impl RunDir {
         {
             return Err(RunDirError::BadName(name.into()));
         }
-        let path = base.join(name);
+        let path = base.join(place::entry(name));
         make_private(&path)?;
         let fail = |operation, source| io(operation, &path, source);
         let mut pid = OpenOptions::new()
@@ -169,6 +172,7 @@ impl RunDir {
         }
         pid.set_len(0).map_err(|e| fail("write engine.pid in", e))?;
         writeln!(pid, "{}", std::process::id()).map_err(|e| fail("write engine.pid in", e))?;
+        place::write_name(&path, name)?;
         Ok(Self { path, _pid: pid, keep: false })
     }
 
@@ -195,7 +199,7 @@ impl Drop for RunDir {
 /// Returns the run directories whose engines run. Error: the directory of the run directories
 /// cannot be read.
 pub fn all() -> Result<Vec<PathBuf>, RunDirError> {
-    living_in(&base()?)
+    living_in(&place::base()?)
 }
 
 /// Returns the directories and descriptions of VMs without an engine whose `keyframe branch` or
@@ -203,7 +207,7 @@ pub fn all() -> Result<Vec<PathBuf>, RunDirError> {
 pub fn without_engine() -> Result<Vec<(PathBuf, About)>, RunDirError> {
     // One that says nothing is just being made.
     let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
-    let base = base()?;
+    let base = place::base()?;
     let all = living_in(&base.join(CLONES))?.into_iter().chain(living_in(&base.join(RESTORED))?);
     Ok(all.filter_map(about).collect())
 }
@@ -231,7 +235,7 @@ pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
         let qemu_pid = socket_peercred(&stream).ok()?.pid.as_raw_nonzero().get().cast_unsigned();
         Some(Orphan { vm: name_of(&dir), kind: "orphan", qemu_pid, qmp })
     };
-    let mut all: Vec<Orphan> = entries(&base()?)?.filter_map(of).collect();
+    let mut all: Vec<Orphan> = entries(&place::base()?)?.filter_map(of).collect();
     all.sort_by(|one, other| one.vm.cmp(&other.vm));
     Ok(all)
 }
@@ -263,7 +267,7 @@ fn about(dir: &Path) -> Option<About> {
 }
 
 fn peripherals(folder: &str) -> Result<PathBuf, RunDirError> {
-    let folder = base()?.join(folder);
+    let folder = place::base()?.join(folder);
     make_private(&folder)?;
     Ok(folder)
 }
@@ -286,7 +290,7 @@ fn living_in(base: &Path) -> Result<Vec<PathBuf>, RunDirError> {
 
 /// Returns the name of the VM whose engine has this directory.
 pub fn name_of(run_dir: &Path) -> String {
-    run_dir.file_name().map_or_else(String::new, |name| name.to_string_lossy().into_owned())
+    place::name_of(run_dir)
 }
 
 /// The VM that the standby of this directory has taken over.
@@ -320,18 +324,6 @@ pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {
 pub fn lives(dir: &Path) -> bool {
     File::open(dir.join("engine.pid"))
         .is_ok_and(|pid| flock(&pid, FlockOperation::NonBlockingLockShared).is_err())
-}
-
-/// The directory above all run directories, private to this user.
-fn base() -> Result<PathBuf, RunDirError> {
-    let uid = rustix::process::getuid();
-    let base = match std::env::var_os("XDG_RUNTIME_DIR") {
-        Some(dir) if !dir.is_empty() => PathBuf::from(dir).join("keyframe"),
-        _ if uid.is_root() && Path::new("/run").is_dir() => PathBuf::from("/run/keyframe"),
-        _ => std::env::temp_dir().join(format!("keyframe-{}", uid.as_raw())),
-    };
-    make_private(&base)?;
-    Ok(base)
 }
 
 /// Creates a directory that only its owner may enter. Refuses one that belongs to another user.

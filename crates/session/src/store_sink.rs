@@ -8,10 +8,12 @@ use super::session_vm::SessionVm;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_qemu::AuditFinding;
 use keyframe_store::{
-    DiskState, MachineMeta, MemberMeta, PausePhases, Recorded, Run, SealRequest, Sealed, Timing,
+    DiskState, MachineMeta, MemberMeta, PausePhases, Recorded, Run, SealRequest, Sealed, SinceBoot,
+    Timing,
 };
-use keyframe_units::{CheckpointId, Epoch, Page, PageIndex};
+use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, duration_ns};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// The reason why a checkpoint is taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -138,6 +140,8 @@ pub struct StoreSink {
     pub recording: Option<String>,
     /// The number of rollbacks that the newest sealed checkpoint includes.
     went_back: u64,
+    /// The id of this boot of the host; `None` if the kernel does not show it.
+    boot: Option<String>,
 }
 
 impl StoreSink {
@@ -148,7 +152,8 @@ impl StoreSink {
         fault: Option<Fault>,
         origin: Option<CheckpointId>,
     ) -> Self {
-        Self { run, machines, fault, origin, recording: None, went_back: 0 }
+        let boot = boot_id();
+        Self { run, machines, fault, origin, recording: None, went_back: 0, boot }
     }
 
     /// Closes the run's pack. Returns the state of the disks at the last sealed checkpoint. Error:
@@ -162,6 +167,21 @@ impl StoreSink {
     fn strike(fault: Option<&Fault>) -> Result<(), BoxError> {
         fault.and_then(|fault| fault.strike(FaultKind::DiskFull)).map_or(Ok(()), Err)
     }
+}
+
+fn boot_id() -> Option<String> {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    Some(id.trim().to_owned()).filter(|id| !id.is_empty())
+}
+
+/// When `at` was by the kernel's clock, in the boot of this id.
+fn since_boot(boot: &str, at: Instant) -> SinceBoot {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let now = Duration::new(
+        u64::try_from(now.tv_sec).unwrap_or_default(),
+        u32::try_from(now.tv_nsec).unwrap_or_default(),
+    );
+    SinceBoot { boot: boot.into(), ns: duration_ns(now.saturating_sub(at.elapsed())) }
 }
 
 impl CheckpointSink for StoreSink {
@@ -224,6 +244,7 @@ impl CheckpointSink for StoreSink {
         };
         let sealed = self.run.seal(SealRequest {
             taken_at: captured.taken_at.try_into()?,
+            since_boot: self.boot.as_ref().map(|boot| since_boot(boot, captured.paused_at)),
             reason: label.reason.name().into(),
             parent: parent
                 .map(|(id, _)| id)

@@ -159,6 +159,7 @@ mod tests {
             epoch: Epoch(3),
             parent: None,
             taken_at: jiff::Timestamp::UNIX_EPOCH,
+            since_boot: None,
             reason: "interval".into(),
             ram: RamLayout::new(Vec::new()).unwrap(),
             disks: Vec::new(),

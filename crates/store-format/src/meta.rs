@@ -19,8 +19,11 @@ pub struct Meta {
     /// hold the parent any more.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<CheckpointId>,
-    /// The time at which the pause of the checkpoint began.
+    /// The time at which the pause of the checkpoint began, by the host's wall clock.
     pub taken_at: Timestamp,
+    /// The same instant by a clock that is never set. Absent if it is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub since_boot: Option<SinceBoot>,
     /// The reason why it was taken: `interval`, `take`, ...
     pub reason: String,
     /// The RAM blocks, in page order.
@@ -79,6 +82,24 @@ impl Meta {
     /// there is no such disk.
     pub fn blocks_of(&self, index: usize) -> Option<PageRange> {
         blocks_of(self.ram.len_pages(), &self.disks, index)
+    }
+}
+
+/// An instant by the clock that a kernel counts from its boot on, time in suspend included. Unlike
+/// the wall clock it never jumps. Two of them can be compared only within one boot.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SinceBoot {
+    /// The boot id of the kernel, as `/proc/sys/kernel/random/boot_id` shows it.
+    pub boot: String,
+    /// Nanoseconds since that boot.
+    pub ns: u64,
+}
+
+impl SinceBoot {
+    /// Returns the nanoseconds from `earlier` to this instant, negative if `earlier` is the later
+    /// one; `None` if they are of two boots.
+    pub fn ns_after(&self, earlier: &Self) -> Option<i128> {
+        (self.boot == earlier.boot).then(|| i128::from(self.ns) - i128::from(earlier.ns))
     }
 }
 

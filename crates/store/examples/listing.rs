@@ -63,6 +63,7 @@ fn fill(store: &Store, count: u64) -> keyframe_store::Result<()> {
         run.put_page(PageIndex(number % 100), &page)?;
         run.seal(SealRequest {
             taken_at: jiff::Timestamp::now(),
+            since_boot: None,
             reason: "interval".into(),
             parent: None,
             ram: ram.clone(),

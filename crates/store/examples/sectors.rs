@@ -76,6 +76,7 @@ fn layout(pages: usize) -> RamLayout {
 fn seal(run: &mut Run, ram: &RamLayout) -> Result<keyframe_store::Sealed> {
     run.seal(SealRequest {
         taken_at: jiff::Timestamp::UNIX_EPOCH,
+        since_boot: None,
         reason: "measure".into(),
         parent: None,
         ram: ram.clone(),

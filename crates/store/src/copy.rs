@@ -220,6 +220,7 @@ impl Copy<'_> {
         let parent = meta.parent.and_then(|of| self.there.get(&home(of)?, when(of)));
         SealRequest {
             taken_at: meta.taken_at,
+            since_boot: meta.since_boot,
             reason: meta.reason,
             parent,
             ram: meta.ram,

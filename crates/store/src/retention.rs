@@ -14,10 +14,15 @@
 //! checkpoint of a VM, because a run builds upon it; a checkpoint that the overlay of a disk depends on; a
 //! tagged one (if tags were named, one with one of these); a pinned one.
 //!
+//! Ages follow the clock of the host's kernel, not its wall clock, which may be set while a VM runs:
+//! between two checkpoints of one boot their [`SinceBoot`] counts. Over a reboot, or to another
+//! host, only the wall clock spans the time, and its difference counts.
+//!
 //! Not here: checkpoints that the user names, which are forgotten without a rule.
 
 use crate::Sealed;
 use jiff::Timestamp;
+use keyframe_store_format::meta::SinceBoot;
 use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -31,7 +36,8 @@ pub struct Retention {
     /// Keeps the checkpoints that were taken no longer than this before the newest of their VM. So
     /// a VM that has ended loses none as time passes.
     pub within: Option<Duration>,
-    /// Keeps the newest checkpoint of each such interval, counted from 1970 on.
+    /// Keeps the newest checkpoint of each such interval of the wall clock, counted from 1970 on. Where the
+    /// clock was set back, an interval that comes twice keeps one of each time.
     pub every: Option<Duration>,
     /// Of the tagged checkpoints, keeps only those with one of these tags; `None` keeps all tagged
     /// ones.
@@ -45,8 +51,10 @@ pub struct RetentionCandidate {
     pub id: CheckpointId,
     /// The VM, or the group.
     pub vm: String,
-    /// The time at which its pause began.
+    /// The time at which its pause began, by the wall clock.
     pub taken_at: Timestamp,
+    /// The same instant by the clock of the host's kernel, if known.
+    pub since_boot: Option<SinceBoot>,
     /// Its tags, pins left out.
     pub tags: Vec<String>,
     /// True if it is pinned.
@@ -57,7 +65,18 @@ impl From<&Sealed> for RetentionCandidate {
     fn from(sealed: &Sealed) -> Self {
         let meta = &sealed.meta;
         let (tags, pinned) = (sealed.names().cloned().collect(), sealed.is_pinned());
-        Self { id: sealed.id, vm: meta.vm.clone(), taken_at: meta.taken_at, tags, pinned }
+        let (vm, since_boot) = (meta.vm.clone(), meta.since_boot.clone());
+        Self { id: sealed.id, vm, taken_at: meta.taken_at, since_boot, tags, pinned }
+    }
+}
+
+impl RetentionCandidate {
+    /// The nanoseconds from `earlier` to this one; negative if `earlier` was taken later.
+    fn ns_after(&self, earlier: &Self) -> i128 {
+        let booted = self.since_boot.as_ref().zip(earlier.since_boot.as_ref());
+        booted
+            .and_then(|(later, earlier)| later.ns_after(earlier))
+            .unwrap_or_else(|| self.taken_at.as_nanosecond() - earlier.taken_at.as_nanosecond())
     }
 }
 
@@ -123,25 +142,29 @@ impl Retention {
         of_vm: &[&RetentionCandidate],
         standing: &BTreeSet<CheckpointId>,
     ) -> Vec<RetentionVerdict> {
-        let newest_at = of_vm.first().map_or(Timestamp::UNIX_EPOCH, |moment| moment.taken_at);
-        let mut intervals = BTreeSet::new();
-        let judge = |(rank, moment): (usize, &&RetentionCandidate)| {
+        let within_ns =
+            self.within.map(|within| i128::try_from(within.as_nanos()).unwrap_or(i128::MAX));
+        let mut newer: Option<&RetentionCandidate> = None;
+        let (mut age_ns, mut newer_interval) = (0i128, None);
+        let mut verdicts = Vec::with_capacity(of_vm.len());
+        for (rank, moment) in of_vm.iter().copied().enumerate() {
             let interval = self.every.map(|every| interval_of(moment.taken_at, every));
-            let age = newest_at.duration_since(moment.taken_at);
+            age_ns = age_ns.saturating_add(newer.map_or(0, |newer| newer.ns_after(moment)));
             let rules = [
                 (KeepReason::Newest, rank == 0),
                 (KeepReason::Last, self.last.is_some_and(|last| (rank as u64) < last)),
-                (KeepReason::Within, self.within.is_some_and(|within| age <= signed(within))),
-                (KeepReason::Every, interval.is_some_and(|interval| intervals.insert(interval))),
+                (KeepReason::Within, within_ns.is_some_and(|within_ns| age_ns <= within_ns)),
+                (KeepReason::Every, interval.is_some() && interval != newer_interval),
                 (KeepReason::Tagged, self.keeps_tags(&moment.tags)),
                 (KeepReason::Pinned, moment.pinned),
                 (KeepReason::Disk, standing.contains(&moment.id)),
             ];
             let kept =
                 rules.into_iter().filter(|(_, holds)| *holds).map(|(reason, _)| reason).collect();
-            RetentionVerdict { id: moment.id, kept }
-        };
-        of_vm.iter().enumerate().map(judge).collect()
+            verdicts.push(RetentionVerdict { id: moment.id, kept });
+            (newer, newer_interval) = (Some(moment), interval);
+        }
+        verdicts
     }
 
     fn keeps_tags(&self, tags: &[String]) -> bool {
@@ -150,11 +173,6 @@ impl Retention {
             Some(named) => tags.iter().any(|tag| named.contains(tag)),
         }
     }
-}
-
-/// The duration, or the longest that jiff has.
-fn signed(duration: Duration) -> jiff::SignedDuration {
-    jiff::SignedDuration::try_from(duration).unwrap_or(jiff::SignedDuration::MAX)
 }
 
 /// The number of the interval that a time falls into.
@@ -173,6 +191,7 @@ mod tests {
             id: CheckpointId(id),
             vm: vm.into(),
             taken_at: Timestamp::from_second(second).unwrap(),
+            since_boot: None,
             tags: tags.iter().map(|tag| String::from(*tag)).collect(),
             pinned: false,
         }
@@ -221,6 +240,38 @@ mod tests {
         assert_eq!(verdicts[1].kept, [KeepReason::Newest, KeepReason::Last]);
     }
 
+    /// Checkpoints of one VM, one a second by the kernel's clock of boot `boot`, whose wall clock
+    /// shows `seconds`.
+    fn of_boot(boot: &str, first: u64, seconds: impl IntoIterator<Item = i64>) -> Vec<RetentionCandidate> {
+        let booted = |id: u64, at| {
+            let since_boot = Some(SinceBoot { boot: boot.into(), ns: id * 1_000_000_000 });
+            RetentionCandidate { since_boot, ..moment(id, "web", at, &[]) }
+        };
+        (first..).zip(seconds).map(|(id, at)| booted(id, at)).collect()
+    }
+
+    #[test]
+    fn a_wall_clock_that_jumps_changes_no_age() {
+        let within = Retention { within: Some(Duration::from_secs(5)), ..Retention::default() };
+        let every = Retention { every: Some(Duration::from_secs(4)), ..Retention::default() };
+        let ahead = of_boot("a", 1, [10, 11, 12, 3613, 3614, 3615, 3616, 3617]);
+        assert_eq!(kept(&within, &ahead), [3, 4, 5, 6, 7, 8]);
+        let back = of_boot("a", 1, [3600, 3601, 3602, 3, 4, 5, 6, 7]);
+        assert_eq!(kept(&within, &back), [3, 4, 5, 6, 7, 8]);
+        // The seconds 8 to 11 come twice, and one checkpoint of each time stays.
+        let twice = of_boot("a", 1, [8, 9, 10, 11, 12, 8, 9, 10, 11, 12]);
+        assert_eq!(kept(&every, &twice), [4, 5, 9, 10]);
+    }
+
+    #[test]
+    fn over_a_reboot_the_wall_clock_counts() {
+        let within = Retention { within: Some(Duration::from_secs(5)), ..Retention::default() };
+        let mut both = of_boot("a", 101, [100, 101, 102]);
+        both.extend(of_boot("b", 104, [104, 3605, 3606]));
+        // 2 seconds over the reboot, 2 by the kernel's clock since then, 1 before it.
+        assert_eq!(kept(&within, &both), [102, 103, 104, 105, 106]);
+    }
+
     fn moments() -> impl Strategy<Value = Vec<RetentionCandidate>> {
         let one =
             (0u8..3, 0i64..5000, prop::collection::vec("[ab]", 0..2), prop::bool::weighted(0.1));
@@ -261,7 +312,7 @@ mod tests {
                 if within.is_some_and(|within| at(newest) - at(moment) <= within as i64) {
                     expected.push(KeepReason::Within);
                 }
-                if every.is_some_and(|n| newer.iter().all(|m| at(m) / n as i64 != at(moment) / n as i64)) {
+                if every.is_some_and(|n| newer.first().is_none_or(|m| at(m) / n as i64 != at(moment) / n as i64)) {
                     expected.push(KeepReason::Every);
                 }
                 let wanted = |tag: &String| tags.as_ref().is_none_or(|tags| tags.contains(tag));

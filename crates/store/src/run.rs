@@ -34,7 +34,9 @@ use keyframe_store_format::disk_map::DiskMap;
 use keyframe_store_format::disk_meta::{
     BaseMeta, DiskCounts, DiskMeta, SectorCounts, blocks_of, space_pages,
 };
-use keyframe_store_format::meta::{Counts, MachineMeta, MemberMeta, Meta, Origin, Timing};
+use keyframe_store_format::meta::{
+    Counts, MachineMeta, MemberMeta, Meta, Origin, SinceBoot, Timing,
+};
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use std::sync::Arc;
@@ -44,6 +46,8 @@ use std::sync::Arc;
 pub struct SealRequest<'a> {
     /// The time at which the pause began.
     pub taken_at: Timestamp,
+    /// The same instant by the clock of the host's kernel: see [`Meta::since_boot`].
+    pub since_boot: Option<SinceBoot>,
     /// The reason why the checkpoint was taken.
     pub reason: String,
     /// The parent of the checkpoint: see [`Meta::parent`].
@@ -69,6 +73,7 @@ impl SealRequest<'_> {
     pub fn of_pages(ram: &RamLayout, reason: &str) -> Self {
         Self {
             taken_at: Timestamp::now(),
+            since_boot: None,
             reason: reason.into(),
             parent: None,
             ram: ram.clone(),
@@ -428,6 +433,7 @@ impl Run {
             epoch: self.epoch,
             parent: request.parent,
             taken_at: request.taken_at,
+            since_boot: request.since_boot,
             reason: request.reason,
             ram: request.ram,
             disks: self.disks.clone(),

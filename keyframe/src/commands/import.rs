@@ -123,6 +123,7 @@ impl Import {
         }
         let request = SealRequest {
             taken_at: jiff::Timestamp::now(),
+            since_boot: None,
             reason: "import".into(),
             parent: None,
             ram,

@@ -2,15 +2,19 @@
 //! engine's own loop.
 
 use super::{EngineRequest, EngineResponse, EngineStatus, LINE_BYTES_MAX};
-use std::io::{self, BufRead, BufReader, Read, Write};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Connections served at once; further ones are turned away.
 const CLIENTS_MAX: usize = 16;
+/// How long a client may take to write its request, and to read the answer.
+const CLIENT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A request that the engine must answer itself.
 pub struct Pending {
@@ -28,30 +32,160 @@ pub trait Deliver: Fn(Pending) -> bool + Clone + Send + 'static {}
 impl<F: Fn(Pending) -> bool + Clone + Send + 'static> Deliver for F {}
 
 /// Listens at the control socket in `run_dir` until the process ends. Answers requests for the
-/// status itself; requests that change something go to `deliver`. Error: the socket cannot be made.
+/// status itself; requests that change something go to `deliver`, in the order in which their
+/// clients have made them. Error: the socket cannot be made.
 pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> io::Result<Socket> {
     let path = run_dir.join("control.sock");
     let listener = UnixListener::bind(&path)?;
-    let status = Arc::clone(status);
-    let clients = Arc::new(());
-    std::thread::Builder::new().name("control".into()).spawn(move || {
-        for stream in listener.incoming() {
-            let Ok(stream) = stream else { continue };
-            if Arc::strong_count(&clients) > CLIENTS_MAX {
-                continue;
-            }
-            let (deliver, status, client) =
-                (deliver.clone(), Arc::clone(&status), Arc::clone(&clients));
-            let served =
-                std::thread::Builder::new().name("control-client".into()).spawn(move || {
-                    // A client that went away is its own affair.
-                    let _ = serve(&stream, &deliver, &status);
-                    drop(client);
-                });
-            drop(served);
-        }
-    })?;
+    listener.set_nonblocking(true)?;
+    let mut server = Server {
+        listener,
+        waiting: Vec::new(),
+        answering: Arc::new(()),
+        status: Arc::clone(status),
+        deliver,
+    };
+    std::thread::Builder::new().name("control".into()).spawn(
+        move || {
+            while server.turn().is_ok() {}
+        },
+    )?;
     Ok(Socket(path))
+}
+
+/// The state of the control socket's thread.
+///
+/// A client that has written its request before another connects is served before it. So the
+/// thread reads from the clients in the order of their connections, and only then accepts others.
+struct Server<D> {
+    listener: UnixListener,
+    /// The clients whose requests are not complete yet, the first one first.
+    waiting: Vec<Client>,
+    /// Held by each thread that waits for an answer.
+    answering: Arc<()>,
+    status: SharedStatus,
+    deliver: D,
+}
+
+/// A client whose request is not complete yet.
+struct Client {
+    stream: UnixStream,
+    line: Vec<u8>,
+    until: Instant,
+}
+
+impl<D: Deliver> Server<D> {
+    /// Waits until there is something to do, and does it. Error: the listening socket failed.
+    fn turn(&mut self) -> io::Result<()> {
+        let now = Instant::now();
+        self.waiting.retain(|client| client.until > now);
+        let mut fds = vec![PollFd::new(&self.listener, PollFlags::IN)];
+        fds.extend(self.waiting.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
+        let first_end = self.waiting.iter().map(|client| client.until - now).min();
+        let limit = first_end.and_then(|wait| Timespec::try_from(wait).ok());
+        match poll(&mut fds, limit.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let connects = fds.first().is_some_and(|fd| !fd.revents().is_empty());
+        drop(fds);
+        // Each of them is asked, also one that has written since the wait ended.
+        for mut client in std::mem::take(&mut self.waiting) {
+            match client.read() {
+                Ok(Some(line)) => self.serve(client.stream, &line),
+                Ok(None) => self.waiting.push(client),
+                // A client that went away is its own affair.
+                Err(_) => {}
+            }
+        }
+        if connects {
+            match self.listener.accept() {
+                Ok((stream, _)) => self.greet(stream),
+                // Its client has gone, or this process has too many files open for now.
+                Err(_) => std::thread::sleep(Duration::from_millis(1)),
+            }
+        }
+        Ok(())
+    }
+
+    fn greet(&mut self, stream: UnixStream) {
+        let clients = self.waiting.len() + Arc::strong_count(&self.answering) - 1;
+        if clients < CLIENTS_MAX && stream.set_nonblocking(true).is_ok() {
+            let until = Instant::now() + CLIENT_TIMEOUT;
+            self.waiting.push(Client { stream, line: Vec::new(), until });
+        }
+    }
+
+    /// Delivers a request. A thread waits for its answer.
+    fn serve(&self, stream: UnixStream, line: &[u8]) {
+        let answer = match serde_json::from_slice(line) {
+            Ok(EngineRequest::Status) => Answer::Now(match self.status.lock() {
+                Ok(status) => EngineResponse::Status(Box::new(status.clone())),
+                Err(_) => EngineResponse::Failed("the engine has failed".into()),
+            }),
+            Ok(request) => {
+                let (answer, answered) = channel();
+                if (self.deliver)(Pending { request, answer }) {
+                    Answer::Later(answered)
+                } else {
+                    Answer::Now(EngineResponse::Failed("the engine is ending".into()))
+                }
+            }
+            Err(e) => Answer::Now(EngineResponse::Failed(format!("not a request: {e}"))),
+        };
+        let client = Arc::clone(&self.answering);
+        let thread = std::thread::Builder::new().name("control-client".into());
+        let spawned = thread.spawn(move || {
+            let _ = answer.send(&stream);
+            drop(client);
+        });
+        drop(spawned);
+    }
+}
+
+impl Client {
+    /// Reads what has come. `Some` once the request is complete.
+    fn read(&mut self) -> io::Result<Option<Vec<u8>>> {
+        let mut chunk = [0; 4096];
+        loop {
+            match (&self.stream).read(&mut chunk) {
+                Ok(0) => return Ok(Some(std::mem::take(&mut self.line))),
+                Ok(len) => self.line.extend_from_slice(chunk.get(..len).unwrap_or_default()),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(None),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+            let end = self.line.iter().position(|byte| *byte == b'\n');
+            if end.is_some() || self.line.len() as u64 >= LINE_BYTES_MAX {
+                let mut line = std::mem::take(&mut self.line);
+                line.truncate(end.unwrap_or(line.len()));
+                return Ok(Some(line));
+            }
+        }
+    }
+}
+
+/// The answer to a request.
+enum Answer {
+    Now(EngineResponse),
+    Later(Receiver<EngineResponse>),
+}
+
+impl Answer {
+    /// Waits for it, and writes it to the client.
+    fn send(self, stream: &UnixStream) -> io::Result<()> {
+        let response = match self {
+            Self::Now(response) => response,
+            Self::Later(answered) => {
+                answered.recv().unwrap_or(EngineResponse::Failed("the engine has ended".into()))
+            }
+        };
+        stream.set_nonblocking(false)?;
+        stream.set_write_timeout(Some(CLIENT_TIMEOUT))?;
+        let mut text = serde_json::to_string(&response)?;
+        text.push('\n');
+        (&*stream).write_all(text.as_bytes())
+    }
 }
 
 /// The file of a control socket. Dropping it removes the file.
@@ -61,29 +195,4 @@ impl Drop for Socket {
     fn drop(&mut self) {
         let _ = std::fs::remove_file(&self.0);
     }
-}
-
-fn serve(stream: &UnixStream, deliver: &impl Deliver, status: &SharedStatus) -> io::Result<()> {
-    stream.set_read_timeout(Some(Duration::from_secs(5)))?;
-    stream.set_write_timeout(Some(Duration::from_secs(5)))?;
-    let mut line = String::new();
-    BufReader::new(stream.take(LINE_BYTES_MAX)).read_line(&mut line)?;
-    let response = match serde_json::from_str(&line) {
-        Ok(EngineRequest::Status) => match status.lock() {
-            Ok(status) => EngineResponse::Status(Box::new(status.clone())),
-            Err(_) => EngineResponse::Failed("the engine has failed".into()),
-        },
-        Ok(request) => {
-            let (answer, answered) = channel();
-            if deliver(Pending { request, answer }) {
-                answered.recv().unwrap_or(EngineResponse::Failed("the engine has ended".into()))
-            } else {
-                EngineResponse::Failed("the engine is ending".into())
-            }
-        }
-        Err(e) => EngineResponse::Failed(format!("not a request: {e}")),
-    };
-    let mut text = serde_json::to_string(&response)?;
-    text.push('\n');
-    (&*stream).write_all(text.as_bytes())
 }

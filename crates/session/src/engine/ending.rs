@@ -1,11 +1,17 @@
 //! The end of a run: captured checkpoints are sealed, and the VMs are ended or left running.
 
-use super::{BrokenRun, End, Engine, EngineMessage, Event, OnExit, RunEnd, RunReport, StoreSink};
+use super::{
+    BrokenRun, End, Engine, EngineMessage, EngineRequest, EngineResponse, Event, OnExit, RunEnd,
+    RunReport, StoreSink,
+};
 use crate::error::{Error, Result};
 use crate::event::EventSink;
 use crate::machines::NamedVm;
 use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
+
+/// The answer to a request that came after the end was decided.
+const RUN_ENDS: &str = "the run is ending";
 
 impl Engine<'_> {
     /// Seals all captured checkpoints.
@@ -18,19 +24,31 @@ impl Engine<'_> {
     pub(super) fn end_encoding(&mut self) -> Result<StoreSink> {
         let encoding = self.encoding.take().ok_or(Error::EncoderEnded)?;
         let sink = encoding.finish()?;
-        let mut requests = Vec::new();
         while let Ok(message) = self.inbox.try_recv() {
             match message {
                 EngineMessage::Report(report) => self.settle(*report),
-                request @ EngineMessage::Request(_) => requests.push(request),
+                // The loop answers them if it goes on with another encoder.
+                EngineMessage::Request(pending) => self.postponed.push_back(pending),
             }
         }
-        // The loop answers these requests if it goes on with another encoder. If the run ends, the
-        // control socket answers that the engine has ended.
-        for request in requests {
-            let _ = self.inbox_sender.send(request);
-        }
         Ok(sink)
+    }
+
+    /// Answers the requests that came too late.
+    fn turn_away(&mut self) {
+        while let Ok(message) = self.inbox.try_recv() {
+            if let EngineMessage::Request(pending) = message {
+                self.postponed.push_back(pending);
+            }
+        }
+        for pending in self.postponed.drain(..) {
+            let answer = match pending.request {
+                EngineRequest::Stop { .. } => EngineResponse::Stopping,
+                _ => EngineResponse::Failed(RUN_ENDS.into()),
+            };
+            // The client may have gone.
+            let _ = pending.answer.send(answer);
+        }
     }
 
     /// Releases all parts of the run, whatever fails, and returns all errors. VMs of a run that
@@ -46,6 +64,7 @@ impl Engine<'_> {
             }
         };
         teardown.step(self.seal_remaining());
+        self.turn_away();
         self.recorder = None;
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);

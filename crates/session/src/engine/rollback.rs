@@ -270,24 +270,19 @@ impl Engine<'_> {
         mut done: impl FnMut(&mut Self) -> Option<T>,
     ) -> Result<T, RollbackError> {
         let deadline = Instant::now() + self.seal_timeout;
-        let mut requests = Vec::new();
-        let result = loop {
+        loop {
             if let Some(answer) = done(self) {
-                break Ok(answer);
+                return Ok(answer);
             }
             if Instant::now() > deadline {
-                break Err(RollbackError::SealTimeout);
+                return Err(RollbackError::SealTimeout);
             }
             match self.inbox.recv_timeout(LOOK_EVERY) {
                 Ok(EngineMessage::Report(report)) => self.settle(*report),
-                Ok(request @ EngineMessage::Request(_)) => requests.push(request),
+                Ok(EngineMessage::Request(pending)) => self.postponed.push_back(pending),
                 Err(_) => {}
             }
-        };
-        for request in requests {
-            let _ = self.inbox_sender.send(request);
         }
-        result
     }
 
     /// Loads the devices and `pages` of `to`, and writes all further pages that then differ. Adds
