@@ -112,7 +112,7 @@ fn nic_on_hub(keys: &[(String, String)], hub: u32) -> Argument {
     const OF_CARD: &[&str] = &["model", "mac", "macaddr", "name", "addr", "vectors"];
     let mut value = format!("hubport,hubid={hub}");
     for (key, text) in keys.iter().filter(|(key, _)| OF_CARD.contains(&key.as_str())) {
-        value += &format!(",{key}={}", escape(text));
+        value.extend([",", key, "=", &escape(text)]);
     }
     option("nic", value)
 }

@@ -45,6 +45,7 @@ pub struct Drive {
 
 impl Drive {
     /// The drive with its files as absolute paths, if its relative ones begin at `directory`.
+    #[must_use]
     pub fn at(mut self, directory: &Path) -> Self {
         if !self.remote {
             self.image = directory.join(&self.image);

@@ -222,15 +222,11 @@ impl<'a> HostEffects<'a> {
         }
         match self.emptied(path) {
             Some(fresh) => {
-                let note = self.moved(&argument.display(), &fresh);
+                let note = moved(&argument.display(), &fresh);
                 Rewritten::value(argument, fresh).noted(note)
             }
             None => Rewritten::same(argument),
         }
-    }
-
-    fn moved(&self, what: &str, fresh: &str) -> String {
-        format!("{what}: this VM writes to {fresh}, so that the first VM's file stays as it is")
     }
 
     /// An option of which each of `names` is a file that QEMU empties.
@@ -244,7 +240,7 @@ impl<'a> HostEffects<'a> {
             if self.is_replay() {
                 changed.retain(|(key, _)| key != name);
             } else if let Some(fresh) = self.emptied(path) {
-                notes.push(self.moved(&format!("-{} {name}={path}", argument.name()), &fresh));
+                notes.push(moved(&format!("-{} {name}={path}", argument.name()), &fresh));
                 set(&mut changed, name, fresh);
             }
         }
@@ -266,7 +262,7 @@ impl<'a> HostEffects<'a> {
         let fresh =
             if self.is_replay() { Some("/dev/null".to_owned()) } else { self.emptied(&path) };
         let Some(fresh) = fresh else { return Rewritten::same(argument) };
-        let note = self.moved(&format!("-audiodev wav,path={path}"), &fresh);
+        let note = moved(&format!("-audiodev wav,path={path}"), &fresh);
         set(&mut keys, "path", fresh);
         let made = Rewritten::value(argument, joined(&keys, "driver"));
         if self.is_replay() { made } else { made.noted(note) }
@@ -287,7 +283,7 @@ impl<'a> HostEffects<'a> {
             return Rewritten::same(argument);
         };
         let Some(fresh) = self.emptied(path) else { return Rewritten::same(argument) };
-        let note = self.moved(&format!("-object filter-dump,file={path}"), &fresh);
+        let note = moved(&format!("-object filter-dump,file={path}"), &fresh);
         let mut keys = properties(argument.value(), "qom-type").unwrap_or_default();
         set(&mut keys, "file", fresh);
         Rewritten::value(argument, joined(&keys, "qom-type")).noted(note)
@@ -326,20 +322,12 @@ impl<'a> HostEffects<'a> {
         taken.then(|| self.fresh(path))
     }
 
-    fn socket_note(&self, argument: &Argument, path: &str, fresh: &str) -> String {
-        format!(
-            "-{}: a program listens at {path}, perhaps the VM of which the checkpoint was taken: \
-             this VM listens at {fresh}",
-            argument.name()
-        )
-    }
-
     /// A VNC server at `address`; `prefix` stands before it in the argument's value.
     fn display(&mut self, argument: &Argument, address: &str, prefix: &str) -> Result<Rewritten> {
         match DisplayAddress::parse(address) {
             DisplayAddress::Socket { path, rest } => Ok(match self.other_socket(&path) {
                 Some(fresh) => {
-                    let note = self.socket_note(argument, &path, &fresh);
+                    let note = socket_note(argument, &path, &fresh);
                     let value = format!("{prefix}unix:{}{rest}", escape(&fresh));
                     Rewritten::value(argument, value).noted(note)
                 }
@@ -362,7 +350,7 @@ impl<'a> HostEffects<'a> {
             let Some(fresh) = self.other_socket(host) else {
                 return Ok(Rewritten::same(argument));
             };
-            let note = self.socket_note(argument, host, &fresh);
+            let note = socket_note(argument, host, &fresh);
             let mut keys = keys.clone();
             set(&mut keys, "addr", fresh);
             return Ok(Rewritten::value(argument, options::joined(&keys)).noted(note));
@@ -441,7 +429,7 @@ impl<'a> HostEffects<'a> {
         }
         let Some(path) = of("path") else { return Ok(Rewritten::same(argument)) };
         let Some(fresh) = self.other_socket(path) else { return Ok(Rewritten::same(argument)) };
-        let note = self.socket_note(argument, path, &fresh);
+        let note = socket_note(argument, path, &fresh);
         let mut changed = keys.clone();
         set(&mut changed, "addr.path", fresh);
         Ok(Rewritten::value(argument, joined(&changed, "type")).noted(note))
@@ -461,15 +449,28 @@ impl<'a> HostEffects<'a> {
             return Rewritten::same(argument);
         }
         let left: Keys = keys.into_iter().filter(|(key, _)| key != "mem-lock").collect();
-        let mut made = match left.is_empty() {
-            true => Rewritten::default(),
-            false => Rewritten::value(argument, options::joined(&left)),
+        let mut made = if left.is_empty() {
+            Rewritten::default()
+        } else {
+            Rewritten::value(argument, options::joined(&left))
         };
         if !reason.is_empty() {
             made.notes.push(format!("-overcommit mem-lock=on is removed: {reason}"));
         }
         made
     }
+}
+
+fn moved(what: &str, fresh: &str) -> String {
+    format!("{what}: this VM writes to {fresh}, so that the first VM's file stays as it is")
+}
+
+fn socket_note(argument: &Argument, path: &str, fresh: &str) -> String {
+    format!(
+        "-{}: a program listens at {path}, perhaps the VM of which the checkpoint was taken: \
+         this VM listens at {fresh}",
+        argument.name()
+    )
 }
 
 const GDB_FIX: &str = "choose another port, which replaces this one: `-- -gdb tcp::PORT` (or `-- \

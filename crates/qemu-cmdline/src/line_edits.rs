@@ -135,7 +135,7 @@ impl MediumEdit {
                 let keys = properties(argument.value(), "driver")?;
                 let old = value_of(&keys, "drive").map(str::to_owned);
                 let node = self.medium.as_ref().map(|_| format!("medium-of-{}", self.device));
-                *argument = with_drive(argument, node.as_deref())?;
+                *argument = with_drive(argument, node.as_deref());
                 if let Some(old) = old.filter(|old| !is_drive_of_a_device(edited, old)) {
                     let is_old = |a: &&mut Argument| a.name() == "blockdev" && is_node(a, &old);
                     if let Some(unused) = edited.iter_mut().find(is_old) {
@@ -232,7 +232,7 @@ fn node_file(line: &[Argument], name: &str) -> Option<String> {
                 return Some(file.to_owned());
             }
         }
-        name = value_of(&keys, "file")?.to_owned();
+        value_of(&keys, "file")?.clone_into(&mut name);
         if let Ok(Value::Object(file)) = serde_json::from_str(&name) {
             return Some(file.get("filename")?.as_str()?.to_owned());
         }
@@ -318,12 +318,12 @@ fn pin(argument: &mut Argument, pinned: &[(String, Value)]) {
     }
     for (key, pin) in pinned {
         let text = pin.as_str().map_or_else(|| pin.to_string(), str::to_owned);
-        value.push_str(&format!(",{key}={}", escape(&text)));
+        value.extend([",", key, "=", &escape(&text)]);
     }
 }
 
 /// The `-device` with node `node` as its medium, or with an empty drive.
-fn with_drive(argument: &Argument, node: Option<&str>) -> Option<Argument> {
+fn with_drive(argument: &Argument, node: Option<&str>) -> Argument {
     let value = if let Ok(Value::Object(mut object)) = serde_json::from_str(argument.value()) {
         match node {
             Some(node) => object.insert("drive".into(), node.into()),
@@ -338,7 +338,7 @@ fn with_drive(argument: &Argument, node: Option<&str>) -> Option<Argument> {
         }
         joined(&keys)
     };
-    Some(Argument::Option("device".into(), value))
+    Argument::Option("device".into(), value)
 }
 
 #[cfg(test)]

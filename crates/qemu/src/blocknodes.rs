@@ -32,7 +32,7 @@ pub struct WritableNode {
 }
 
 impl WritableNode {
-    fn of(block: &Value) -> Option<Self> {
+    pub(crate) fn of(block: &Value) -> Option<Self> {
         let inserted = block.get("inserted")?;
         // What is not said to be read-only is not.
         if inserted.get("ro").and_then(Value::as_bool) == Some(true) {

@@ -12,6 +12,7 @@
 //! Left out: backends that no device uses; they are not part of the machine.
 
 use crate::audit::{self, name_and_kind};
+use crate::blocknodes::WritableNode;
 use crate::hotplug::{self, is_memory};
 use crate::{Qmp, Result, Vm, ramblock};
 use keyframe_qemu_cmdline::is_served;
@@ -46,8 +47,8 @@ pub struct MachineShape {
 pub(crate) struct CapturedDisks {
     /// The socket of the server of its disks.
     pub socket: Option<PathBuf>,
-    /// The nodes of disks that QEMU has opened itself.
-    pub nodes: Vec<String>,
+    /// The disks that QEMU has opened itself.
+    pub nodes: Vec<WritableNode>,
 }
 
 impl CapturedDisks {
@@ -55,11 +56,15 @@ impl CapturedDisks {
     pub fn have(&self, block: &Value) -> bool {
         let Some(inserted) = block.get("inserted") else { return false };
         let text = |key: &str| inserted.get(key).and_then(Value::as_str).unwrap_or_default();
-        let node = text("node-name");
-        // Keyframe's own nodes lie above the disk while it is read.
+        let device = block.get("device").and_then(Value::as_str).unwrap_or_default();
+        // While a job reads the disk, a filter of QEMU's with a name of its own lies above the node.
+        // The filter shows the file of the node.
+        let is_known = |known: &WritableNode| {
+            known.node == text("node-name")
+                || (known.device == device && known.file == text("file"))
+        };
         self.socket.as_ref().is_some_and(|socket| is_served(text("file"), socket))
-            || self.nodes.iter().any(|known| known == node)
-            || node.starts_with(crate::fleece::OURS)
+            || self.nodes.iter().any(is_known)
     }
 }
 
@@ -487,14 +492,17 @@ mod tests {
     }
 
     #[test]
-    fn a_captured_disk_is_the_same_under_nodes_of_keyframes_own() {
-        let captured = CapturedDisks { socket: None, nodes: vec!["n".into()] };
+    fn a_captured_disk_is_the_same_under_a_filter_of_qemus_own() {
         let image = |node: &str, file: &str| {
-            let inserted = json!({"file": file, "ro": false, "node-name": node});
-            medium(&json!({"device": "d", "inserted": inserted}), &captured).1.image
+            let image = json!({"virtual-size": 512});
+            let inserted = json!({"file": file, "ro": false, "node-name": node, "image": image});
+            json!({"device": "d", "inserted": inserted})
         };
-        assert_eq!(image("n", "a"), image("keyframe-cbw-0", "json:{}"));
-        assert_ne!(image("n", "a"), image("other", "b"));
+        let nodes = WritableNode::of(&image("n", "a")).into_iter().collect();
+        let captured = CapturedDisks { socket: None, nodes };
+        let of = |node: &str, file: &str| medium(&image(node, file), &captured).1.image;
+        assert_eq!(of("n", "a"), of("#block7", "a"));
+        assert_ne!(of("n", "a"), of("#block7", "b"));
     }
 
     #[test]

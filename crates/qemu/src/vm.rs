@@ -18,6 +18,7 @@
 mod monitor_sockets;
 mod one_command_pause;
 
+use crate::blocknodes::WritableNode;
 use crate::invocation::Invocation;
 use crate::lifetime::Lifetime;
 use crate::machine_shape::CapturedDisks;
@@ -75,7 +76,7 @@ pub struct Vm {
     origin: Origin,
     backends: Option<Vec<String>>,
     /// Nodes of disks that are captured, or left out knowingly.
-    minded: Vec<String>,
+    minded: Vec<WritableNode>,
     /// The socket of the disk server, for a restored VM whose disks the caller serves.
     server: Option<PathBuf>,
     /// Present if the VM records or replays.
@@ -308,7 +309,8 @@ impl Vm {
             (Origin::Launched { disks, .. }, _) => audit::Disks::Launched(disks.as_deref()),
             (_, server) => audit::Disks::of_server(server.as_deref()),
         };
-        let mut found = audit::audit(&mut self.qmp, &machine_type, (disks, &self.minded))?;
+        let minded: Vec<String> = self.minded.iter().map(|disk| disk.node.clone()).collect();
+        let mut found = audit::audit(&mut self.qmp, &machine_type, (disks, &minded))?;
         found.extend(audit::blockers(&mut self.qmp)?);
         if let Err(changes) = self.lines_now()? {
             // The audit tells more about a disk that is not captured.
@@ -339,10 +341,10 @@ impl Vm {
         self.server = Some(socket);
     }
 
-    /// Tells the audit that the caller captures the disks behind the block nodes `nodes`, or that
-    /// the user left them out, so that it does not report them.
-    pub fn mind_nodes(&mut self, nodes: Vec<String>) {
-        self.minded = nodes;
+    /// Tells the audit that the caller captures `disks`, or that the user left them out, so that it
+    /// does not report them.
+    pub fn mind_disks(&mut self, disks: Vec<WritableNode>) {
+        self.minded = disks;
     }
 
     /// Returns true if the machine has a device that discards guest RAM (balloon, virtio-mem).

@@ -392,7 +392,7 @@ impl<'a> Engine<'a> {
 
     fn answer(&mut self, pending: Pending) -> Option<End> {
         let (response, end) = match pending.request {
-            EngineRequest::Take { tag, strategy } => match self.take(tag, strategy) {
+            EngineRequest::Take { tag, strategy } => match self.take(tag.as_deref(), strategy) {
                 Ok(seq) => {
                     self.takers.insert(seq, Taker::Client(pending.answer));
                     return None;
@@ -414,10 +414,10 @@ impl<'a> Engine<'a> {
 
     fn take(
         &mut self,
-        tag: Option<String>,
+        tag: Option<&str>,
         strategy: Option<Strategy>,
     ) -> Result<u64, NotCaptured> {
-        if let Some(tag) = &tag {
+        if let Some(tag) = tag {
             keyframe_store::check_tag(tag).map_err(CheckpointError::Tag)?;
         }
         if self.given_up {
@@ -431,7 +431,7 @@ impl<'a> Engine<'a> {
     fn capture(
         &mut self,
         reason: CheckpointReason,
-        tag: Option<String>,
+        tag: Option<&str>,
         strategy: Option<Strategy>,
     ) -> Result<u64, NotCaptured> {
         let now_ns = elapsed_ns(self.born);
@@ -450,7 +450,7 @@ impl<'a> Engine<'a> {
             let label = CheckpointLabel {
                 reason,
                 backlog_ns,
-                tag: tag.clone(),
+                tag: tag.map(str::to_owned),
                 ..CheckpointLabel::default()
             };
             match self.capture_labelled(label, strategy)? {

@@ -169,11 +169,11 @@ impl RamCapture {
 
 /// A reader of the RAM of all VMs, with the threads and the fault of `options`.
 fn reader(rams: &[Box<dyn RamAccess>], options: &SessionOptions) -> Result<Arc<dyn PageReader>> {
-    let port = |ram: &Box<dyn RamAccess>| MemberPort {
+    let port = |ram: &dyn RamAccess| MemberPort {
         len_pages: ram.layout().len_pages(),
         port: ram.reader(),
     };
-    let all = rams.iter().map(port).collect();
+    let all = rams.iter().map(|ram| port(&**ram)).collect();
     let plain = one(all, |all| Arc::new(GroupReader::new(all)));
     let parallel: Arc<dyn PageReader> = match options.copy_threads {
         Some(1) => plain,

@@ -242,7 +242,11 @@ mod tests {
 
     /// Checkpoints of one VM, one a second by the kernel's clock of boot `boot`, whose wall clock
     /// shows `seconds`.
-    fn of_boot(boot: &str, first: u64, seconds: impl IntoIterator<Item = i64>) -> Vec<RetentionCandidate> {
+    fn of_boot(
+        boot: &str,
+        first: u64,
+        seconds: impl IntoIterator<Item = i64>,
+    ) -> Vec<RetentionCandidate> {
         let booted = |id: u64, at| {
             let since_boot = Some(SinceBoot { boot: boot.into(), ns: id * 1_000_000_000 });
             RetentionCandidate { since_boot, ..moment(id, "web", at, &[]) }

@@ -61,7 +61,7 @@ pub enum Error {
     PathNotUtf8(PathBuf),
     /// A file that the guest reads differs from the file at the checkpoint.
     #[error("{0}, and the guest reads it")]
-    MediumChanged(ChangedFile),
+    MediumChanged(Box<ChangedFile>),
     /// Two drives use the same image, and the guest can write to one of them.
     #[error("drives {first} and {second} use the same image, {}", image.display())]
     ImageUsedTwice {
@@ -445,14 +445,14 @@ mod tests {
                 stated: vec!["/images/base".into()],
                 found: vec![],
             },
-            Error::MediumChanged(ChangedFile {
+            Error::MediumChanged(Box::new(ChangedFile {
                 file: ReadFile {
                     path: "a.iso".into(),
                     option: "-cdrom".into(),
                     ..Default::default()
                 },
                 change: FileChange::Missing,
-            }),
+            })),
             Error::ImageUsedTwice { first: "d".into(), second: "e".into(), image: image() },
             Error::RemoteDrive { name: "d".into(), address: "nbd:localhost:10809".into() },
             Error::FormatNotServed { name: "d".into(), format: "vmdk".into(), image: image() },

@@ -18,7 +18,7 @@ pub fn check(meta: &Meta, as_now: bool) -> Result<(), Failure> {
             } else if as_now {
                 eprintln!("keyframe: warning: {changed}; the guest reads it as it is now");
             } else {
-                return Err(Error::MediumChanged(changed).into());
+                return Err(Error::MediumChanged(Box::new(changed)).into());
             }
         }
     }

@@ -127,7 +127,8 @@ impl BlockNodes {
         let is_used_beside = |name: &String| {
             let by_node = self.nodes.values().any(|keys| {
                 let own = value_of(keys, "node-name").unwrap_or_default();
-                let stays = !beneath.contains(own) && !(is_format(keys) && !is_read_only(keys));
+                let is_served = is_format(keys) && !is_read_only(keys);
+                let stays = !is_served && !beneath.contains(own);
                 stays && children(keys).any(|child| child == name)
             });
             let by_option = arguments.iter().filter(|a| a.name() != "blockdev").any(|argument| {

@@ -19,7 +19,7 @@ impl HostEffects<'_> {
             "socket" if is_on(&keys, "server") => {
                 if let Some(path) = value_of(&keys, "path") {
                     if let Some(fresh) = self.other_socket(path) {
-                        notes.push(self.socket_note(argument, path, &fresh));
+                        notes.push(super::socket_note(argument, path, &fresh));
                         set(&mut changed, "path", fresh);
                     }
                 } else if let Some(port) = value_of(&keys, "port").and_then(|p| p.parse().ok()) {
@@ -63,7 +63,7 @@ impl HostEffects<'_> {
             return;
         }
         if let Some(fresh) = self.appended(&file) {
-            notes.push(self.moved(&file, &fresh));
+            notes.push(super::moved(&file, &fresh));
             set(keys, path, fresh);
         }
         set(keys, append, "on".into());
@@ -86,7 +86,7 @@ impl HostEffects<'_> {
             let Some(fresh) = self.other_socket(&path).filter(|_| is_on(&keys, "server")) else {
                 return Ok(Rewritten::same(argument));
             };
-            let note = self.socket_note(argument, &path, &fresh);
+            let note = super::socket_note(argument, &path, &fresh);
             set(&mut keys, "path", fresh);
             let value = format!("{mux}unix:{}", joined(&keys, "path"));
             return Ok(Rewritten::value(argument, value).noted(note));
@@ -124,7 +124,7 @@ impl HostEffects<'_> {
             Argument::Option("chardev".into(), chardev),
             Argument::Option(argument.name().into(), format!("chardev:{id}")),
         ];
-        let notes = fresh.iter().map(|fresh| self.moved(&argument.display(), fresh)).collect();
+        let notes = fresh.iter().map(|fresh| super::moved(&argument.display(), fresh)).collect();
         Rewritten { arguments, notes }
     }
 }

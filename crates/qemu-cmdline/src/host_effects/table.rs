@@ -125,13 +125,9 @@ mod tests {
         let mut text =
             String::from("| option | repeated, QEMU | restored VM | clone |\n|---|---|---|---|\n");
         for row in TABLE {
-            text += &format!(
-                "| `{}` | {} | {} | {} |\n",
-                row.option,
-                row.effect,
-                words(row.restored),
-                words(row.cloned)
-            );
+            let (restored, cloned) = (words(row.restored), words(row.cloned));
+            text.extend(["| `", row.option, "` | ", row.effect, " | "]);
+            text.extend([restored, " | ", cloned, " |\n"]);
         }
         let document = include_str!("../../../../docs/host-effects.md");
         assert!(document.contains(&text), "docs/host-effects.md must contain:\n{text}");

@@ -304,10 +304,11 @@ impl FleecedDiskCapture {
         let Some(frozen) = pending.frozen else { return };
         for (_, disk) in self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
             let given = qmp(members, disk).and_then(|qmp| {
-                Ok(match self.present {
-                    Some(present) => fleece::give_back(qmp, &disk.node, frozen, present)?,
-                    None => fleece::forget(qmp, &disk.node, frozen)?,
-                })
+                let given = match self.present {
+                    Some(present) => fleece::give_back(qmp, &disk.node, frozen, present),
+                    None => fleece::forget(qmp, &disk.node, frozen),
+                };
+                Ok(given?)
             });
             if given.is_err() {
                 // Then all of it.

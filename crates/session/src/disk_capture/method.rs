@@ -99,7 +99,7 @@ pub fn own(
         // An engine that was killed may have left nodes above the disks.
         fleece::sweep(one.vm.qmp())?;
         let mut of_vm = disks_of(&mut one.vm, &one.directory, member, &prefix)?;
-        one.vm.mind_nodes(of_vm.iter().map(|disk| disk.node.node.clone()).collect());
+        one.vm.mind_disks(of_vm.iter().map(|disk| disk.node.clone()).collect());
         disks.append(&mut of_vm);
     }
     leave(&mut disks, leave_out)?;
