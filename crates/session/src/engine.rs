@@ -412,11 +412,7 @@ impl<'a> Engine<'a> {
         end
     }
 
-    fn take(
-        &mut self,
-        tag: Option<&str>,
-        strategy: Option<Strategy>,
-    ) -> Result<u64, NotCaptured> {
+    fn take(&mut self, tag: Option<&str>, strategy: Option<Strategy>) -> Result<u64, NotCaptured> {
         if let Some(tag) = tag {
             keyframe_store::check_tag(tag).map_err(CheckpointError::Tag)?;
         }

@@ -61,7 +61,13 @@ impl HostProbe for PresentHost {
             let named = |line: &str| line.strip_prefix("iff:").map(str::trim) == Some(name);
             text.lines().any(named)
         };
-        open_files().filter(is_tun).any(has_name)
+        // Each network namespace has interfaces of its own, under the same names.
+        let network = |process: &Path| std::fs::read_link(process.join("ns/net")).ok();
+        let ours = network(Path::new("/proc/self"));
+        let is_here = |descriptor: &PathBuf| {
+            descriptor.ancestors().nth(2).is_some_and(|process| network(process) == ours)
+        };
+        open_files().filter(is_tun).filter(is_here).any(has_name)
     }
 }
 
