@@ -311,7 +311,7 @@ impl Protocol {
                 self.handle(PrimaryEvent::CaptureFailed);
             }
             ProtectedVmEvent::CaptureBlocked { reason } => {
-                self.handle(PrimaryEvent::CaptureBlocked(reason))
+                self.handle(PrimaryEvent::CaptureBlocked(reason));
             }
             ProtectedVmEvent::CaptureUnblocked(None) => self.handle(PrimaryEvent::CaptureUnblocked),
             ProtectedVmEvent::CaptureUnblocked(Some(machine)) => {
