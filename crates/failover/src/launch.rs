@@ -290,7 +290,7 @@ fn session_options(setup: &FailoverSetup) -> SessionOptions {
 fn refuse_unrestorable(machine: &MachineDescription, has_disks: bool) -> Result<()> {
     let server = DiskServer { socket: DISKS_SOCKET.into(), prefix: String::new() };
     let disks = has_disks.then_some(server);
-    let options = RestoreOptions { disks, ..RestoreOptions::default() };
+    let options = RestoreOptions { disks, elsewhere: true, ..RestoreOptions::default() };
     Ok(Plan::new(source_of(&machine.spec, &machine.ram), Vec::new(), options).map(drop)?)
 }
 

@@ -40,7 +40,8 @@ pub trait HostProbe {
 }
 
 /// A host without files, listeners and interfaces.
-pub(crate) struct NoHost;
+#[derive(Clone, Copy, Debug)]
+pub struct NoHost;
 
 impl HostProbe for NoHost {
     fn exists(&self, _: &Path) -> bool {

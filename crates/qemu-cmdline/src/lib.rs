@@ -49,7 +49,7 @@ pub use clone_conflicts::{CloneConsole, CloneLine, CloneOptions, clone_line};
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
 pub use drives::{Backing, BackingImage, DiskServer, Drive, drives, is_served, rewrite_drives};
 pub use error::{CommandLineError, Result};
-pub use host_effects::{EffectRow, HostProbe, LineUse, Rule, TABLE as HOST_EFFECTS};
+pub use host_effects::{EffectRow, HostProbe, LineUse, NoHost, Rule, TABLE as HOST_EFFECTS};
 pub use line_difference::{LineDifference, line_difference};
 pub use line_edits::{
     LineDevice, LineEdits, MediumEdit, ReadOnlyMedium, anonymous_devices, medium_of_line,

@@ -109,6 +109,9 @@ pub struct RestoreOptions {
     pub spawned: Option<fn()>,
     /// True for a restore by [`start_lazy`].
     pub lazy: bool,
+    /// True if the plan only shows that another host could restore the VM: this host's files,
+    /// ports and interfaces do not count.
+    pub elsewhere: bool,
 }
 
 /// The end of a replay.

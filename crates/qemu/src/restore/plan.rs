@@ -17,9 +17,9 @@ use crate::binary::{self, QemuIdentity};
 use crate::{Error, Result, stream};
 use keyframe_machine::Accelerator;
 use keyframe_qemu_cmdline::{
-    Argument, LineUse, LineWord, RestorableLine, check_added, has_accelerator_choice,
-    moved_user_networks, named_accelerator, options, plan_backends, restorable_line,
-    rewrite_drives, with_accelerator, without_accelerator,
+    Argument, HostProbe, LineUse, LineWord, NoHost, RestorableLine, check_added,
+    has_accelerator_choice, moved_user_networks, named_accelerator, options, plan_backends,
+    restorable_line, rewrite_drives, with_accelerator, without_accelerator,
 };
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -74,6 +74,7 @@ impl Plan {
             added,
             spawned,
             lazy,
+            elsewhere,
         } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
@@ -84,6 +85,7 @@ impl Plan {
             directory: working_directory.clone().unwrap_or_default(),
             is_gated: !added.is_empty(),
         };
+        let probe: &dyn HostProbe = if elsewhere { &NoHost } else { &host };
         let line_use = if replays.is_some() || icount_shift.is_some() {
             LineUse::Replay
         } else {
@@ -91,7 +93,7 @@ impl Plan {
         };
         let first = kept;
         let RestorableLine { arguments: kept, notes: removed } =
-            restorable_line(&first, &added_by_user, &host, line_use)?;
+            restorable_line(&first, &added_by_user, probe, line_use)?;
         notes.extend(removed);
         let mut kept = kept;
         notes.extend(name_stand_ins(&mut kept, &host.directory, &source.ram));
