@@ -50,11 +50,12 @@ pub struct DashboardSources {
     pub analyses: Vec<PathBuf>,
     /// Whether clones may be started.
     pub starts: bool,
-    /// Finds the fix that a user is told for an error of a store.
+    /// Returns the fix that the dashboard shows with an error of a store.
     pub store_fix: StoreFix,
 }
 
-/// Finds what a user can do about an error of the store at a path; `None` if that is not known.
+/// A function that returns what a user can do about an error of the store at a path; `None` if the
+/// function knows no fix.
 pub type StoreFix = fn(&keyframe_store::Error, &Path) -> Option<String>;
 
 /// The data of the dashboard: a [`DashboardSource`] over running VMs, stores, recordings and

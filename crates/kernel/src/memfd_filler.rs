@@ -40,8 +40,8 @@ impl Drop for Span {
     }
 }
 
-/// Fills empty pages of a memfd without overwriting pages that are present. Several threads may use
-/// it.
+/// Fills empty pages of a memfd, and never overwrites pages that are present. Several threads may
+/// use one filler.
 #[derive(Debug)]
 pub struct MemfdFiller {
     // Before the descriptor: no thread is left that could wait in it.

@@ -24,7 +24,7 @@
 //! and would not receive packets for another one (separate networks keep clones apart); disks,
 //! because each clone has a disk server of its own.
 
-use crate::host_effects::{HostEffects, LineUse, NoHost};
+use crate::host_effects::{HostEffects, LineUse, NoHost, Note};
 use crate::network::{isolated_netdev, offers_offloads, tap_queues};
 use crate::options::{self, Argument, devices, escape, properties, value_of};
 use crate::{CommandLineError, Result};
@@ -186,9 +186,9 @@ impl CloneLineMaker<'_> {
     /// An argument that writes into the clone's directory, if it writes at all.
     fn own(&mut self, argument: &Argument) -> Result<Vec<Argument>> {
         let made = self.effects.apply(argument)?;
-        // That a clone has files of its own goes without saying.
-        let others = made.notes.into_iter().filter(|note| note.contains("is removed"));
-        self.notes.extend(others);
+        // The user expects that a clone has files of its own.
+        let others = made.notes.into_iter().filter(|note| matches!(note, Note::Removed(_)));
+        self.notes.extend(others.map(Note::into_text));
         Ok(made.arguments)
     }
 

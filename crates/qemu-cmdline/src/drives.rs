@@ -23,6 +23,7 @@ pub use backing::{Backing, BackingImage};
 use crate::options::{self, Argument, is_on, value_of};
 use crate::{CommandLineError, Result};
 use block_nodes::BlockNodes;
+pub(crate) use block_nodes::flattened_keys;
 use drive_option::{GeneratedNames, drive_fate, drive_on_index};
 use std::path::{Path, PathBuf};
 
@@ -85,7 +86,7 @@ enum Place {
     InFilter,
 }
 
-type DriveKeys = Vec<(String, String)>;
+pub(crate) type DriveKeys = Vec<(String, String)>;
 
 /// Returns the disks of a line that the guest can write to.
 ///

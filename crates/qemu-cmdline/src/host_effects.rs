@@ -26,16 +26,15 @@ use std::path::{Path, PathBuf};
 
 /// Looks at the host on which a line is to be run. Paths may be relative to the VM's directory.
 pub trait HostProbe {
-    /// True if there is a file of this name.
+    /// Returns true if there is a file of this name.
     fn exists(&self, path: &Path) -> bool;
-    /// True if a process has this file open.
+    /// Returns true if a process has this file open.
     fn is_open(&self, path: &Path) -> bool;
-    /// True if a process listens at this unix socket.
+    /// Returns true if a process listens at this unix socket.
     fn is_served(&self, path: &Path) -> bool;
-    /// True if no process can listen at this port, because another one does. An empty host means
-    /// all addresses.
+    /// Returns true if a process listens at this port. An empty `host` means all addresses.
     fn port_in_use(&self, host: &str, port: u16, udp: bool) -> bool;
-    /// True if a process has this tap interface open.
+    /// Returns true if a process in this network namespace has this tap interface open.
     fn tap_in_use(&self, name: &str) -> bool;
 }
 
@@ -61,7 +60,7 @@ impl HostProbe for NoHost {
     }
 }
 
-/// The use that is made of a line.
+/// How a kept line is used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LineUse<'a> {
     /// One VM goes on with it.
@@ -71,7 +70,7 @@ pub enum LineUse<'a> {
     },
     /// One of several VMs goes on with it. Its files are in this directory.
     Clone(&'a Path),
-    /// A recorded interval is executed again. Nothing outside learns of it.
+    /// A recorded interval is executed again, without any effect on the host.
     Replay,
 }
 
@@ -81,11 +80,29 @@ impl Default for LineUse<'_> {
     }
 }
 
-/// What becomes of an argument.
+/// A difference from the kept line, in words for the user.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Note {
+    /// A file or a socket has another name.
+    FreshName(String),
+    /// An option is removed.
+    Removed(String),
+}
+
+impl Note {
+    /// The words.
+    pub fn into_text(self) -> String {
+        match self {
+            Self::FreshName(text) | Self::Removed(text) => text,
+        }
+    }
+}
+
+/// The arguments that take the place of one, and notes for the user.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Rewritten {
     pub arguments: Vec<Argument>,
-    pub notes: Vec<String>,
+    pub notes: Vec<Note>,
 }
 
 impl Rewritten {
@@ -98,8 +115,8 @@ impl Rewritten {
         Self { arguments, notes: Vec::new() }
     }
 
-    fn noted(mut self, note: impl Into<String>) -> Self {
-        self.notes.push(note.into());
+    fn noted(mut self, note: Note) -> Self {
+        self.notes.push(note);
         self
     }
 }
@@ -121,7 +138,7 @@ impl<'a> HostEffects<'a> {
         Self { probe, line_use, made: 0, given: Vec::new() }
     }
 
-    /// What becomes of `argument`.
+    /// Rewrites `argument` by the rule for its option.
     ///
     /// Error: [`CommandLineError::Argument`] if it needs an address that another program uses.
     pub fn apply(&mut self, argument: &Argument) -> Result<Rewritten> {
@@ -173,7 +190,7 @@ impl<'a> HostEffects<'a> {
                 return self.give(name.into());
             }
         }
-        // So many files of one name: this one is overwritten.
+        // There are 10,000 files of this name, all of earlier restores. QEMU overwrites the first.
         self.give(format!("{}.restored", wanted.to_string_lossy()).into())
     }
 
@@ -456,22 +473,25 @@ impl<'a> HostEffects<'a> {
             Rewritten::value(argument, options::joined(&left))
         };
         if !reason.is_empty() {
-            made.notes.push(format!("-overcommit mem-lock=on is removed: {reason}"));
+            let text = format!("-overcommit mem-lock=on is removed: {reason}");
+            made.notes.push(Note::Removed(text));
         }
         made
     }
 }
 
-fn moved(what: &str, fresh: &str) -> String {
-    format!("{what}: this VM writes to {fresh}, so that the first VM's file stays as it is")
+fn moved(what: &str, fresh: &str) -> Note {
+    Note::FreshName(format!(
+        "{what}: this VM writes to {fresh}, so that the first VM's file stays as it is"
+    ))
 }
 
-fn socket_note(argument: &Argument, path: &str, fresh: &str) -> String {
-    format!(
+fn socket_note(argument: &Argument, path: &str, fresh: &str) -> Note {
+    Note::FreshName(format!(
         "-{}: a program listens at {path}, perhaps the VM of which the checkpoint was taken: \
          this VM listens at {fresh}",
         argument.name()
-    )
+    ))
 }
 
 const GDB_FIX: &str = "choose another port, which replaces this one: `-- -gdb tcp::PORT` (or `-- \

@@ -1,7 +1,7 @@
 //! The devices and media that two command lines do not share. A running VM can only be put back to a
 //! checkpoint whose line makes the same ones.
 
-use crate::line_edits::medium_of_line;
+use crate::line_edits::{file_of, medium_of_line};
 use crate::options::{self, Argument, value_of};
 
 /// The first device or medium that only one of two lines has.
@@ -43,18 +43,16 @@ fn devices(line: &[Argument]) -> impl Iterator<Item = String> + '_ {
 }
 
 fn media(line: &[Argument]) -> impl Iterator<Item = String> + '_ {
-    let in_drives = line.iter().filter_map(|argument| {
+    let is_removable_drive = |argument: &&Argument| {
         let keys = options::keys(argument.value(), "file");
         let is = |key: &str, value: &str| value_of(&keys, key) == Some(value);
         match argument.name() {
-            "cdrom" | "fda" | "fdb" => Some(argument.value().to_owned()),
-            "drive" if is("media", "cdrom") || is("if", "floppy") => {
-                let file = value_of(&keys, "file").or_else(|| value_of(&keys, "file.filename"));
-                file.map(str::to_owned)
-            }
-            _ => None,
+            "cdrom" | "fda" | "fdb" => true,
+            "drive" => is("media", "cdrom") || is("if", "floppy"),
+            _ => false,
         }
-    });
+    };
+    let in_drives = line.iter().filter(is_removable_drive).filter_map(file_of);
     let in_nodes = options::devices(line).filter_map(|keys| {
         let driver = value_of(&keys, "driver")?;
         let is_removable = driver.ends_with("-cd") || driver == "floppy";

@@ -68,8 +68,8 @@ enum MediumPlace {
     Default(&'static str),
 }
 
-/// The file that `line` puts into a drive. `Some(None)`: the drive is empty. `None`: the line does
-/// not define the drive, or in a way that is not known.
+/// Returns the file that `line` puts into a drive. `Some(None)` stands for an empty drive, and
+/// `None` for a drive that the line does not define in a known way.
 pub fn medium_of_line(line: &[Argument], drive: &str, device: &str) -> Option<Option<String>> {
     match place_of(line, drive, device)? {
         MediumPlace::Drive(at) => Some(file_of(line.get(at)?)),
@@ -82,14 +82,14 @@ pub fn medium_of_line(line: &[Argument], drive: &str, device: &str) -> Option<Op
     }
 }
 
-/// The number of the `-device` arguments without an id, with the drivers that they name.
+/// Returns the drivers of the `-device` arguments without an id, in the order of the line.
 pub fn anonymous_devices(line: &[Argument]) -> Vec<String> {
     let anonymous = options::devices(line).filter(|keys| value_of(keys, "id").is_none());
     anonymous.map(|keys| value_of(&keys, "driver").unwrap_or_default().to_owned()).collect()
 }
 
 impl LineEdits {
-    /// The edited line. `None` if the line does not define a drive whose medium was changed.
+    /// Returns the edited line. Returns `None` if the line does not define a drive whose medium was changed.
     pub fn apply(&self, line: &[Argument]) -> Option<Vec<Argument>> {
         let mut edited = line.to_vec();
         for (device, keys) in &self.pinned {
@@ -209,7 +209,8 @@ fn guest_keys(argument: &Argument) -> Option<Vec<(String, String)>> {
     }
 }
 
-fn file_of(argument: &Argument) -> Option<String> {
+/// The file that a `-drive`, or a short form of it, names; `None` for an empty drive.
+pub(crate) fn file_of(argument: &Argument) -> Option<String> {
     let file = match argument.name() {
         "drive" => {
             let keys = options::keys(argument.value(), "file");

@@ -76,7 +76,7 @@ fn link(argument: &Argument) -> Option<NetworkLink> {
     Some(NetworkLink { kind, option: argument.display(), lan })
 }
 
-/// The user networks of a line, in the order in which QEMU makes them: the ids of `-netdev`, and
+/// Returns the user networks of a line, in the order in which QEMU makes them: the ids of `-netdev`, and
 /// `-nic 0`, `-nic 1` and so on.
 pub fn user_networks(line: &[Argument]) -> Vec<String> {
     let is_json = |argument: &&Argument| argument.value().trim_start().starts_with('{');
@@ -90,8 +90,8 @@ pub fn user_networks(line: &[Argument]) -> Vec<String> {
     ids.chain(cards).collect()
 }
 
-/// For each user network of the line `kept`, its number in the line `now`, or `None` if it has none
-/// there. `None` if nothing changed.
+/// Returns, for each user network of the line `kept`, its number in the line `now`; an inner `None`
+/// stands for one that `now` lacks. Returns `None` if both lines have the same ones.
 pub fn moved_user_networks(kept: &[Argument], now: &[Argument]) -> Option<Vec<Option<u32>>> {
     let now = user_networks(now);
     let number = |name: &String| now.iter().position(|other| other == name).map(|n| n as u32);
@@ -108,12 +108,12 @@ pub(crate) fn isolated_netdev(id: &str, queues: usize) -> Argument {
     Argument::Option("netdev".into(), format!("tap,id={},fds={ISOLATED}{queues}", escape(id)))
 }
 
-/// The number of queues of an isolated tap, if `value` is the value of such a `-netdev`.
+/// Returns the number of queues of an isolated tap, if `value` is the value of such a `-netdev`.
 pub fn isolated_tap(value: &str) -> Option<usize> {
     value.split_once(&format!(",fds={ISOLATED}"))?.1.parse().ok()
 }
 
-/// The value of a `-netdev` of an isolated tap, whose queues are the descriptors `numbers`.
+/// Returns the value of a `-netdev` of an isolated tap, whose queues are the descriptors `numbers`.
 pub fn with_tap_descriptors(value: &str, numbers: &[i32]) -> String {
     let (start, _) = value.split_once(",fds=").unwrap_or((value, ""));
     match numbers {

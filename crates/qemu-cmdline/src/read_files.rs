@@ -3,9 +3,8 @@
 //! Not found: files that QEMU looks for in its own directories (`-bios` without a path is looked
 //! for in the VM's directory alone), and those of a `-readconfig`.
 
-use crate::drives::{is_read_only_drive, path_of};
+use crate::drives::{DriveKeys, flattened_keys, is_read_only_drive, path_of};
 use crate::options::{self, Argument, is_on, value_of};
-use serde_json::Value;
 
 /// A file that a line names.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,7 +19,8 @@ pub struct NamedFile {
     pub is_medium: bool,
 }
 
-/// The files that QEMU only reads, of the line `words`, the binary first.
+/// Returns the files of a command line that QEMU only reads. `words` begins with the binary. Returns
+/// none if the line cannot be parsed.
 pub fn named_files(words: &[String]) -> Vec<NamedFile> {
     let Ok(line) = options::parse(words.get(1..).unwrap_or_default()) else { return Vec::new() };
     let mut files: Vec<NamedFile> = line.iter().flat_map(of_argument).collect();
@@ -83,8 +83,8 @@ fn drive(argument: &Argument, read: &dyn Fn(&str) -> NamedFile) -> Option<NamedF
 /// The files of `-blockdev` that no node may write to.
 fn of_nodes(line: &[Argument]) -> Vec<NamedFile> {
     let nodes = line.iter().filter(|argument| argument.name() == "blockdev");
-    let nodes: Vec<_> = nodes.filter_map(|argument| node_keys(argument.value())).collect();
-    let name = |keys: &Keys, key: &str| value_of(keys, key).map(str::to_owned);
+    let nodes: Vec<_> = nodes.filter_map(|argument| flattened_keys(argument.value())).collect();
+    let name = |keys: &DriveKeys, key: &str| value_of(keys, key).map(str::to_owned);
     let mut files = Vec::new();
     for keys in &nodes {
         let own = name(keys, "node-name");
@@ -103,29 +103,6 @@ fn of_nodes(line: &[Argument]) -> Vec<NamedFile> {
         });
     }
     files
-}
-
-type Keys = Vec<(String, String)>;
-
-/// The keys of a node; of nested JSON objects as `a.b`.
-fn node_keys(value: &str) -> Option<Keys> {
-    if !value.trim_start().starts_with('{') {
-        return Some(options::keys(value, "driver"));
-    }
-    let mut keys = Keys::new();
-    let mut open = vec![(String::new(), serde_json::from_str::<Value>(value).ok()?)];
-    while let Some((prefix, value)) = open.pop() {
-        match value {
-            Value::Object(object) => open.extend(object.into_iter().map(|(key, value)| {
-                let key = if prefix.is_empty() { key } else { format!("{prefix}.{key}") };
-                (key, value)
-            })),
-            Value::String(text) => keys.push((prefix, text)),
-            Value::Bool(on) => keys.push((prefix, if on { "on" } else { "off" }.into())),
-            other => keys.push((prefix, other.to_string())),
-        }
-    }
-    Some(keys)
 }
 
 #[cfg(test)]

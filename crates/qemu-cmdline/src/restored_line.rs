@@ -26,7 +26,7 @@
 //! Options that write to the host, listen on it or lock memory follow
 //! [`HOST_EFFECTS`](crate::HOST_EFFECTS).
 
-use crate::host_effects::{HostEffects, HostProbe, LineUse, Rewritten};
+use crate::host_effects::{HostEffects, HostProbe, LineUse, Note, Rewritten};
 use crate::lineage::is_lineage;
 use crate::network::{check_offloads, isolated_netdev, isolated_tap, tap_queues};
 use crate::options::{self, Argument, escape, properties, value_of};
@@ -100,7 +100,7 @@ pub fn restorable_line(
             applied => applied?,
         };
         restorable.arguments.extend(arguments);
-        restorable.notes.extend(notes);
+        restorable.notes.extend(notes.into_iter().map(Note::into_text));
     }
     Ok(restorable)
 }

@@ -32,6 +32,12 @@ pub struct WritableNode {
 }
 
 impl WritableNode {
+    /// True if `other` is the same disk, perhaps under a filter of a job, which has a name of its
+    /// own and shows the file of the node beneath it.
+    pub fn is_same_disk(&self, other: &Self) -> bool {
+        self.device == other.device && self.file == other.file
+    }
+
     pub(crate) fn of(block: &Value) -> Option<Self> {
         let inserted = block.get("inserted")?;
         // What is not said to be read-only is not.

@@ -15,7 +15,7 @@ mod device_words;
 
 use crate::audit::{self, PLUGGED, name_and_kind};
 use crate::hotplug::{self, is_memory};
-use crate::machine_shape::CapturedDisks;
+use crate::machine_shape::{CapturedDisks, get};
 use crate::{Qmp, Result, Vm};
 use device_words::{Wanted, words_of};
 use keyframe_qemu_cmdline::{
@@ -62,8 +62,9 @@ impl PresentDevice {
 }
 
 impl Vm {
-    /// The lines that make the machine as it is now: [`Vm::user_command`] and [`Vm::full_command`]
-    /// with the changes since the start. `Err` inside: the changes that no line can make.
+    /// Returns the lines that make the machine as it is now: [`Vm::user_command`] and [`Vm::full_command`]
+    /// with the changes since the start. The inner `Err` holds the changes that no line can make. Error:
+    /// QEMU does not answer.
     pub fn lines_now(&mut self) -> Result<Result<MachineLines, Vec<AuditFinding>>> {
         let directory = self.working_directory().unwrap_or_default();
         let line = hotplug::arguments(self.user_command());
@@ -332,11 +333,8 @@ fn present_devices(qmp: &mut Qmp) -> Result<Vec<PresentDevice>> {
         };
         for (name, kind) in children.iter().filter_map(name_and_kind) {
             let path = format!("{folder}/{name}");
-            let mut get = |property: &str| {
-                qmp.execute("qom-get", Some(json!({ "path": path, "property": property })))
-            };
-            let is_hotplugged = get("hotplugged")? == json!(true);
-            let bus = get("parent_bus")?.as_str().unwrap_or_default().to_owned();
+            let is_hotplugged = get(qmp, &path, "hotplugged")? == json!(true);
+            let bus = get(qmp, &path, "parent_bus")?.as_str().unwrap_or_default().to_owned();
             let id = if folder == PLUGGED[0] { name.to_owned() } else { String::new() };
             present.push(PresentDevice {
                 path: path.clone(),

@@ -146,10 +146,7 @@ pub fn hold_connection(qmp: &mut Qmp, number: usize, connection: BorrowedFd<'_>)
 pub fn add_scratch(qmp: &mut Qmp, number: usize, file: &Path, disk: &WritableNode) -> Result<()> {
     let open = File::options().read(true).write(true).open(file);
     let open = open.map_err(Error::io(format!("open {}", file.display())))?;
-    let answer = qmp.execute_passing("add-fd", json!({ "opaque": name(number) }), open.as_fd())?;
-    let Some(set) = answer.get("fdset-id").and_then(Value::as_u64) else {
-        return Err(qmp.unexpected("add-fd", &answer));
-    };
+    let set = qmp.add_fd(&name(number), open.as_fd())?;
     let below = json!({ "driver": "file", "filename": format!("/dev/fdset/{set}") });
     let node = json!({ "driver": "qcow2", "node-name": name(number), "file": below, "backing": disk.node });
     let added = qmp.execute("blockdev-add", Some(node));

@@ -55,16 +55,11 @@ impl CapturedDisks {
     /// True for the present medium of such a drive of `query-block`.
     pub fn have(&self, block: &Value) -> bool {
         let Some(inserted) = block.get("inserted") else { return false };
-        let text = |key: &str| inserted.get(key).and_then(Value::as_str).unwrap_or_default();
-        let device = block.get("device").and_then(Value::as_str).unwrap_or_default();
-        // While a job reads the disk, a filter of QEMU's with a name of its own lies above the node.
-        // The filter shows the file of the node.
-        let is_known = |known: &WritableNode| {
-            known.node == text("node-name")
-                || (known.device == device && known.file == text("file"))
-        };
-        self.socket.as_ref().is_some_and(|socket| is_served(text("file"), socket))
-            || self.nodes.iter().any(is_known)
+        let file = inserted.get("file").and_then(Value::as_str).unwrap_or_default();
+        self.socket.as_ref().is_some_and(|socket| is_served(file, socket))
+            || WritableNode::of(block).is_some_and(|node| {
+                self.nodes.iter().any(|known| known.node == node.node || known.is_same_disk(&node))
+            })
     }
 }
 
@@ -374,12 +369,13 @@ fn device_words(
     Ok(Some(parts.join(",")))
 }
 
-fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value> {
+/// The property `property` of the QOM object at `path`. Error: QEMU does not answer, or has none.
+pub(crate) fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value> {
     qmp.execute("qom-get", Some(json!({ "path": path, "property": property })))
 }
 
 /// The slot and function of a PCI device, of which QEMU tells one number.
-fn pci_address(value: &Value) -> String {
+pub(crate) fn pci_address(value: &Value) -> String {
     match value.as_u64() {
         Some(number) => format!("{:x}.{:x}", number >> 3, number & 7),
         None => value.as_str().unwrap_or_default().to_owned(),

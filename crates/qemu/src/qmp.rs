@@ -257,6 +257,14 @@ impl Qmp {
         self.answer(id, command, self.timeout)
     }
 
+    /// Passes a file to QEMU, in a set of its own. Returns the number of the set: QEMU opens the file
+    /// as `/dev/fdset/NUMBER`, until the command `remove-fd`. `opaque` is the name of the set.
+    pub(crate) fn add_fd(&mut self, opaque: &str, file: BorrowedFd<'_>) -> Result<u64> {
+        let answer = self.execute_passing("add-fd", json!({ "opaque": opaque }), file)?;
+        let set = answer.get("fdset-id").and_then(Value::as_u64);
+        set.ok_or_else(|| self.unexpected("add-fd", &answer))
+    }
+
     /// Executes several queries. Returns their answers. Over a socket all are sent before the first
     /// answer is awaited, so there is one round trip, and QEMU takes its lock once.
     pub(crate) fn ask_all<const N: usize>(

@@ -23,6 +23,7 @@ pub mod lazy;
 mod machine;
 mod plan;
 mod prepared;
+mod restore_options;
 mod shared;
 mod stand_in;
 
@@ -31,6 +32,7 @@ pub use keyframe_qemu_cmdline::{CloneConsole, CloneLine, CloneOptions, clone_lin
 pub use keyframe_vmm::RestoreSource;
 pub use plan::{Plan, backends_as_made};
 pub use prepared::{Prepared, PreparedRam, prepare};
+pub use restore_options::{RestoreOptions, Until};
 pub use shared::{SharedRam, start_shared};
 
 use crate::lifetime::Lifetime;
@@ -39,7 +41,7 @@ use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
 use crate::thread_affinity::{self, SingleCore};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
-use crate::{DiskServer, Error, Qmp, Result, RunStatus, accelerator_check, eventfd_coalesce};
+use crate::{Error, Qmp, Result, RunStatus, accelerator_check, eventfd_coalesce};
 use fill::Memory;
 use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::recording::RecordingMode;
@@ -57,7 +59,6 @@ use std::io::{self, BufWriter};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -74,53 +75,6 @@ const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 /// `backend` counts the RAM blocks of the layout that have a memory backend, from 0.
 pub fn ram_file(backend: usize) -> String {
     format!("/keyframe-ram-{backend}.")
-}
-
-/// The options of a restore.
-#[derive(Clone, Debug, Default)]
-pub struct RestoreOptions {
-    /// A binary other than the checkpoint's, of the same version; `None` for the checkpoint's.
-    pub qemu: Option<PathBuf>,
-    /// True to leave the VM paused at the instant of the checkpoint.
-    pub paused: bool,
-    /// The end of a replay: the restored QEMU replays a recording up to there. `None` for no
-    /// replay. QEMU learns the end before it loads its devices, because a replay that waits at its
-    /// checkpoint could already consume events of the log that come after it.
-    pub replays: Option<Until>,
-    /// Makes QEMU count instructions, each of which takes two to this power nanoseconds of guest
-    /// time (`-icount shift=N`). Under TCG only.
-    pub icount_shift: Option<u32>,
-    /// An accelerator other than the command line's, for which the device state is converted.
-    pub accelerator: Option<Accelerator>,
-    /// The server of the disks that the guest can write to; `None` if there is none.
-    pub disks: Option<DiskServer>,
-    /// The checkpoint's identity, for the VM's next engine ([`Vm::lineage`]).
-    pub lineage: Option<Lineage>,
-    /// The path at which QEMU makes the socket of one more monitor.
-    pub monitor: Option<PathBuf>,
-    /// The file to which QEMU's standard error is appended. `None` for this process's standard
-    /// error.
-    pub log: Option<PathBuf>,
-    /// Arguments that come after all others and do not change the machine, such as those of a
-    /// packet gate.
-    pub added: Vec<String>,
-    /// A function that is called in the calling thread as soon as QEMU is started. A caller that
-    /// needs its rights only for the start gives them up there.
-    pub spawned: Option<fn()>,
-    /// True for a restore by [`start_lazy`].
-    pub lazy: bool,
-    /// True if the plan only shows that another host could restore the VM: this host's files,
-    /// ports and interfaces do not count.
-    pub elsewhere: bool,
-}
-
-/// The end of a replay.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Until {
-    /// The replay pauses before this instruction.
-    Instruction(u64),
-    /// The replay ends with its log.
-    LogEnd,
 }
 
 /// A restored VM.

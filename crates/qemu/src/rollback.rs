@@ -115,11 +115,7 @@ impl Vm {
 
 /// Adds the image to QEMU, has QEMU load its snapshot, and removes the image.
 fn load(qmp: &mut Qmp, file: &File, patience: Duration) -> Result<()> {
-    let answer =
-        qmp.execute_passing("add-fd", json!({ "opaque": "keyframe-rollback" }), file.as_fd())?;
-    let Some(set) = answer.get("fdset-id").and_then(Value::as_u64) else {
-        return Err(qmp.unexpected("add-fd", &answer));
-    };
+    let set = qmp.add_fd("keyframe-rollback", file.as_fd())?;
     let path = format!("/dev/fdset/{set}");
     let node = json!({ "driver": "qcow2", "node-name": NODE,
         "file": { "driver": "file", "filename": path, "locking": "off" } });

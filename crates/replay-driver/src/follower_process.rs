@@ -13,8 +13,8 @@ use std::time::Duration;
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// A process that follows a recording and takes its checkpoints. It outlives its recording for a
-/// moment only: if the recorder has ended, it follows to the log's end and ends. Dropping this ends
-/// it.
+/// moment only: if the recorder has ended, it follows to the log's end and ends. Dropping this value
+/// ends the process.
 pub struct FollowerProcess {
     child: Child,
 }

@@ -9,7 +9,12 @@
 //!
 //! The references of derived records are not known before these are read. They may lie in any earlier
 //! pack. An open file outlives its name. A prune in the same process closes the packs that it has
-//! removed and that no loaded checkpoint holds. Not here: the disk space of packs that another process
+//! removed and that no loaded checkpoint holds.
+//!
+//! Invariant: the checkpoint still exists after its maps were read. A prune drops records of forgotten
+//! checkpoints from the maps that others need, so the maps of a forgotten one may give older pages.
+//!
+//! Not here: the disk space of packs that another process
 //! removed. It becomes free when the last reader has closed its store.
 
 use crate::open_store::OpenStore;
@@ -32,33 +37,32 @@ pub type Held = Vec<Arc<PackFile>>;
 
 impl OpenStore {
     /// Reads the maps of a checkpoint. Opens all packs that they refer to, and all earlier ones. A
-    /// pack that stays missing is no error here: reading its pages is.
+    /// pack that stays missing is no error here: reading its pages is. Error: the checkpoint does
+    /// not exist any more, or a map cannot be read.
     pub fn hold_maps(&self, id: CheckpointId, meta: &Meta) -> Result<(PageMap, DiskMap, Held)> {
         for _ in 1..ATTEMPTS {
             let listed = self.pack_numbers()?;
             match self.read_maps(meta) {
                 Ok(maps) => {
                     let (held, is_all) = self.hold(&maps, &listed);
+                    self.check_exists(id)?;
                     if is_all {
                         return Ok((maps.0, maps.1, held));
                     }
-                    // Another process may have forgotten the checkpoint; then a prune does not
-                    // rewrite its maps.
-                    self.read_checkpoint(id)?;
                     if self.pack_numbers()? == listed {
                         // No prune was at work, so the pack is lost.
                         return Ok((maps.0, maps.1, held));
                     }
                 }
                 Err(error) => {
-                    // Another process may have forgotten the checkpoint.
-                    self.read_checkpoint(id)?;
+                    self.check_exists(id)?;
                     return Err(error);
                 }
             }
         }
         let maps = self.read_maps(meta)?;
         let held = self.hold(&maps, &self.pack_numbers()?).0;
+        self.check_exists(id)?;
         Ok((maps.0, maps.1, held))
     }
 

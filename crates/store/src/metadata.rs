@@ -24,6 +24,19 @@ impl OpenStore {
         Ok(checkpoint::decode(&bytes, id.0, self.config.id, &object)?)
     }
 
+    /// Checks that no process has forgotten the checkpoint. Error: [`Error::UnknownCheckpoint`].
+    pub fn check_exists(&self, id: CheckpointId) -> Result<()> {
+        match self.backend.open(&layout::checkpoint(id)) {
+            Err(e) if e.is_not_found() => Err(self.unknown(id)?),
+            other => other.map(drop),
+        }
+    }
+
+    fn unknown(&self, id: CheckpointId) -> Result<Error> {
+        let newest = self.checkpoint_ids()?.last().copied();
+        Ok(Error::UnknownCheckpoint { name: id.to_string(), newest })
+    }
+
     /// Reads the description of a checkpoint.
     pub fn read_meta(&self, id: CheckpointId) -> Result<Meta> {
         let (bytes, object) = self.checkpoint_bytes(id)?;
@@ -34,10 +47,7 @@ impl OpenStore {
     fn checkpoint_bytes(&self, id: CheckpointId) -> Result<(Vec<u8>, String)> {
         let name = layout::checkpoint(id);
         match self.backend.read(&name, CHECKPOINT_BYTES_MAX) {
-            Err(e) if e.is_not_found() => {
-                let newest = self.checkpoint_ids()?.last().copied();
-                Err(Error::UnknownCheckpoint { name: id.to_string(), newest })
-            }
+            Err(e) if e.is_not_found() => Err(self.unknown(id)?),
             other => Ok((other?, self.backend.describe(&name))),
         }
     }

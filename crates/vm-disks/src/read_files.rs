@@ -64,7 +64,7 @@ impl fmt::Display for ChangedFile {
     }
 }
 
-/// The identities of the files that a VM with the line `words`, the binary first, only reads.
+/// Returns the identities of the files that a VM only reads. `words` is its line, the binary first.
 /// Relative paths begin in `directory`. Leaves out files that cannot be read, such as those that the
 /// VM got as descriptors.
 pub fn describe(words: &[String], directory: &Path) -> Vec<ReadFile> {
@@ -108,7 +108,7 @@ fn identity(named: &NamedFile, path: &Path) -> io::Result<ReadFile> {
     })
 }
 
-/// Those of `files` that differ from what they were.
+/// Returns those of `files` that differ from their noted state, in the same order.
 pub fn changed(files: &[ReadFile]) -> Vec<ChangedFile> {
     let change = |file: &ReadFile| Some(ChangedFile { file: file.clone(), change: change(file)? });
     files.iter().filter_map(change).collect()

@@ -19,6 +19,8 @@ Through libvirt a pause is about ten milliseconds longer, because each command g
 Each checkpoint contains the disks that the guest can write to. Keyframe clones their images if the file system can do that
 (btrfs, XFS). Otherwise it uses QEMU's dirty bitmaps, and the first checkpoint reads each disk completely. While it reads,
 QEMU keeps the blocks that the guest overwrites in STORE/disks. If that file system is full, the guest's writes fail.
+A disk that holds internal snapshots (savevm) is read completely for each checkpoint: QEMU could not load a snapshot of a disk
+that has a dirty bitmap.
 
 Examples:
   keyframe attach --store S --qmp /run/vm.sock $(pidof qemu-system-x86_64)

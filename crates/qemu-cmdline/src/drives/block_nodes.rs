@@ -21,7 +21,7 @@ const CHILDREN: &[&str] = &["file", "backing", "data-file"];
 /// The nodes of all `-blockdev`, by index of the argument.
 pub(super) struct BlockNodes {
     nodes: BTreeMap<usize, DriveKeys>,
-    /// Names of the nodes that only served disks use.
+    /// The names of the nodes that only served disks use.
     beneath_served: BTreeSet<String>,
 }
 
@@ -103,13 +103,8 @@ impl BlockNodes {
     /// The names of the nodes that lead to nothing but served disks. They leave the line with
     /// their disk: a restored VM needs none of their files.
     fn only_beneath_served(&self, arguments: &[Argument]) -> BTreeSet<String> {
-        let mut beneath = BTreeSet::new();
-        let mut others = BTreeSet::new();
-        for keys in self.nodes.values() {
-            let served = is_format(keys) && !is_read_only(keys);
-            let names = children(keys).map(str::to_owned);
-            if served { beneath.extend(names) } else { others.extend(names) }
-        }
+        let served = self.nodes.values().filter(|keys| is_served(keys));
+        let mut beneath: BTreeSet<String> = served.flat_map(children).map(str::to_owned).collect();
         // What is beneath a node of a served disk is beneath the disk.
         loop {
             let more: Vec<String> = beneath
@@ -127,8 +122,7 @@ impl BlockNodes {
         let is_used_beside = |name: &String| {
             let by_node = self.nodes.values().any(|keys| {
                 let own = value_of(keys, "node-name").unwrap_or_default();
-                let is_served = is_format(keys) && !is_read_only(keys);
-                let stays = !is_served && !beneath.contains(own);
+                let stays = !is_served(keys) && !beneath.contains(own);
                 stays && children(keys).any(|child| child == name)
             });
             let by_option = arguments.iter().filter(|a| a.name() != "blockdev").any(|argument| {
@@ -219,6 +213,11 @@ fn is_format(keys: &DriveKeys) -> bool {
     matches!(value_of(keys, "driver"), Some("raw" | "qcow2"))
 }
 
+/// True for the topmost node of a disk that the guest can write to.
+fn is_served(keys: &DriveKeys) -> bool {
+    is_format(keys) && !is_read_only(keys)
+}
+
 /// The names of the nodes right beneath the one with `keys`.
 fn children(keys: &DriveKeys) -> impl Iterator<Item = &str> {
     let is_child = |key: &str| {
@@ -254,9 +253,7 @@ fn node_keys(argument: &Argument, keys: &DriveKeys) -> Result<DriveKeys> {
     let opens_export = |key: &str| is_export && is_one_of(key, EXPORT, &["server."]);
     let mut kept = Vec::new();
     for (key, value) in keys {
-        if is_one_of(key, &["backing"], &["backing."]) {
-            // The disk's server opens the images beneath it.
-        } else if NODE_KEPT.contains(&key.as_str()) {
+        if NODE_KEPT.contains(&key.as_str()) {
             kept.push((key.clone(), value.clone()));
         } else if !is_one_of(key, OPENING, OPENING_PREFIXES)
             && !NODE_OPENING.contains(&key.as_str())
@@ -270,7 +267,7 @@ fn node_keys(argument: &Argument, keys: &DriveKeys) -> Result<DriveKeys> {
 
 /// Keys and values of a `-blockdev`, nested ones as `a.b`; `null` is empty. `None` for malformed
 /// JSON.
-pub(super) fn flattened_keys(value: &str) -> Option<DriveKeys> {
+pub(crate) fn flattened_keys(value: &str) -> Option<DriveKeys> {
     use serde_json::Value;
     fn add(prefix: &str, value: Value, keys: &mut DriveKeys) {
         match value {

@@ -15,6 +15,7 @@ use std::collections::BTreeMap;
 /// Keys of `-drive` that tell how QEMU opens the image. They have no meaning for a served disk.
 pub(super) const OPENING: &[&str] = &[
     "file",
+    "backing",
     "format",
     "driver",
     "aio",
@@ -33,7 +34,8 @@ pub(super) const OPENING: &[&str] = &[
     "read-only",
     "readonly",
 ];
-pub(super) const OPENING_PREFIXES: &[&str] = &["file.", "pass-discard-", "overlap-check"];
+pub(super) const OPENING_PREFIXES: &[&str] =
+    &["file.", "backing.", "pass-discard-", "overlap-check"];
 
 /// Keys of `-drive` that the guest sees, or that hold for any image.
 const KEPT: &[&str] = &[
@@ -117,10 +119,7 @@ pub(super) fn drive_fate(
     for (key, value) in keys {
         if is_one_of(&key, KEPT, KEPT_PREFIXES) {
             kept.push((key, value));
-        } else if !is_one_of(&key, OPENING, OPENING_PREFIXES)
-            // The disk's server opens the images beneath it.
-            && !is_one_of(&key, &["backing"], &["backing."])
-        {
+        } else if !is_one_of(&key, OPENING, OPENING_PREFIXES) {
             return Err(unknown_key_error(argument, &key));
         }
     }

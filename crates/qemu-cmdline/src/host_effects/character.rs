@@ -56,7 +56,7 @@ impl HostEffects<'_> {
         &mut self,
         (path, append): (&str, &str),
         keys: &mut Keys,
-        notes: &mut Vec<String>,
+        notes: &mut Vec<super::Note>,
     ) {
         let Some(file) = value_of(keys, path).map(str::to_owned) else { return };
         if is_device(&file) {

@@ -2,7 +2,7 @@
 //!
 //! `docs/host-effects.md` shows it to users; a test compares the two.
 
-/// What is done with an option when its line is run once more.
+/// The treatment of an option when its line is run again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// QEMU appends to the file. If a process has it open, another file is written.
@@ -11,9 +11,9 @@ pub enum Rule {
     FreshFile,
     /// If a process listens at the socket, another socket is made beside it.
     FreshSocket,
-    /// Refused while another program uses it.
+    /// Keyframe refuses it while another program uses it.
     RefuseInUse,
-    /// Left out, with a note.
+    /// Keyframe leaves it out, and notes that.
     LeftOut,
     /// A socket, a file or a network of the clone's own.
     Own,
@@ -21,7 +21,7 @@ pub enum Rule {
     WithoutPorts,
     /// The value that QEMU had chosen.
     Pinned,
-    /// Stays as it is.
+    /// Keyframe leaves it as it is.
     Kept,
 }
 

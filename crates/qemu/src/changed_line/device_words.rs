@@ -4,6 +4,7 @@
 //! For a processor, its place in the topology is enough: `-cpu` holds for it too.
 
 use super::PresentDevice;
+use crate::machine_shape::{get, pci_address};
 use crate::{Qmp, Result};
 use keyframe_qemu_cmdline::options::{Argument, escape, properties, value_of};
 use serde_json::{Value, json};
@@ -328,16 +329,4 @@ fn property_names(qmp: &mut Qmp, kind: &str) -> Result<Vec<String>> {
     };
     let name = |property: &Value| property.get("name").and_then(Value::as_str).map(str::to_owned);
     Ok(listed.iter().filter_map(name).collect())
-}
-
-fn get(qmp: &mut Qmp, path: &str, property: &str) -> Result<Value> {
-    qmp.execute("qom-get", Some(json!({ "path": path, "property": property })))
-}
-
-/// The slot and function of a PCI device, of which QEMU tells one number.
-fn pci_address(value: &Value) -> String {
-    match value.as_u64() {
-        Some(number) => format!("{:x}.{:x}", number >> 3, number & 7),
-        None => value.as_str().unwrap_or_default().to_owned(),
-    }
 }

@@ -193,7 +193,19 @@ impl Virsh {
             alone.out.fill(&self.name)?;
         }
         let complaint = alone.errors.text(&self.name);
-        match answer(&String::from_utf8_lossy(&alone.out.bytes)) {
+        self.answer_in(&alone.out.bytes, complaint, operation)
+    }
+
+    /// The answer in what a virsh printed; QEMU's form of an error if libvirt refused the command.
+    ///
+    /// Error: [`Error::Gone`] if `complaint`, its standard error, says that the VM has ended.
+    fn answer_in(
+        &self,
+        said: &[u8],
+        complaint: String,
+        operation: &str,
+    ) -> Result<serde_json::Map<String, Value>> {
+        match answer(&String::from_utf8_lossy(said)) {
             Some(answer) => Ok(answer),
             None if ENDED.iter().any(|words| complaint.contains(words)) => {
                 Err(Error::Gone { monitor: self.name.clone(), operation: operation.into() })
@@ -257,16 +269,8 @@ impl Virsh {
             self.asked.pop_front();
             let said: Vec<u8> = self.shell.out.bytes.drain(..at + end.len()).collect();
             let complaint = self.shell.errors.text(&self.name);
-            match answer(&String::from_utf8_lossy(&said)) {
-                Some(answer) => self.ready.push_back(with_id(answer, id)),
-                None if ENDED.iter().any(|words| complaint.contains(words)) => {
-                    return Err(Error::Gone {
-                        monitor: self.name.clone(),
-                        operation: operation.into(),
-                    });
-                }
-                None => self.ready.push_back(json!({ "error": { "desc": complaint }, "id": id })),
-            }
+            let answer = self.answer_in(&said, complaint, operation)?;
+            self.ready.push_back(with_id(answer, id));
         }
         if self.shell.out.ended && self.ready.is_empty() {
             let why = self.shell.errors.text(&self.name);

@@ -16,8 +16,6 @@ const TUN: &str = "/dev/net/tun";
 #[derive(Clone, Debug)]
 pub(super) struct PresentHost {
     pub directory: PathBuf,
-    /// True if Keyframe's gate stands before the VM's network, and has its interfaces open.
-    pub is_gated: bool,
 }
 
 impl HostProbe for PresentHost {
@@ -69,7 +67,7 @@ impl HostProbe for PresentHost {
         let is_here = |descriptor: &PathBuf| {
             descriptor.ancestors().nth(2).is_some_and(|process| network(process) == ours)
         };
-        !self.is_gated && open_files().filter(is_tun).filter(is_here).any(has_name)
+        open_files().filter(is_tun).filter(is_here).any(has_name)
     }
 }
 
@@ -92,7 +90,7 @@ mod tests {
     #[test]
     fn the_host_is_seen_as_it_is() {
         let dir = tempfile::tempdir().unwrap();
-        let host = PresentHost { directory: dir.path().to_owned(), is_gated: false };
+        let host = PresentHost { directory: dir.path().to_owned() };
         let (file, socket) = (Path::new("log"), Path::new("s"));
         assert!(!host.exists(file) && !host.is_open(file) && !host.is_served(socket));
         let log = std::fs::File::create(dir.path().join(file)).unwrap();

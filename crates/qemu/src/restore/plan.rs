@@ -81,10 +81,7 @@ impl Plan {
         let added_by_user = check_added(extra)?;
         let kept = options::parse(source.machine.user_command.get(1..).unwrap_or_default())?;
         let working_directory = Some(source.machine.directory()).filter(|dir| dir.is_dir());
-        let host = PresentHost {
-            directory: working_directory.clone().unwrap_or_default(),
-            is_gated: !added.is_empty(),
-        };
+        let host = PresentHost { directory: working_directory.clone().unwrap_or_default() };
         let probe: &dyn HostProbe = if elsewhere { &NoHost } else { &host };
         let line_use = if replays.is_some() || icount_shift.is_some() {
             LineUse::Replay

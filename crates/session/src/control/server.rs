@@ -94,7 +94,7 @@ impl<D: Deliver> Server<D> {
             match client.read() {
                 Ok(Some(line)) => self.serve(client.stream, &line),
                 Ok(None) => self.waiting.push(client),
-                // A client that went away is its own affair.
+                // The client has gone, and waits for no answer.
                 Err(_) => {}
             }
         }

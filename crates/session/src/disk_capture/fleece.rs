@@ -101,7 +101,7 @@ pub struct FleecedDiskCapture {
     /// A complete checkpoint is sealed or under way.
     based: bool,
     /// True if a disk has internal snapshots, to which its user can go back.
-    has_snapshots: bool,
+    have_snapshots: bool,
     /// True if a checkpoint was captured in this run.
     has_captured: bool,
     open: Option<Open>,
@@ -142,7 +142,7 @@ impl FleecedDiskCapture {
             present: None,
             next: 1,
             based: false,
-            has_snapshots: false,
+            have_snapshots: false,
             has_captured: false,
             open: None,
             in_flight,
@@ -169,7 +169,7 @@ impl FleecedDiskCapture {
     /// does not answer, or a file cannot be made.
     pub fn begin(&mut self, members: &mut [Member]) -> Result<FleecedCut, BoxError> {
         self.close_when_read(members)?;
-        self.has_snapshots = require_same(&self.disks, members)?;
+        self.have_snapshots = require_same(&self.disks, members)?.have_snapshots;
         self.require_space()?;
         let cut = FleecedCut(Arc::default());
         self.open = Some(Open { cut: cut.clone(), pending: None });
@@ -208,7 +208,7 @@ impl FleecedDiskCapture {
     /// content before the guests overwrite it. Error: a monitor fails; then the next checkpoint is
     /// complete.
     pub fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
-        let begun = (!self.has_snapshots).then_some(self.next);
+        let begun = (!self.have_snapshots).then_some(self.next);
         let complete = !self.based || self.present.is_none();
         let pending = Pending { frozen: self.present, complete };
         for member in 0..members.len() {

@@ -29,11 +29,19 @@ pub struct QemuDisk {
     pub left_out: bool,
 }
 
+/// The captured disks at one time.
+#[derive(Clone, Copy, Debug)]
+pub struct DisksNow {
+    /// True if any of them has internal snapshots.
+    pub have_snapshots: bool,
+}
+
 /// Requires that each VM has the writable disks that it had, on the same nodes over the same
 /// images. If another client plugged a disk in or put a snapshot above one, the captured disks would
-/// not be those that the guest sees. True if one that is captured has internal snapshots now.
-pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<bool, BoxError> {
-    let mut has_snapshots = false;
+/// not be those that the guest sees. Returns the present state of
+/// the captured disks.
+pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<DisksNow, BoxError> {
+    let mut have_snapshots = false;
     for (number, member) in members.iter_mut().enumerate() {
         let nodes = member.vm.qemu()?.writable_nodes()?;
         let captured = |node: &&WritableNode| {
@@ -41,13 +49,10 @@ pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<bool, 
                 .iter()
                 .any(|disk| disk.member == number && !disk.left_out && disk.node.node == node.node)
         };
-        has_snapshots |= nodes.iter().filter(captured).any(|node| node.has_snapshots);
+        have_snapshots |= nodes.iter().filter(captured).any(|node| node.has_snapshots);
         let mut known = disks.iter().filter(|disk| disk.member == number).map(|disk| &disk.node);
         let same = |node: &WritableNode| {
-            // A filter of QEMU's own, as of a job, stands above the node for a while.
-            disks.iter().any(|d| {
-                d.member == number && d.node.device == node.device && d.node.file == node.file
-            })
+            disks.iter().any(|d| d.member == number && d.node.is_same_disk(node))
         };
         if let Some(other) = nodes.iter().find(|node| !same(node)) {
             let name = if other.device.is_empty() { &other.node } else { &other.device };
@@ -59,5 +64,5 @@ pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<bool, 
             return Err(DiskError::Unplugged { disk, file }.into());
         }
     }
-    Ok(has_snapshots)
+    Ok(DisksNow { have_snapshots })
 }

@@ -7,10 +7,12 @@
 //!                            └ no such line ──────▶ refused; looked at again before the next pause
 //! ```
 //!
-//! The look comes after the pause, so nothing is sealed that was plugged in just before it. A device
-//! that is unplugged and plugged in again meanwhile is noticed by QEMU's events. A change that is
-//! undone between a pause and the look some milliseconds later, and that has no event, is not
-//! noticed: another medium for that long, or a shared directory that is mounted for that long.
+//! The engine looks after the pause, so it also sees a device that was plugged in just before the
+//! pause. QEMU's events tell the engine of a device that was unplugged and plugged in again.
+//!
+//! Limit: the engine does not see a change without an event that its user undoes between the pause
+//! and the look, some milliseconds later. Such changes are another medium and a mounted shared
+//! directory.
 
 use super::{Arc, CheckpointError, Engine, Event, NotCaptured};
 

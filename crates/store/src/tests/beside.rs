@@ -234,6 +234,42 @@ fn a_run_gives_no_pack_the_number_of_a_removed_one() {
     assert_eq!(numbers.len(), created.len(), "{created:?}");
 }
 
+/// Loads a checkpoint while another process forgets it and prunes, behind look number `at` of the
+/// reader; false where a load takes fewer looks.
+fn loaded_with_a_forget_and_a_prune_at(at: u64, seed: u64) -> bool {
+    let medium = FaultyBackend::default();
+    init_on(&medium).unwrap();
+    let mut guest = Guest::begin(&medium, seed);
+    (0..7).for_each(|_| guest.seal());
+    let known = guest.end();
+    let loaded = known.keys().copied().nth(3).unwrap();
+    let elsewhere = on(&medium).unwrap();
+    let others = BTreeSet::from_iter(known.keys().copied().take(4));
+    let hook = move || {
+        elsewhere.forget(&others).unwrap();
+        let options = PruneOptions { max_unused: 0.0, ..PruneOptions::default() };
+        elsewhere.prune_tuned(&options, TINY, &mut |_| {}).unwrap();
+    };
+    let (looks, hook) = (AtomicU64::new(0), Mutex::new(Box::new(hook) as Hook));
+    let watched = Arc::new(Watched { medium, looks, at, hook });
+    let store =
+        Store::open_on(Arc::clone(&watched) as Arc<dyn Backend>, Path::new("memory")).unwrap();
+    match image_is(&store, loaded, &known[&loaded]) {
+        Ok(is_same) => assert!(is_same, "look {at}, seed {seed}: it is not what was put"),
+        Err(Error::UnknownCheckpoint { .. }) => {}
+        Err(error) => panic!("look {at}, seed {seed}: {error}"),
+    }
+    watched.looks.load(Ordering::Relaxed) > at
+}
+
+/// A prune leaves the maps of a forgotten checkpoint incomplete if others need them.
+#[test]
+fn a_checkpoint_that_is_forgotten_while_it_is_loaded_comes_as_it_was_or_not_at_all() {
+    for seed in 0..8 {
+        assert!((0..200).any(|at| !loaded_with_a_forget_and_a_prune_at(at, seed)));
+    }
+}
+
 /// What the threads of the test below share. Each opens the store for itself, as processes do.
 struct Concurrent {
     path: PathBuf,
