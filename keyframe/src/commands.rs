@@ -51,7 +51,7 @@ pub mod watchdog;
 pub mod witness;
 pub mod work;
 
-use crate::failure::{DONE, FAILED, Failure, WARNED, chain};
+use crate::failure::{DONE, FAILED, Failure, GUEST_PANICKED, WARNED, WATCHDOG_EXPIRED, chain};
 use keyframe_session::Verdict;
 use keyframe_store::{Listing, Store};
 use keyframe_store_keys::KeyArg;
@@ -63,6 +63,8 @@ pub fn exit_code(verdict: Verdict) -> u8 {
         Verdict::Complete => DONE,
         Verdict::Incomplete => WARNED,
         Verdict::Failed => FAILED,
+        Verdict::GuestPanicked => GUEST_PANICKED,
+        Verdict::WatchdogExpired => WATCHDOG_EXPIRED,
     }
 }
 

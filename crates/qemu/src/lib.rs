@@ -33,6 +33,7 @@ mod eventfd_coalesce;
 pub mod fleece;
 #[doc(hidden)]
 pub mod fuzzing;
+mod guest_end;
 mod guestmap;
 mod hotplug;
 mod invocation;
@@ -59,6 +60,7 @@ pub use attach::{AttachOptions, Monitor};
 pub use binary::QemuIdentity;
 pub use blocknodes::{LineDisk, WritableNode};
 pub use error::{Error, Result};
+pub use guest_end::EndHold;
 pub use invocation::Invocation;
 pub use keyframe_machine::{Accelerator, HostBlock};
 pub use keyframe_qemu_cmdline::{

@@ -276,7 +276,7 @@ impl Vm {
                 }
             },
         };
-        Ok(Watched { monitor, pipe: Some(self.state.pipe.duplicate()?) })
+        Ok(Watched { monitor, pipe: Some(self.state.pipe.duplicate()?), hold: None })
     }
 
     pub(crate) fn origin_detail(&self) -> &Origin {

@@ -6,6 +6,7 @@
 
 mod disk_outage;
 mod ending;
+mod guest_end;
 mod outcome;
 mod report;
 mod rollback;
@@ -258,7 +259,9 @@ impl<'a> Engine<'a> {
             // A replay begins with a checkpoint.
             self.capture(CheckpointReason::Begin, None, None)?;
         }
-        self.machines.start()
+        self.machines.start()?;
+        self.machines.hold_ends();
+        Ok(())
     }
 
     /// Takes the checkpoint at which the last interval of a recording ends.
@@ -289,6 +292,9 @@ impl<'a> Engine<'a> {
                 return Ok(End::Asked(self.options.on_exit));
             }
             self.look();
+            if self.capture_guest_end() {
+                continue;
+            }
             if let Some(pending) = self.postponed.pop_front() {
                 if let Some(end) = self.answer(pending) {
                     return Ok(end);
@@ -464,6 +470,7 @@ impl<'a> Engine<'a> {
         });
         match result {
             Ok(seq) => {
+                self.machines.hold_ends();
                 if let Some(audit) = &mut self.watch.audit {
                     audit.captured(seq);
                 }

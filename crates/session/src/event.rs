@@ -10,6 +10,7 @@ use keyframe_scheduling::TuningReason;
 use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
 use keyframe_units::PageIndex;
 pub use keyframe_units::{EventSink, NoEvents};
+use keyframe_vmm::GuestEnd;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -78,6 +79,15 @@ pub enum Event {
     MemberLost {
         /// The member.
         vm: String,
+    },
+    /// A guest has ended or failed.
+    GuestEnded {
+        /// Its VM.
+        vm: String,
+        /// How.
+        end: GuestEnd,
+        /// The last checkpoint and its tag; `None` if it failed.
+        last: Option<(CheckpointId, String)>,
     },
     /// A recording ends without a checkpoint at its end.
     NoFinalCheckpoint {
@@ -255,6 +265,8 @@ pub enum Event {
         sealed: u64,
         /// Checkpoints that failed.
         failed: u64,
+        /// How the guest ended or failed, if it did.
+        guest_end: Option<GuestEnd>,
         /// True if QEMU ended with a failure.
         has_qemu_failed: bool,
     },
@@ -293,6 +305,8 @@ pub enum Helper {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
+    /// Have the VMM of a guest that has ended do what its user wants then.
+    FinishGuestEnd,
     /// Return the blocks of a failed checkpoint to the next one.
     GiveBackBlocks,
     /// Release the blocks of a sealed checkpoint.

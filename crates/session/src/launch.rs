@@ -398,7 +398,8 @@ pub fn prepare(
                 let health = watchdog.health();
                 let vm = SessionVm::new(Box::new(found.vm), Box::new(watchdog), limit, *watches)
                     .with_monitor(found.monitor);
-                let vm = if options.recorded.is_some() { vm.recorded() } else { vm };
+                let vm =
+                    if options.recorded.is_some() { vm.recorded() } else { vm.held_at_its_end() };
                 Member::new(found.name, vm, found.runs).watched_by(health)
             };
             let machines = Machines::new(guarded.map(member).collect(), is_group, peripherals);
@@ -473,7 +474,8 @@ fn prepare_parts(
             monitor.map_err(|e| Error::io("copy the descriptor of QEMU's monitor", e))?,
         );
     }
-    let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm, &options.events));
+    let holds_ends = options.recorded.is_none();
+    let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm, holds_ends, &options.events));
     let watchdogs = watchdogs.collect::<Result<_, _>>()?;
     Ok((copying, sink, meta, watchdogs))
 }
@@ -531,19 +533,28 @@ pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
 }
 
 /// Starts the watchdog: a process of its own, which outlives a crash of this one. If it ends,
-/// another one is started.
-pub fn spawn_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
-    Ok(WatchdogKeeper::start(watchdog_starter(vm)?, Arc::clone(events))?)
+/// another one is started. `holds_ends`: it undoes what [`SessionVm::hold_end`] did.
+pub fn spawn_watchdog(
+    vm: &Vm,
+    holds_ends: bool,
+    events: &SharedEventSink,
+) -> Result<WatchdogKeeper> {
+    Ok(WatchdogKeeper::start(watchdog_starter(vm, holds_ends)?, Arc::clone(events))?)
 }
 
 /// As [`spawn_watchdog`], for a VM that runs already: the watchdog is started before the first
 /// pause, so that a host without room for one more process does not end the VM.
-pub fn late_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
-    Ok(WatchdogKeeper::later(watchdog_starter(vm)?, Arc::clone(events)))
+pub fn late_watchdog(
+    vm: &Vm,
+    holds_ends: bool,
+    events: &SharedEventSink,
+) -> Result<WatchdogKeeper> {
+    Ok(WatchdogKeeper::later(watchdog_starter(vm, holds_ends)?, Arc::clone(events)))
 }
 
-fn watchdog_starter(vm: &Vm) -> Result<StartWatchdog> {
-    let watched = vm.watched()?;
+fn watchdog_starter(vm: &Vm, holds_ends: bool) -> Result<StartWatchdog> {
+    let mut watched = vm.watched()?;
+    watched.hold = holds_ends.then(|| vm.end_hold()).flatten();
     Ok(Box::new(move || {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__watchdog");

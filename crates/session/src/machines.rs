@@ -15,12 +15,15 @@
 //! Invariant: a member that another client had paused stays paused. Whichever step fails, each
 //! member that ran before runs again.
 
+mod guest_end;
+
 use super::disk_capture::DiskCapture;
 use super::recording::Position;
 use super::session_vm::SessionVm;
 use crate::error::{Result, error_chain};
 use crate::lans::Lans;
 use crate::watchdog_keeper::WatchdogHealth;
+use guest_end::SeenEnd;
 use keyframe_capture::group::join_device_states;
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
@@ -48,6 +51,7 @@ pub struct Member {
     /// In which state it stands still. `None` if that is not known yet.
     standing: Option<RunState>,
     shut_down: bool,
+    guest_end: Option<SeenEnd>,
     ended: Option<ExitStatus>,
     /// The result of stopping the VM, during a pause.
     stopped: Option<StopOutcome>,
@@ -65,6 +69,7 @@ impl Member {
             runs,
             standing: None,
             shut_down: false,
+            guest_end: None,
             ended: None,
             stopped: None,
             watchdog: WatchdogHealth::default(),
@@ -206,6 +211,11 @@ impl Machines {
                     VmEvent::Paused => member.runs = false,
                     VmEvent::ShutDown => (member.runs, member.shut_down) = (false, true),
                     VmEvent::Resumed => member.runs = true,
+                    VmEvent::GuestEnded(end) => {
+                        (member.runs, member.shut_down) = (false, true);
+                        member.note_end(end, true);
+                    }
+                    VmEvent::GuestFailed(end) => member.note_end(end, false),
                 }
             }
             if !member.runs && member.standing.is_none() && member.ended.is_none() {
@@ -219,9 +229,10 @@ impl Machines {
     /// The exit status of the VMs once all have ended: the first failure, if one failed.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
+            let stays = member.stays_at_its_end();
             let vm = member.vm.vm_mut();
             let mut ended = vm.exit()?;
-            if ended.is_none() && std::mem::take(&mut member.shut_down) {
+            if ended.is_none() && std::mem::take(&mut member.shut_down) && !stays {
                 ended = vm.finish_shutdown()?;
             }
             if let Some(exit) = ended {

@@ -25,6 +25,8 @@ pub enum CheckpointReason {
     Begin,
     /// A recording ends.
     End,
+    /// The guest has ended or failed.
+    GuestEnd,
     /// A replay stands at an instruction at which a checkpoint was asked for.
     Segment,
     /// A rollback keeps the state before it, and the state after it.
@@ -39,6 +41,7 @@ impl CheckpointReason {
             Self::Take => "take",
             Self::Begin => "begin",
             Self::End => "end",
+            Self::GuestEnd => "guest-end",
             Self::Segment => "segment",
             Self::Rollback => "rollback",
         }

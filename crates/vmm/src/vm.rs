@@ -42,8 +42,26 @@ pub enum VmEvent {
     Paused,
     /// The virtual CPUs were resumed.
     Resumed,
-    /// The guest shuts down, or the VMM was asked to end.
+    /// The VMM was asked to end.
     ShutDown,
+    /// The guest has ended in this way, and so does the VMM, unless it stands still then
+    /// ([`Vmm::hold_end`]).
+    GuestEnded(GuestEnd),
+    /// The guest has failed in this way. Whether the VMM ends for it, further events tell.
+    GuestFailed(GuestEnd),
+}
+
+/// How a guest ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestEnd {
+    /// It was powered off.
+    PoweredOff,
+    /// It was reset, and its VMM ends at a reset.
+    Reset,
+    /// Its kernel panicked and reported it.
+    Panicked,
+    /// Its watchdog expired.
+    WatchdogExpired,
 }
 
 /// The VM's state before [`Vmm::stop`].
@@ -238,6 +256,18 @@ pub trait Vmm: Send {
     /// To be called after [`VmEvent::ShutDown`]: waits for the VMM's end, and ends a VMM that hangs
     /// in its own shutdown. `None` if the VMM stays although the guest has shut down.
     fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError>;
+
+    /// Has the VMM stand still when the guest ends, until [`Vmm::end`] or [`Vmm::release_end`], so
+    /// that a last checkpoint can be taken. The watchdog of this process's pauses undoes it if this
+    /// process dies. Returns false if the VMM is not to end with its guest, or cannot stand still.
+    fn hold_end(&mut self) -> Result<bool, VmmError> {
+        Ok(false)
+    }
+
+    /// Undoes [`Vmm::hold_end`]. A VMM whose guest has ended meanwhile ends.
+    fn release_end(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
 
     /// Ends the VMM: on request, or by force if Keyframe started it. Does nothing if it has ended.
     fn end(&mut self) -> Result<(), VmmError>;

@@ -22,6 +22,11 @@ pub enum QmpEvent {
     Powerdown,
     /// The guest reported a panic of its kernel.
     GuestPanicked,
+    /// The guest's watchdog expired.
+    Watchdog {
+        /// What QEMU does then (`reset`, `poweroff`, `pause`, ...).
+        action: String,
+    },
     /// Another event, with its name.
     Other(String),
 }
@@ -45,6 +50,13 @@ impl QmpEvent {
             },
             "POWERDOWN" => Self::Powerdown,
             "GUEST_PANICKED" => Self::GuestPanicked,
+            "WATCHDOG" => Self::Watchdog {
+                action: data
+                    .and_then(|d| d.get("action"))
+                    .and_then(Value::as_str)
+                    .unwrap_or_default()
+                    .into(),
+            },
             other => Self::Other(other.into()),
         })
     }
