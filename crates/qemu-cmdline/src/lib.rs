@@ -34,6 +34,7 @@ mod network;
 pub mod options;
 pub mod recording;
 mod restored_line;
+mod waiting_sockets;
 mod wrapper;
 
 pub use accelerator::{
@@ -53,4 +54,5 @@ pub use net_gate::{NetGate, NicSockets, net_gate};
 pub use network::{NetworkLink, network_links, packet_holders, replace_lan};
 pub use options::{Argument, Object};
 pub use restored_line::{RestorableLine, restorable_line};
+pub use waiting_sockets::waiting_socket;
 pub use wrapper::options_added_by_wrapper;

@@ -233,6 +233,7 @@ fn vm_event(event: &QmpEvent) -> Option<VmEvent> {
             _ if *guest => VmEvent::GuestEnded(GuestEnd::PoweredOff),
             _ => VmEvent::ShutDown,
         }),
+        QmpEvent::DiskError { no_space: true, stops: true } => Some(VmEvent::DiskFull),
         QmpEvent::GuestPanicked => Some(VmEvent::GuestFailed(GuestEnd::Panicked)),
         QmpEvent::Watchdog { .. } => Some(VmEvent::GuestFailed(GuestEnd::WatchdogExpired)),
         _ => None,

@@ -123,6 +123,11 @@ pub trait DiskCapture: Send {
         None
     }
 
+    /// True if the guests' writes go to the store.
+    fn are_in_store(&self) -> bool {
+        false
+    }
+
     /// Begins a capture, while the guests run.
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
 
@@ -224,6 +229,10 @@ impl DiskCapture for ServedDiskCapture {
 
     fn outage(&self) -> Option<String> {
         Self::outage(self)
+    }
+
+    fn are_in_store(&self) -> bool {
+        true
     }
 
     fn begin(&mut self, _: &mut [Member]) -> Result<DiskCut, BoxError> {

@@ -163,6 +163,8 @@ pub struct Engine<'a> {
     is_blind: bool,
     /// The VMs are paused because no process serves their disks.
     waits_for_disks: bool,
+    /// When the engine looked last whether a stopped VM has space for its writes again.
+    space_looked_at: Option<Instant>,
     sealed_at: Option<Instant>,
     said_late: Option<Instant>,
 }
@@ -234,6 +236,7 @@ impl<'a> Engine<'a> {
             given_up: false,
             is_blind: false,
             waits_for_disks: false,
+            space_looked_at: None,
             sealed_at: None,
             said_late: None,
             options,
@@ -367,6 +370,7 @@ impl<'a> Engine<'a> {
     fn look(&mut self) {
         self.machines.look();
         self.look_at_disks();
+        self.look_for_space();
         let state = match (self.is_blind, self.machines.run()) {
             (true, _) => VmState::Unknown,
             (_, true) => VmState::Running,

@@ -75,6 +75,13 @@ pub enum Event {
     PausedForDisks,
     /// The disks are served again, and the VM runs on.
     ResumedWithDisks,
+    /// QEMU has stopped the VM: the store, to which its guest's writes go, has no space.
+    StoppedForSpace {
+        /// The store.
+        store: PathBuf,
+    },
+    /// There is space again, and the VM runs on.
+    ResumedWithSpace,
     /// A member of a group has ended, so no more checkpoints of the group are taken.
     MemberLost {
         /// The member.
@@ -305,6 +312,8 @@ pub enum Helper {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
+    /// Resume a VM that was stopped for want of space.
+    RepeatWrites,
     /// Have the VMM of a guest that has ended do what its user wants then.
     FinishGuestEnd,
     /// Return the blocks of a failed checkpoint to the next one.

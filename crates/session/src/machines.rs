@@ -51,6 +51,8 @@ pub struct Member {
     /// In which state it stands still. `None` if that is not known yet.
     standing: Option<RunState>,
     shut_down: bool,
+    /// Stopped for want of space for a write of its guest.
+    waits_for_space: bool,
     guest_end: Option<SeenEnd>,
     ended: Option<ExitStatus>,
     /// The result of stopping the VM, during a pause.
@@ -69,6 +71,7 @@ impl Member {
             runs,
             standing: None,
             shut_down: false,
+            waits_for_space: false,
             guest_end: None,
             ended: None,
             stopped: None,
@@ -199,6 +202,21 @@ impl Machines {
         }
     }
 
+    /// True if a VM was stopped for want of space for a write of its guest, and still stands.
+    pub fn wait_for_space(&self) -> bool {
+        let io_error = RunState::Other("io-error".into());
+        let stands = |m: &&Member| m.waits_for_space && !m.runs && m.ended.is_none();
+        self.members.iter().filter(stands).any(|m| m.standing.as_ref() == Some(&io_error))
+    }
+
+    /// Resumes the VMs that were stopped for want of space. Their guests' writes are repeated.
+    pub fn repeat_writes(&mut self) -> Result<()> {
+        for member in self.members.iter_mut().filter(|m| m.waits_for_space && !m.runs) {
+            member.vm.vm_mut().resume()?;
+        }
+        Ok(())
+    }
+
     /// Drains the events of their monitors and updates their run states.
     pub fn look(&mut self) {
         for member in &mut self.members {
@@ -210,7 +228,8 @@ impl Machines {
                 match event {
                     VmEvent::Paused => member.runs = false,
                     VmEvent::ShutDown => (member.runs, member.shut_down) = (false, true),
-                    VmEvent::Resumed => member.runs = true,
+                    VmEvent::Resumed => (member.runs, member.waits_for_space) = (true, false),
+                    VmEvent::DiskFull => member.waits_for_space = true,
                     VmEvent::GuestEnded(end) => {
                         (member.runs, member.shut_down) = (false, true);
                         member.note_end(end, true);

@@ -47,6 +47,9 @@ pub enum VmEvent {
     /// The guest has ended in this way, and so does the VMM, unless it stands still then
     /// ([`Vmm::hold_end`]).
     GuestEnded(GuestEnd),
+    /// The virtual CPUs were stopped because there was no space for a write of the guest. The write is
+    /// repeated when the VM is resumed.
+    DiskFull,
     /// The guest has failed in this way. Whether the VMM ends for it, further events tell.
     GuestFailed(GuestEnd),
 }

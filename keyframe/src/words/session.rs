@@ -49,6 +49,15 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
                         its guest gets no errors";
             (Always, text.into())
         }
+        Event::StoppedForSpace { store } => {
+            let text = format!(
+                "{} has no space for the guest's writes: QEMU has stopped the VM, which runs on when \
+                 there is space again",
+                store.display()
+            );
+            (Always, text)
+        }
+        Event::ResumedWithSpace => (Always, "there is space again: the VM runs on".into()),
         Event::ResumedWithDisks => (Always, "the VM's disks are served again: it runs on".into()),
         Event::MemberLost { vm } => {
             let text = format!(
@@ -317,6 +326,7 @@ fn durability_ignored(is_remote: bool) -> String {
 
 fn step_name(step: Step) -> &'static str {
     match step {
+        Step::RepeatWrites => "resume the VM that was stopped for want of space",
         Step::FinishGuestEnd => "have QEMU do what its command line says for the guest's end",
         Step::GiveBackBlocks => "give the blocks of a failed checkpoint to the next one",
         Step::ReleaseBlocks => "release the blocks of a checkpoint",
