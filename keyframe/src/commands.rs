@@ -52,7 +52,7 @@ pub mod watchdog;
 pub mod witness;
 pub mod work;
 
-use crate::failure::{DONE, FAILED, Failure, WARNED, chain};
+use crate::failure::{DONE, FAILED, Failure, GUEST_PANICKED, WARNED, WATCHDOG_EXPIRED, chain};
 use keyframe_session::Verdict;
 use keyframe_store::{Listing, Store, UnreadableCheckpoint};
 use keyframe_store_keys::KeyArg;
@@ -64,6 +64,8 @@ pub fn exit_code(verdict: Verdict) -> u8 {
         Verdict::Complete => DONE,
         Verdict::Incomplete => WARNED,
         Verdict::Failed => FAILED,
+        Verdict::GuestPanicked => GUEST_PANICKED,
+        Verdict::WatchdogExpired => WATCHDOG_EXPIRED,
     }
 }
 

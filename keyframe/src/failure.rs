@@ -6,6 +6,8 @@
 //! | 1 | failed |
 //! | 2 | wrong usage |
 //! | 3 | done, with warnings |
+//! | 4 | the guest panicked |
+//! | 5 | the guest's watchdog expired |
 //! | 10 | no store |
 //! | 11 | the store is locked |
 
@@ -22,6 +24,10 @@ pub const FAILED: u8 = 1;
 pub const USAGE: u8 = 2;
 /// Done with warnings.
 pub const WARNED: u8 = 3;
+/// The guest panicked.
+pub const GUEST_PANICKED: u8 = 4;
+/// The guest's watchdog expired.
+pub const WATCHDOG_EXPIRED: u8 = 5;
 /// There is no store.
 pub const NO_STORE: u8 = 10;
 /// Another process writes to the store.

@@ -34,7 +34,8 @@ use std::process::ExitCode;
 
 A command in full: keyframe help COMMAND. Concepts: keyframe help topics
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 done with warnings, 10 no store, 11 store locked")]
+Exit codes: 0 done, 1 failed, 2 usage, 3 done with warnings, 4 guest panicked,
+5 guest's watchdog expired, 10 no store, 11 store locked")]
 struct Cli {
     #[command(subcommand)]
     command: Command,

@@ -26,6 +26,7 @@ mod generated_vms;
 mod goto;
 mod graphics;
 mod group;
+mod guest_end;
 mod guide;
 mod hotplug;
 mod killed_helpers;

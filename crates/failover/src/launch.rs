@@ -234,7 +234,7 @@ fn start_first(
     let description = MachineDescription { spec, ram: ram.layout.clone() };
     refuse_unrestorable(&description, served.is_some())?;
     let shape = Some(vm.shape()?);
-    let watchdog = Box::new(sessions::spawn_watchdog(&vm, &options.events)?);
+    let watchdog = Box::new(sessions::spawn_watchdog(&vm, false, &options.events)?);
     vm.qmp().cont()?;
     let parts = ProtectedParts {
         vm,
@@ -275,7 +275,7 @@ pub fn start_taken_over(
     let LaunchedVm { mut vm, machine, served, gate, .. } = launched;
     let description = machine.ok_or(Error::NothingHeld)?;
     let options = session_options(&setup);
-    let watchdog = Box::new(sessions::late_watchdog(&vm, &options.events)?);
+    let watchdog = Box::new(sessions::late_watchdog(&vm, false, &options.events)?);
     // The engine takes it if this look fails.
     let shape = vm.shape().ok();
     let parts = ProtectedParts { vm, watchdog, served, gate, description, shape, ram: None, start };

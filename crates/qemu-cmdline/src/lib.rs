@@ -39,6 +39,7 @@ pub mod options;
 mod read_files;
 pub mod recording;
 mod restored_line;
+mod waiting_sockets;
 mod wrapper;
 
 pub use accelerator::{
@@ -68,4 +69,5 @@ pub use network::{
 pub use options::{Argument, Object};
 pub use read_files::{NamedFile, named_files};
 pub use restored_line::{RestorableLine, restorable_line};
+pub use waiting_sockets::waiting_socket;
 pub use wrapper::options_added_by_wrapper;

@@ -34,6 +34,7 @@ mod eventfd_coalesce;
 pub mod fleece;
 #[doc(hidden)]
 pub mod fuzzing;
+mod guest_end;
 mod guestmap;
 mod hotplug;
 mod invocation;
@@ -61,6 +62,7 @@ pub use binary::QemuIdentity;
 pub use blocknodes::{LineDisk, WritableNode};
 pub use changed_line::MachineLines;
 pub use error::{Error, Result};
+pub use guest_end::EndHold;
 pub use invocation::Invocation;
 pub use keyframe_machine::ReadFile;
 pub use keyframe_machine::{Accelerator, HostBlock};

@@ -230,7 +230,10 @@ impl Qmp {
                 .channel
                 .protocol(GREETING, format!("this is no QMP monitor: it says {start}")));
         }
+        // QEMU greets early, and answers when it is ready.
+        let timeout = qmp.set_timeout(TIMEOUT.max(wait.saturating_sub(started.elapsed())));
         qmp.execute("qmp_capabilities", None)?;
+        qmp.set_timeout(timeout);
         Ok(qmp)
     }
 

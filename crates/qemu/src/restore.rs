@@ -46,8 +46,8 @@ use fill::Memory;
 use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{
-    CommandLineError, LineWord, backend_object, check_accelerator_line, isolated_tap, lineage_mark,
-    machine_defaults, private_backend_object, with_tap_descriptors,
+    Argument, CommandLineError, LineWord, backend_object, check_accelerator_line, isolated_tap,
+    lineage_mark, machine_defaults, private_backend_object, with_tap_descriptors,
 };
 use keyframe_units::elapsed_ns;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
@@ -64,8 +64,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long a new QEMU may take to answer.
-const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to read devices and small blocks.
 const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
@@ -436,7 +434,7 @@ impl Starting {
     fn meet(&self, plan: &Plan, child: &mut Child, crossing: Option<&Crossing>) -> Result<Qmp> {
         let monitor =
             self.monitor.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
-        let mut qmp = connect(monitor, child)?;
+        let mut qmp = connect(monitor, child, &plan.arguments)?;
         check_machine(&mut qmp, plan)?;
         if let Some(to) = crossing.map(|c| c.to) {
             accelerator_check::check_processors(
@@ -475,12 +473,13 @@ fn backend_words(
     }
 }
 
-fn connect(ours: OwnedFd, child: &mut Child) -> Result<Qmp> {
+fn connect(ours: OwnedFd, child: &mut Child, line: &[Argument]) -> Result<Qmp> {
     rustix::io::ioctl_fionbio(&ours, true)
         .map_err(Error::io("make QEMU's monitor non-blocking"))?;
     let name = format!("of pid {}", child.id());
-    Qmp::over(ours, &name, START_TIMEOUT, &mut || spawn::alive(child, WHILE_STARTING))
-        .map_err(|e| spawn::exited_instead(e, child, WHILE_STARTING))
+    let wait = spawn::start_timeout(line);
+    Qmp::over(ours, &name, wait, &mut || spawn::alive(child, WHILE_STARTING))
+        .map_err(|e| spawn::waits_instead(spawn::exited_instead(e, child, WHILE_STARTING), line))
 }
 
 /// Sets what the process of a restored QEMU inherits beside its descriptors: a replay's library,

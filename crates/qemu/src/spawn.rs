@@ -12,6 +12,7 @@
 
 use crate::{Error, Result};
 use keyframe_locks::IgnorePoison;
+use keyframe_qemu_cmdline::{Argument, CommandLineError, waiting_socket};
 use keyframe_qemu_stream::StreamError;
 use nix::sys::signal::{SigSet, Signal};
 use rustix::io::FdFlags;
@@ -108,6 +109,29 @@ pub fn exited_instead(error: Error, child: &mut Child, when: &'static str) -> Er
     }
     match wait(child, EXIT_TIMEOUT) {
         Ok(Some(status)) => Error::Exited { status, when },
+        _ => error,
+    }
+}
+
+/// How long QEMU may take to start.
+const START_TIMEOUT: Duration = Duration::from_secs(30);
+/// The same for a QEMU that waits for the client of a socket, which may be started by hand.
+const CLIENT_TIMEOUT: Duration = Duration::from_mins(10);
+
+/// How long a QEMU with this line may take until it answers its monitor.
+pub fn start_timeout(line: &[Argument]) -> Duration {
+    if waiting_socket(line).is_some() { CLIENT_TIMEOUT } else { START_TIMEOUT }
+}
+
+/// `error` of a start, or the reason for it: QEMU waits for the client of a socket.
+pub fn waits_instead(error: Error, line: &[Argument]) -> Error {
+    match (&error, waiting_socket(line)) {
+        (Error::Timeout { .. }, Some(argument)) => CommandLineError::Argument {
+            argument: argument.display(),
+            reason: "QEMU waits for a client of this socket, and none has connected".into(),
+            fix: "connect a client, or let QEMU not wait for it: wait=off".into(),
+        }
+        .into(),
         _ => error,
     }
 }

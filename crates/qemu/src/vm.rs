@@ -32,8 +32,8 @@ use crate::{
     hotplug,
 };
 use keyframe_machine::HostBlock;
-use keyframe_qemu_cmdline::options_added_by_wrapper;
 use keyframe_qemu_cmdline::recording::RecordingMode;
+use keyframe_qemu_cmdline::{Argument, options_added_by_wrapper};
 use keyframe_units::RamLayout;
 use monitor_sockets::prepare_sockets;
 use one_command_pause::OneCommandPause;
@@ -49,8 +49,6 @@ use std::time::{Duration, Instant};
 
 pub(crate) use monitor_sockets::{monitor_config, socket_config};
 
-/// How long a fresh QEMU may take to answer.
-const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// How long QEMU may take to end when asked to.
 const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A QEMU whose guest has shut down and that neither ends nor answers within this time is stuck.
@@ -158,7 +156,7 @@ impl Vm {
         }
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let [(_, ours), (_, watchdog)] = &monitors;
-        let connected = connect(&mut child, ours).and_then(|mut qmp| {
+        let connected = connect(&mut child, ours, &line).and_then(|mut qmp| {
             let checked = check_is_child(&qmp, &child, &binary)
                 .and_then(|()| check_target(&mut qmp, &binary));
             if checked.is_err() {
@@ -279,7 +277,7 @@ impl Vm {
                 }
             },
         };
-        Ok(Watched { monitor, pipe: Some(self.state.pipe.duplicate()?) })
+        Ok(Watched { monitor, pipe: Some(self.state.pipe.duplicate()?), hold: None })
     }
 
     pub(crate) fn origin_detail(&self) -> &Origin {
@@ -536,9 +534,10 @@ pub(crate) fn inherited_path(fd: &OwnedFd) -> String {
     format!("/proc/self/fd/{}", spawn::number(fd))
 }
 
-fn connect(child: &mut Child, path: &Path) -> Result<Qmp> {
-    Qmp::connect_while(path, START_TIMEOUT, &mut || spawn::alive(child, error::AT_START))
-        .map_err(|e| spawn::exited_instead(e, child, error::AT_START))
+fn connect(child: &mut Child, path: &Path, line: &[Argument]) -> Result<Qmp> {
+    let wait = spawn::start_timeout(line);
+    Qmp::connect_while(path, wait, &mut || spawn::alive(child, error::AT_START))
+        .map_err(|e| spawn::waits_instead(spawn::exited_instead(e, child, error::AT_START), line))
 }
 
 /// Checks that the child itself answers the monitor, and no child of the child: everything else

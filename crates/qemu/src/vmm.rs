@@ -8,10 +8,10 @@ use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm};
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
-    Ability, AuditFinding, Capabilities, ForeignOperation, LazyLoading, Lineage, PauseWatchdog,
-    PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
-    RollbackTarget, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError,
-    VmmErrorKind,
+    Ability, AuditFinding, Capabilities, ForeignOperation, GuestEnd, LazyLoading, Lineage,
+    PauseWatchdog, PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
+    Restorer, Resumer, RollbackTarget, RunState, SavedPause, StopOutcome, VmEvent, VmExit,
+    VmOrigin, Vmm, VmmError, VmmErrorKind,
 };
 use std::any::Any;
 use std::fs::File;
@@ -202,6 +202,14 @@ impl Vmm for Vm {
         Ok(self.finish_shutdown()?.map(VmExit::Status))
     }
 
+    fn hold_end(&mut self) -> Result<bool, VmmError> {
+        Ok(self.hold_end()?)
+    }
+
+    fn release_end(&mut self) -> Result<(), VmmError> {
+        Ok(self.release_end()?)
+    }
+
     fn end(&mut self) -> Result<(), VmmError> {
         Ok(self.kill()?)
     }
@@ -219,7 +227,15 @@ fn vm_event(event: &QmpEvent) -> Option<VmEvent> {
     match event {
         QmpEvent::Stop => Some(VmEvent::Paused),
         QmpEvent::Resume => Some(VmEvent::Resumed),
-        QmpEvent::Shutdown { .. } => Some(VmEvent::ShutDown),
+        QmpEvent::Shutdown { guest, reason } => Some(match &**reason {
+            "guest-panic" => VmEvent::GuestEnded(GuestEnd::Panicked),
+            "guest-reset" | "host-qmp-system-reset" => VmEvent::GuestEnded(GuestEnd::Reset),
+            _ if *guest => VmEvent::GuestEnded(GuestEnd::PoweredOff),
+            _ => VmEvent::ShutDown,
+        }),
+        QmpEvent::DiskError { no_space: true, stops: true } => Some(VmEvent::DiskFull),
+        QmpEvent::GuestPanicked => Some(VmEvent::GuestFailed(GuestEnd::Panicked)),
+        QmpEvent::Watchdog { .. } => Some(VmEvent::GuestFailed(GuestEnd::WatchdogExpired)),
         _ => None,
     }
 }

@@ -19,7 +19,8 @@
 //!            │                 │          │
 //!            └── end of input ─┼──────────┘
 //!                 ▼            ▼ fires for a while
-//!               exit ◀─────────┘ without E: the watchdog removes what the engine left in QEMU
+//!               exit ◀─────────┘ without E: the watchdog removes what the engine left in QEMU, and
+//!                                 QEMU ends with its guest again
 //!
 //!   any ──B──▶ between ──A or D──▶ as above           between ──end of input──▶ QEMU is ended, exit with an error
 //! ```
@@ -41,7 +42,7 @@ mod watched;
 
 pub use watched::{Watched, WatchedMonitor};
 
-use crate::{Error, Result};
+use crate::{EndHold, Error, Result};
 use keyframe_vmm::Resumer;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::ffi::OsString;
@@ -160,6 +161,7 @@ pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) ->
     let mut runner = Runner {
         reach,
         pipe: watched.pipe,
+        hold: watched.hold,
         commands,
         reports,
         dog: Dog::default(),
@@ -184,6 +186,8 @@ struct Runner<R, W> {
     reach: Reach,
     /// The pipe for which QEMU waits in a one-command pause.
     pipe: Option<OwnedFd>,
+    /// The ends of the guest at which the engine holds QEMU.
+    hold: Option<EndHold>,
     commands: R,
     reports: W,
     dog: Dog,
@@ -219,7 +223,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             Ok(())
         } else {
             self.reach.take_over()?;
-            self.reach.forget_engine()
+            self.forget_engine()
         }
     }
 
@@ -300,7 +304,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             }
             self.pipe = None;
             self.reach.take_over()?;
-            return self.reach.forget_engine();
+            return self.forget_engine();
         }
         self.reach.take_over()?;
         let began = Instant::now();
@@ -318,7 +322,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             }
             std::thread::sleep(LOOK_EVERY);
         }
-        self.reach.forget_engine()
+        self.forget_engine()
     }
 
     /// Ends QEMU after the engine has ended between two states. QEMU does not answer while it loads
@@ -339,6 +343,23 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
                 "the VM was left in the middle of a rollback, and does not answer; end its QEMU"
                     .into(),
         })
+    }
+
+    /// Removes what the engine left in QEMU, after it has ended: first of all, that QEMU stands still
+    /// when its guest ends.
+    fn forget_engine(&mut self) -> Result<()> {
+        let began = Instant::now();
+        let released = loop {
+            let Some(hold) = self.hold else { break Ok(()) };
+            match self.reach.release_end(hold) {
+                Err(Error::Gone { .. }) => return Ok(()),
+                Err(Error::Timeout { .. }) if began.elapsed() < RESCUE_MAX => {
+                    std::thread::sleep(LOOK_EVERY);
+                }
+                other => break other,
+            }
+        };
+        self.reach.forget_engine().and(released)
     }
 
     fn report(&mut self, text: &str) -> Result<()> {

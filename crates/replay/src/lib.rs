@@ -29,6 +29,6 @@ mod stall_detector;
 pub use console::{Console, ConsoleLine, read_console_output};
 pub use error::{Error, Result};
 pub use growing_log::GrowingLog;
-pub use log_times::{LogTime, LogTimeRecorder, LogTimes};
+pub use log_times::{LogObservations, LogTime, LogTimeRecorder, LogTimes};
 pub use recording::{Recording, RecordingEnding, RecordingMeta};
 pub use stall_detector::{ReplayProgress, StallDetector};

@@ -22,6 +22,8 @@ use std::time::{Duration, Instant};
 
 /// Time between two observations of the log.
 const OBSERVE_EVERY: Duration = Duration::from_millis(20);
+/// QEMU writes its log in blocks of this size.
+const WRITE_BYTES: u64 = 4096;
 /// The longest line: two numbers of 20 digits, a space and a newline.
 const LINE_BYTES_MAX: u64 = 42;
 
@@ -29,7 +31,17 @@ const LINE_BYTES_MAX: u64 = 42;
 #[derive(Debug)]
 pub struct LogTimeRecorder {
     stop: Sender<()>,
-    thread: Option<JoinHandle<Result<()>>>,
+    thread: Option<JoinHandle<LogObservations>>,
+}
+
+/// What a [`LogTimeRecorder`] has seen.
+#[derive(Debug)]
+pub struct LogObservations {
+    /// The length of the log when its file system was full for the first time, in bytes: QEMU loses
+    /// what it cannot write, and goes on. `None` if the file system was never full.
+    pub full_at: Option<u64>,
+    /// [`Error::Io`] if some of the times could not be written.
+    pub times: Result<()>,
 }
 
 impl LogTimeRecorder {
@@ -45,33 +57,47 @@ impl LogTimeRecorder {
         Ok(Self { stop, thread: Some(thread) })
     }
 
-    /// Observes the log a last time and ends the thread.
-    ///
-    /// Error: [`Error::Io`] if some of the times could not be written.
-    pub fn end(mut self) -> Result<()> {
+    /// Observes the log a last time and ends the thread. Returns what the thread has seen.
+    pub fn end(mut self) -> LogObservations {
         let _ = self.stop.send(());
-        self.thread.take().and_then(|thread| thread.join().ok()).unwrap_or(Ok(()))
+        let seen = self.thread.take().and_then(|thread| thread.join().ok());
+        seen.unwrap_or(LogObservations { full_at: None, times: Ok(()) })
     }
 }
 
-fn record_times(log: &Path, mut file: File, path: &Path, stopped: &Receiver<()>) -> Result<()> {
+fn record_times(
+    log: &Path,
+    mut file: File,
+    path: &Path,
+    stopped: &Receiver<()>,
+) -> LogObservations {
     let (mut began, mut written_bytes) = (None, 0);
+    let mut seen = LogObservations { full_at: None, times: Ok(()) };
     loop {
         let is_last =
             !matches!(stopped.recv_timeout(OBSERVE_EVERY), Err(RecvTimeoutError::Timeout));
         if let Ok(metadata) = std::fs::metadata(log) {
             let bytes = metadata.len().max(HEADER_BYTES);
             let began: Instant = *began.get_or_insert_with(Instant::now);
-            if bytes > written_bytes {
+            if bytes > written_bytes && seen.times.is_ok() {
                 let line = format!("{} {bytes}\n", began.elapsed().as_nanos());
-                file.write_all(line.as_bytes()).map_err(Error::io("write", path))?;
-                written_bytes = bytes;
+                seen.times = file.write_all(line.as_bytes()).map_err(Error::io("write", path));
+            }
+            written_bytes = bytes;
+            if seen.full_at.is_none() && is_full(log) {
+                seen.full_at = Some(metadata.len());
             }
         }
         if is_last {
-            return Ok(());
+            return seen;
         }
     }
+}
+
+/// True if the file system of the log has no room for QEMU's next write.
+fn is_full(log: &Path) -> bool {
+    rustix::fs::statvfs(log)
+        .is_ok_and(|place| place.f_bfree.saturating_mul(place.f_frsize) < WRITE_BYTES)
 }
 
 /// A line of the file of a log's times, `REC/times`: how long the log was at a time.
@@ -180,7 +206,9 @@ mod tests {
         let (then, bytes) = next();
         assert!(then > began && bytes == 4096);
         std::fs::write(&log, [0; 5000]).unwrap();
-        recorder.end().unwrap();
+        let seen = recorder.end();
+        assert!(seen.times.is_ok());
+        assert_eq!(seen.full_at, None);
         assert_eq!(next().1, 5000, "the recorder looks once more at the end");
     }
 

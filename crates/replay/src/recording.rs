@@ -177,6 +177,17 @@ impl Recording {
         Ok(())
     }
 
+    /// Cuts the log at `bytes`, from where on QEMU has lost parts of it. Call it before
+    /// [`Recording::end`].
+    ///
+    /// Error: [`Error::Io`].
+    pub fn cut_log(&self, bytes: u64) -> Result<()> {
+        let log = self.log_path();
+        let file = File::options().write(true).open(&log).map_err(Error::io("open", &log))?;
+        let len = file.metadata().map_err(Error::io("look at", &log))?.len();
+        file.set_len(bytes.min(len)).map_err(Error::io("truncate", &log))
+    }
+
     /// Completes the recording after QEMU has ended: repairs the log if QEMU was killed, and stores
     /// the log's totals and how it ended. The recording can be replayed from then on.
     ///

@@ -130,6 +130,11 @@ pub trait DiskCapture: Send {
         None
     }
 
+    /// Returns true if the guests' writes go to the store.
+    fn are_in_store(&self) -> bool {
+        false
+    }
+
     /// Begins a capture, while the guests run. Error: the server of the disks, or QEMU, has failed;
     /// the capture then fails.
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
@@ -241,6 +246,10 @@ impl DiskCapture for ServedDiskCapture {
 
     fn outage(&self) -> Option<String> {
         Self::outage(self)
+    }
+
+    fn are_in_store(&self) -> bool {
+        true
     }
 
     fn begin(&mut self, _: &mut [Member]) -> Result<DiskCut, BoxError> {

@@ -7,6 +7,7 @@
 mod changes;
 mod disk_outage;
 mod ending;
+mod guest_end;
 mod outcome;
 mod report;
 mod rollback;
@@ -168,6 +169,8 @@ pub struct Engine<'a> {
     is_blind: bool,
     /// The VMs are paused because no process serves their disks.
     waits_for_disks: bool,
+    /// When the engine looked last whether a stopped VM has space for its writes again.
+    space_looked_at: Option<Instant>,
     sealed_at: Option<Instant>,
     said_late: Option<Instant>,
 }
@@ -241,6 +244,7 @@ impl<'a> Engine<'a> {
             given_up: false,
             is_blind: false,
             waits_for_disks: false,
+            space_looked_at: None,
             sealed_at: None,
             said_late: None,
             options,
@@ -267,7 +271,9 @@ impl<'a> Engine<'a> {
             // A replay begins with a checkpoint.
             self.capture(CheckpointReason::Begin, None, None)?;
         }
-        self.machines.start()
+        self.machines.start()?;
+        self.machines.hold_ends();
+        Ok(())
     }
 
     /// Takes the checkpoint at which the last interval of a recording ends.
@@ -298,6 +304,9 @@ impl<'a> Engine<'a> {
                 return Ok(End::Asked(self.options.on_exit));
             }
             self.look();
+            if self.capture_guest_end() {
+                continue;
+            }
             if let Some(pending) = self.postponed.pop_front() {
                 if let Some(end) = self.answer(pending) {
                     return Ok(end);
@@ -370,6 +379,7 @@ impl<'a> Engine<'a> {
     fn look(&mut self) {
         self.machines.look();
         self.look_at_disks();
+        self.look_for_space();
         let state = match (self.is_blind, self.machines.run()) {
             (true, _) => VmState::Unknown,
             (_, true) => VmState::Running,
@@ -491,8 +501,11 @@ impl<'a> Engine<'a> {
             status.backlog_ns = backlog_ns;
             status.queued = queued;
         });
-        if let (Ok(seq), Some(audit)) = (&result, &mut self.watch.audit) {
-            audit.captured(*seq);
+        if let Ok(seq) = &result {
+            self.machines.hold_ends();
+            if let Some(audit) = &mut self.watch.audit {
+                audit.captured(*seq);
+            }
         }
         Ok(result)
     }

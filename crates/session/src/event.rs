@@ -10,6 +10,7 @@ use keyframe_scheduling::TuningReason;
 use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
 use keyframe_units::PageIndex;
 pub use keyframe_units::{EventSink, NoEvents};
+use keyframe_vmm::GuestEnd;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -79,10 +80,26 @@ pub enum Event {
     PausedForDisks,
     /// The disks are served again, and the VM runs on.
     ResumedWithDisks,
+    /// QEMU has stopped the VM: the store, to which its guest's writes go, has no space.
+    StoppedForSpace {
+        /// The store.
+        store: PathBuf,
+    },
+    /// There is space again, and the VM runs on.
+    ResumedWithSpace,
     /// A member of a group has ended, so no more checkpoints of the group are taken.
     MemberLost {
         /// The member.
         vm: String,
+    },
+    /// A guest has ended or failed.
+    GuestEnded {
+        /// Its VM.
+        vm: String,
+        /// How.
+        end: GuestEnd,
+        /// The last checkpoint and its tag; `None` if it failed.
+        last: Option<(CheckpointId, String)>,
     },
     /// A recording ends without a checkpoint at its end.
     NoFinalCheckpoint {
@@ -260,6 +277,8 @@ pub enum Event {
         sealed: u64,
         /// The number of checkpoints that failed.
         failed: u64,
+        /// How the guest ended or failed, if it did.
+        guest_end: Option<GuestEnd>,
         /// True if QEMU ended with a failure.
         has_qemu_failed: bool,
     },
@@ -298,6 +317,10 @@ pub enum Helper {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Step {
+    /// Resume a VM that was stopped for want of space.
+    RepeatWrites,
+    /// Have the VMM of a guest that has ended do what its user wants then.
+    FinishGuestEnd,
     /// Return the blocks of a failed checkpoint to the next one.
     GiveBackBlocks,
     /// Release the blocks of a sealed checkpoint.

@@ -410,7 +410,8 @@ pub fn prepare(
                 let vm = SessionVm::new(Box::new(found.vm), Box::new(watchdog), limit, *watches)
                     .with_monitor(found.monitor)
                     .expecting(shape);
-                let vm = if options.recorded.is_some() { vm.recorded() } else { vm };
+                let vm =
+                    if options.recorded.is_some() { vm.recorded() } else { vm.held_at_its_end() };
                 Member::new(found.name, vm, found.runs).watched_by(health)
             };
             let machines = Machines::new(guarded.map(member).collect(), is_group, peripherals);
@@ -499,7 +500,8 @@ fn prepare_parts(
             monitor.map_err(|e| Error::io("copy the descriptor of QEMU's monitor", e))?,
         );
     }
-    let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm, &options.events));
+    let holds_ends = options.recorded.is_none();
+    let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm, holds_ends, &options.events));
     let watchdogs = watchdogs.collect::<Result<_, _>>()?;
     Ok(PreparedParts { copying, sink, meta, watchdogs, shapes })
 }
@@ -561,20 +563,30 @@ pub fn lines_now(vm: &mut Vm) -> Result<(Vec<String>, Vec<String>)> {
 }
 
 /// Starts the watchdog of a VM: a process of its own, which outlives a crash of this one. If it
-/// ends, another one is started. Error: the process cannot be started.
-pub fn spawn_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
-    Ok(WatchdogKeeper::start(watchdog_starter(vm)?, Arc::clone(events))?)
+/// ends, another one is started. With `holds_ends`, the watchdog undoes what
+/// [`SessionVm::hold_end`] did. Error: the process cannot be started.
+pub fn spawn_watchdog(
+    vm: &Vm,
+    holds_ends: bool,
+    events: &SharedEventSink,
+) -> Result<WatchdogKeeper> {
+    Ok(WatchdogKeeper::start(watchdog_starter(vm, holds_ends)?, Arc::clone(events))?)
 }
 
 /// Makes the watchdog of a VM that runs already, as [`spawn_watchdog`] does, but starts its process
 /// just before the first pause. So a host without room for one more process does not end the VM.
 /// Error: the VM's monitor cannot be handed on.
-pub fn late_watchdog(vm: &Vm, events: &SharedEventSink) -> Result<WatchdogKeeper> {
-    Ok(WatchdogKeeper::later(watchdog_starter(vm)?, Arc::clone(events)))
+pub fn late_watchdog(
+    vm: &Vm,
+    holds_ends: bool,
+    events: &SharedEventSink,
+) -> Result<WatchdogKeeper> {
+    Ok(WatchdogKeeper::later(watchdog_starter(vm, holds_ends)?, Arc::clone(events)))
 }
 
-fn watchdog_starter(vm: &Vm) -> Result<StartWatchdog> {
-    let watched = vm.watched()?;
+fn watchdog_starter(vm: &Vm, holds_ends: bool) -> Result<StartWatchdog> {
+    let mut watched = vm.watched()?;
+    watched.hold = holds_ends.then(|| vm.end_hold()).flatten();
     Ok(Box::new(move || {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__watchdog");

@@ -52,6 +52,7 @@ pub use engine::{RunEnd, RunReport, Verdict};
 pub use error::{Error, Result, error_chain};
 pub use event::{Event, EventSink, NoEvents, SharedEventSink};
 pub use faults::Fault;
+pub use keyframe_vmm::GuestEnd;
 pub use launch::{CommandLines, machine_meta, refuse};
 pub use recompressor::Recompress;
 pub use recording::RecordingOptions;

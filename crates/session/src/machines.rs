@@ -15,12 +15,15 @@
 //! Invariant: a member that another client had paused stays paused. Whichever step fails, each
 //! member that ran before runs again.
 
+mod guest_end;
+
 use super::disk_capture::DiskCapture;
 use super::recording::Position;
 use super::session_vm::SessionVm;
 use crate::error::{Result, error_chain};
 use crate::lans::Lans;
 use crate::watchdog_keeper::WatchdogHealth;
+use guest_end::SeenEnd;
 use keyframe_capture::group::join_device_states;
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
@@ -49,6 +52,9 @@ pub struct Member {
     /// In which state it stands still. `None` if that is not known yet.
     standing: Option<RunState>,
     shut_down: bool,
+    /// Stopped for want of space for a write of its guest.
+    waits_for_space: bool,
+    guest_end: Option<SeenEnd>,
     ended: Option<ExitStatus>,
     /// The result of stopping the VM, during a pause.
     stopped: Option<StopOutcome>,
@@ -67,6 +73,8 @@ impl Member {
             runs,
             standing: None,
             shut_down: false,
+            waits_for_space: false,
+            guest_end: None,
             ended: None,
             stopped: None,
             watchdog: WatchdogHealth::default(),
@@ -197,6 +205,22 @@ impl Machines {
         }
     }
 
+    /// Returns true if a VM was stopped for want of space for a write of its guest, and still stands.
+    pub fn wait_for_space(&self) -> bool {
+        let io_error = RunState::Other("io-error".into());
+        let stands = |m: &&Member| m.waits_for_space && !m.runs && m.ended.is_none();
+        self.members.iter().filter(stands).any(|m| m.standing.as_ref() == Some(&io_error))
+    }
+
+    /// Resumes the VMs that were stopped for want of space. Their guests' writes are repeated. Error:
+    /// a VM does not answer.
+    pub fn repeat_writes(&mut self) -> Result<()> {
+        for member in self.members.iter_mut().filter(|m| m.waits_for_space && !m.runs) {
+            member.vm.vm_mut().resume()?;
+        }
+        Ok(())
+    }
+
     /// Drains the events of the VMs' monitors and updates their run states.
     pub fn look(&mut self) {
         for member in &mut self.members {
@@ -208,7 +232,13 @@ impl Machines {
                 match event {
                     VmEvent::Paused => member.runs = false,
                     VmEvent::ShutDown => (member.runs, member.shut_down) = (false, true),
-                    VmEvent::Resumed => member.runs = true,
+                    VmEvent::Resumed => (member.runs, member.waits_for_space) = (true, false),
+                    VmEvent::DiskFull => member.waits_for_space = true,
+                    VmEvent::GuestEnded(end) => {
+                        (member.runs, member.shut_down) = (false, true);
+                        member.note_end(end, true);
+                    }
+                    VmEvent::GuestFailed(end) => member.note_end(end, false),
                 }
             }
             if !member.runs && member.standing.is_none() && member.ended.is_none() {
@@ -223,9 +253,10 @@ impl Machines {
     /// `None` while one runs. Error: the kernel does not tell.
     pub fn try_wait(&mut self) -> Result<Option<ExitStatus>> {
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
+            let stays = member.stays_at_its_end();
             let vm = member.vm.vm_mut();
             let mut ended = vm.exit()?;
-            if ended.is_none() && std::mem::take(&mut member.shut_down) {
+            if ended.is_none() && std::mem::take(&mut member.shut_down) && !stays {
                 ended = vm.finish_shutdown()?;
             }
             if let Some(exit) = ended {

@@ -76,6 +76,19 @@ pub struct SessionVm {
     shape: Option<MachineShape>,
     /// The changes from it that the newest look has found.
     changes: Option<Vec<MachineChange>>,
+    end_hold: EndHold,
+}
+
+/// Whether the VMM stands still when the guest ends, so that a last checkpoint can be taken.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum EndHold {
+    /// It does not, and no checkpoint is wanted then.
+    #[default]
+    Unwanted,
+    /// It does not yet.
+    Wanted,
+    /// It does.
+    Held,
 }
 
 impl SessionVm {
@@ -95,7 +108,15 @@ impl SessionVm {
             watches_discards,
             shape: None,
             changes: None,
+            end_hold: EndHold::default(),
         }
+    }
+
+    /// Returns the same VM, whose VMM is to stand still when the guest ends
+    /// ([`SessionVm::hold_end`]).
+    #[must_use]
+    pub fn held_at_its_end(self) -> Self {
+        Self { end_hold: EndHold::Wanted, ..self }
     }
 
     /// Returns the same VM, with the socket `monitor` at which the user has its monitor, if there
@@ -287,6 +308,45 @@ impl SessionVm {
         let ended = self.watched.end_standstill();
         self.may_answer_late(true);
         Ok(ended?)
+    }
+
+    /// Has the VMM stand still when the guest ends, if that is wanted and not done yet. If it cannot,
+    /// it ends with its guest.
+    pub fn hold_end(&mut self) {
+        if self.end_hold == EndHold::Wanted {
+            let is_held = self.watched.hold_end();
+            self.end_hold =
+                if is_held.unwrap_or(false) { EndHold::Held } else { EndHold::Unwanted };
+        }
+    }
+
+    /// True if the VMM stands still when the guest ends.
+    pub fn is_held_at_its_end(&self) -> bool {
+        self.end_hold == EndHold::Held
+    }
+
+    /// Undoes [`SessionVm::hold_end`]. A VMM whose guest has ended meanwhile ends.
+    pub fn release_end(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.end_hold) == EndHold::Held {
+            self.vm_mut().release_end()?;
+        }
+        Ok(())
+    }
+
+    /// After the last checkpoint of a guest that has ended in a way at which its VMM ends
+    /// (`is_final`), or has failed: carries out what the VM's user wants to happen then.
+    pub fn finish_end(&mut self, is_final: bool) -> Result<()> {
+        if self.end_hold != EndHold::Held {
+            return Ok(());
+        }
+        if is_final {
+            self.end_hold = EndHold::Unwanted;
+            return Ok(self.vm_mut().end()?);
+        }
+        // The VMM ends if it stands at an end. If it runs on, it is held again later.
+        self.release_end()?;
+        self.end_hold = EndHold::Wanted;
+        Ok(())
     }
 
     /// Ends the watchdog and returns the VM.

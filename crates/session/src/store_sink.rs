@@ -27,6 +27,8 @@ pub enum CheckpointReason {
     Begin,
     /// A recording ends.
     End,
+    /// The guest has ended or failed.
+    GuestEnd,
     /// A replay stands at an instruction at which a checkpoint was asked for.
     Segment,
     /// A rollback keeps the state before it, and the state after it.
@@ -41,6 +43,7 @@ impl CheckpointReason {
             Self::Take => "take",
             Self::Begin => "begin",
             Self::End => "end",
+            Self::GuestEnd => "guest-end",
             Self::Segment => "segment",
             Self::Rollback => "rollback",
         }

@@ -121,6 +121,13 @@ fn ended() -> Error {
 }
 
 impl PauseWatchdog for WatchdogKeeper {
+    fn ensure(&mut self) -> Result<(), VmmError> {
+        if self.current.is_none() {
+            self.replace()?;
+        }
+        Ok(())
+    }
+
     fn arm(&mut self, limit: Duration) -> Result<(), VmmError> {
         self.arm_by(|watchdog| watchdog.arm(limit))
     }

@@ -66,6 +66,7 @@ impl PackShape {
             head_bytes: self.start,
             is_dense: self.is_dense,
             untouchable: found < live.len(),
+            is_open: false,
             holds_none: self.entries.is_empty() && self.closed,
         }
     }
@@ -85,6 +86,8 @@ pub struct PackUsage {
     pub is_dense: bool,
     /// True if a writer writes to the pack, or it lacks needed records. Then it stays as it is.
     pub untouchable: bool,
+    /// True if a writer at work writes to the pack.
+    pub is_open: bool,
     /// True if the pack has no records and only keeps its number from being used again.
     pub holds_none: bool,
 }

@@ -10,8 +10,10 @@
 //! Invariants: a file is removed only after everything that refers to it has been replaced durably.
 //! Numbers are not used again. A copy is verified before it replaces a record. A run may be at work: it
 //! confirms that it needs a pack no longer ([`crate::moves`]). What is not confirmed in time is left to
-//! the next prune; so are packs with a damaged record that is needed. A reader with a loaded checkpoint
-//! has its packs open. A reader that is loading one reads the maps again if a pack has gone.
+//! the next prune. If the pack that a run writes to has too much unused, the run is asked to close it
+//! first, by moves that move nothing. Left to the next prune are also packs with a damaged record that
+//! is needed. A reader with a loaded checkpoint has its packs open. A reader that is loading one reads
+//! the maps again if a pack has gone.
 //!
 //! A recompressing prune compresses the copies with zstd and a dictionary
 //! ([`keyframe_store_format::dictionary`]). Recompressed packs stay so: a round with such a pack
@@ -165,13 +167,19 @@ impl Store {
             known,
         };
         prune.report.before_bytes = prune.size()?;
-        let plan = prune.plan()?;
+        let mut plan = prune.plan()?;
         if options.dry_run {
             prune.foretell(&plan);
         } else {
             // A killed prune may have left its moves.
             inner.remove_moves()?;
+            let left_open = prune.wants_open_pack(&plan) && !prune.close_open_pack()?;
+            if !left_open && prune.wants_open_pack(&plan) {
+                prune.report.damaged.clear();
+                plan = prune.plan()?;
+            }
             prune.carry_out(&plan, tuning)?;
+            prune.report.postponed_packs += u64::from(left_open);
             prune.report.after_bytes = prune.size()?;
         }
         drop(lock);
@@ -270,7 +278,8 @@ impl Prune<'_> {
                             .damaged
                             .push(format!("{object}: lacks records that checkpoints need"));
                     }
-                    usage.untouchable |= at_work && !shape.closed;
+                    usage.is_open = at_work && !shape.closed;
+                    usage.untouchable |= usage.is_open;
                     usage
                 }
                 // A pack without a header: its writer died.
@@ -281,6 +290,7 @@ impl Prune<'_> {
                     live_records: 0,
                     head_bytes: 0,
                     is_dense: false,
+                    is_open: false,
                     untouchable: at_work || !wanted.is_empty(),
                     holds_none: false,
                 },
@@ -297,6 +307,25 @@ impl Prune<'_> {
             .map(|number| format!("{}: is missing", layout::pack(number)));
         self.report.damaged.extend(lost);
         Ok(packs)
+    }
+
+    /// Whether the pack to which a run at work writes has more unused bytes than may stay.
+    fn wants_open_pack(&self, plan: &Plan) -> bool {
+        let all_bytes: u64 = plan.packs.iter().map(|usage| usage.len_bytes).sum();
+        let open = plan.packs.iter().filter(|usage| usage.is_open);
+        let unused_bytes: u64 = open.map(PackUsage::unused_bytes).sum();
+        unused_bytes > 0 && unused_bytes as f64 > self.options.max_unused * all_bytes as f64
+    }
+
+    /// Has the run at work close its pack: a writer does so when it follows moves, also empty ones.
+    /// False if it does not in time.
+    fn close_open_pack(&mut self) -> Result<bool> {
+        let moves =
+            Moves { generation: keyframe_store_backend::random_bytes()?, ..Moves::default() };
+        self.inner.put_moves(&moves)?;
+        let is_closed = self.is_followed(moves.generation);
+        self.inner.remove_moves()?;
+        is_closed
     }
 
     fn foretell(&mut self, plan: &Plan) {

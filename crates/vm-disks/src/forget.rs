@@ -20,8 +20,14 @@ pub fn checkpoints_under_overlays(store: &Store) -> Result<BTreeMap<CheckpointId
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(BTreeMap::new()),
         other => other.map_err(|e| Error::io("list", &folder, e))?,
     };
-    for path in
-        entries.flatten().map(|entry| entry.path()).filter(|path| !known.contains(path.as_path()))
+    let is_overlays = |path: &Path| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        !name.starts_with(overlay_directory::SCRATCH_PREFIX)
+    };
+    for path in entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| !known.contains(path.as_path()) && is_overlays(path))
     {
         let holds = std::fs::read_dir(&path).is_ok_and(|mut inside| inside.next().is_some());
         // A directory may have been described since it was listed.

@@ -19,6 +19,9 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 const INFO: &str = "disks.json";
+/// The beginning of the names of the folders beside them in which a run keeps scratch files while
+/// QEMU uses them.
+pub const SCRATCH_PREFIX: &str = ".fleece-";
 /// The largest number of a directory that is tried.
 const PLACES_MAX: u32 = 1 << 20;
 /// The longest `disks.json` that is read, in bytes. With 64 disks it is far shorter.

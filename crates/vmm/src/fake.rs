@@ -17,8 +17,8 @@
 mod control;
 
 use crate::{
-    AuditFinding, Capabilities, Lineage, PauseWatchdog, Resumer, RollbackTarget, RunState,
-    SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
+    AuditFinding, Capabilities, GuestEnd, Lineage, PauseWatchdog, Resumer, RollbackTarget,
+    RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
 };
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::{
@@ -135,6 +135,9 @@ struct FakeState {
     exit: Option<ExitStatus>,
     monitor_lost: bool,
     ran_meanwhile: bool,
+    /// Stands still when the guest ends.
+    is_held: bool,
+    has_guest_ended: bool,
     one_command: OneCommand,
     watchdog: WatchdogState,
     events: VecDeque<VmEvent>,
@@ -180,6 +183,16 @@ impl FakeState {
             (self.runs, self.monitor_lost) = (false, true);
             self.exit = Some(ExitStatus::from_raw(code << 8));
             self.events.push_back(VmEvent::ShutDown);
+        }
+    }
+
+    /// The guest ends. The VMM ends with it, unless it is held.
+    fn end_guest(&mut self, end: GuestEnd) {
+        self.has_guest_ended = true;
+        self.events.push_back(VmEvent::GuestEnded(end));
+        self.pause();
+        if !self.is_held {
+            self.end(0);
         }
     }
 
@@ -249,6 +262,8 @@ impl FakeVm {
             exit: None,
             monitor_lost: false,
             ran_meanwhile: false,
+            is_held: false,
+            has_guest_ended: false,
             one_command: OneCommand::Missing,
             watchdog: WatchdogState::default(),
             events: VecDeque::new(),
@@ -440,6 +455,20 @@ impl Vmm for FakeVm {
 
     fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError> {
         self.look_for_exit()
+    }
+
+    fn hold_end(&mut self) -> Result<bool, VmmError> {
+        lock(&self.shared).is_held = true;
+        Ok(true)
+    }
+
+    fn release_end(&mut self) -> Result<(), VmmError> {
+        let mut state = lock(&self.shared);
+        state.is_held = false;
+        if state.has_guest_ended {
+            state.end(0);
+        }
+        Ok(())
     }
 
     fn end(&mut self) -> Result<(), VmmError> {

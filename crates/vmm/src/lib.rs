@@ -46,4 +46,6 @@ pub use restore::{
     Restorer, RollbackTarget, SharedRamSource,
 };
 pub use resumer::Resumer;
-pub use vm::{ForeignOperation, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm};
+pub use vm::{
+    ForeignOperation, GuestEnd, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm,
+};

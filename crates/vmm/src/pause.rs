@@ -20,6 +20,11 @@ const STANDSTILL_MAX: Duration = Duration::from_mins(10);
 ///
 /// Dropping the value while it is armed counts as the engine's death.
 pub trait PauseWatchdog: Send {
+    /// Makes sure that the watchdog's process runs.
+    fn ensure(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
     /// Starts watching: unless [`PauseWatchdog::disarm`] follows within `limit`, the watchdog
     /// resumes the VM. Error: the watchdog has ended or does not answer.
     fn arm(&mut self, limit: Duration) -> Result<(), VmmError>;
@@ -127,6 +132,14 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     pub fn into_vm(self) -> Box<V> {
         self.watchdog.end();
         self.vm
+    }
+
+    /// Makes the VMM stand still when the guest ends ([`Vmm::hold_end`]), with a watchdog that undoes
+    /// it if this process dies. Returns false if the VMM cannot. Error: the watchdog or the VMM does
+    /// not answer.
+    pub fn hold_end(&mut self) -> Result<bool, VmmError> {
+        self.watchdog.ensure()?;
+        self.vm.hold_end()
     }
 
     /// Pauses the VM. The pause ends when the guard is released or dropped. Error: the watchdog or

@@ -42,8 +42,29 @@ pub enum VmEvent {
     Paused,
     /// The virtual CPUs were resumed.
     Resumed,
-    /// The guest shuts down, or the VMM was asked to end.
+    /// The VMM was asked to end.
     ShutDown,
+    /// The guest has ended in this way, and so does the VMM, unless it stands still then
+    /// ([`Vmm::hold_end`]).
+    GuestEnded(GuestEnd),
+    /// The virtual CPUs were stopped because there was no space for a write of the guest. The write is
+    /// repeated when the VM is resumed.
+    DiskFull,
+    /// The guest has failed in this way. Whether the VMM ends for it, further events tell.
+    GuestFailed(GuestEnd),
+}
+
+/// How a guest ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum GuestEnd {
+    /// It was powered off.
+    PoweredOff,
+    /// It was reset, and its VMM ends at a reset.
+    Reset,
+    /// Its kernel panicked and reported it.
+    Panicked,
+    /// Its watchdog expired.
+    WatchdogExpired,
 }
 
 /// The VM's state before [`Vmm::stop`].
@@ -255,6 +276,18 @@ pub trait Vmm: Send {
     /// shutdown. Returns `None` if the VMM stays although the guest has shut down. Error: the VMM
     /// does not end, even by force.
     fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError>;
+
+    /// Has the VMM stand still when the guest ends, until [`Vmm::end`] or [`Vmm::release_end`], so
+    /// that a last checkpoint can be taken. The watchdog of this process's pauses undoes it if this
+    /// process dies. Returns false if the VMM is not to end with its guest, or cannot stand still.
+    fn hold_end(&mut self) -> Result<bool, VmmError> {
+        Ok(false)
+    }
+
+    /// Undoes [`Vmm::hold_end`]. A VMM whose guest has ended meanwhile ends.
+    fn release_end(&mut self) -> Result<(), VmmError> {
+        Ok(())
+    }
 
     /// Ends the VMM: on request, or by force if Keyframe started it. Does nothing if it has ended.
     /// Error: the VMM does not end, even by force.

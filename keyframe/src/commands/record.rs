@@ -102,7 +102,8 @@ impl Record {
             .map(|report| exit_code(report.verdict()))
             .map_err(Failure::from);
         let duration_ns = keyframe_units::elapsed_ns(began);
-        if let Err(e) = times.end() {
+        let log_seen = times.end();
+        if let Err(e) = log_seen.times {
             eprintln!("keyframe: note: {e}: times of the recording are estimates from there on");
         }
         // The first checkpoint is taken before the first instruction. A store that cannot be read does
@@ -117,6 +118,13 @@ impl Record {
             return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));
         }
         recording.meta.images = images(store, &id)?;
+        if let Some(bytes) = log_seen.full_at {
+            recording.cut_log(bytes).map_err(|e| Failure::recording(&e))?;
+            eprintln!(
+                "keyframe: the recording ends early: QEMU has lost parts of its log, which had no space in {}",
+                self.out.display()
+            );
+        }
         let summary = recording
             .end(duration_ns, matches!(ran, Ok(FAILED)))
             .map_err(|e| Failure::recording(&e))?;
@@ -126,7 +134,7 @@ impl Record {
         let code = ran?;
         let cut = recording.meta.ending == RecordingEnding::Cut;
         if !self.quiet {
-            self.print_summary(&recording, &summary, duration_ns);
+            self.print_summary(&recording, &summary, duration_ns, log_seen.full_at.is_some());
         }
         let warns = cut || has_followed == Some(false);
         Ok(if code == DONE && warns { WARNED } else { code })
@@ -149,7 +157,13 @@ impl Record {
     }
 
     /// Prints what was recorded, and how to verify it.
-    fn print_summary(&self, recording: &Recording, summary: &LogSummary, duration_ns: u64) {
+    fn print_summary(
+        &self,
+        recording: &Recording,
+        summary: &LogSummary,
+        duration_ns: u64,
+        was_full: bool,
+    ) {
         let out = self.out.display();
         eprintln!(
             "keyframe: recorded {} instructions in {}: a log of {}, {} compressed, in {out}",
@@ -158,7 +172,7 @@ impl Record {
             output::bytes(summary.bytes),
             output::bytes(recording.stored_log_bytes()),
         );
-        if recording.meta.ending == RecordingEnding::Cut {
+        if recording.meta.ending == RecordingEnding::Cut && !was_full {
             eprintln!(
                 "keyframe: QEMU was killed: the recording ends with what it had written by then"
             );

@@ -10,7 +10,8 @@ This page is generated from the program's help. `keyframe help COMMAND` explains
 `keyframe help topics` lists the concepts that have a page.
 
 `CHECKPOINT` is a number, a tag or `latest`. `KEYFRAME_STORE` stands in for `--store`. Exit codes: 0
-done, 1 failed, 2 usage, 3 done with warnings, 10 no store, 11 store locked.
+done, 1 failed, 2 usage, 3 done with warnings, 4 the guest panicked, 5 its watchdog expired, 10 no
+store, 11 store locked.
 ";
 
 /// The page: for each group of commands a table with purpose and first example of each command.

@@ -5,8 +5,9 @@ use crate::failure::chain;
 use crate::output;
 use Importance::{Always, Detail, Usual};
 use keyframe_inspect::entry::Entry;
-use keyframe_session::Event;
 use keyframe_session::event::{Helper, SessionStart, Step};
+use keyframe_session::{Event, GuestEnd};
+use keyframe_store::CheckpointId;
 use std::sync::Once;
 
 /// The line for `event`, and its importance. `None` if the event has no line.
@@ -52,6 +53,15 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
                         its guest gets no errors";
             (Always, text.into())
         }
+        Event::StoppedForSpace { store } => {
+            let text = format!(
+                "{} has no space for the guest's writes: QEMU has stopped the VM, which runs on when \
+                 there is space again",
+                store.display()
+            );
+            (Always, text)
+        }
+        Event::ResumedWithSpace => (Always, "there is space again: the VM runs on".into()),
         Event::ResumedWithDisks => (Always, "the VM's disks are served again: it runs on".into()),
         Event::MemberLost { vm } => {
             let text = format!(
@@ -59,6 +69,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             );
             (Always, text)
         }
+        Event::GuestEnded { vm, end, last } => (Usual, guest_ended(vm, *end, last.as_ref())),
         Event::NoFinalCheckpoint { error } => {
             (Always, format!("no checkpoint at the recording's end: {}", chain(&**error)))
         }
@@ -220,12 +231,33 @@ fn end(event: &Event) -> Option<(Importance, String)> {
             (Usual, text)
         }
         Event::Finished { has_qemu_failed: true, .. } => return None,
-        Event::Finished { sealed, failed, .. } => {
-            (Usual, format!("{sealed} checkpoints sealed, {failed} failed"))
+        Event::Finished { sealed, failed, guest_end, .. } => {
+            let end = match guest_end {
+                Some(GuestEnd::PoweredOff) => "; the guest was powered off",
+                Some(GuestEnd::Reset) => "; the guest was reset",
+                Some(GuestEnd::Panicked) => "; the guest panicked",
+                Some(GuestEnd::WatchdogExpired) => "; the guest's watchdog expired",
+                None => "",
+            };
+            (Usual, format!("{sealed} checkpoints sealed, {failed} failed{end}"))
         }
         _ => return None,
     };
     Some(said)
+}
+
+fn guest_ended(vm: &str, end: GuestEnd, last: Option<&(CheckpointId, String)>) -> String {
+    let what = match end {
+        GuestEnd::PoweredOff => "was powered off",
+        GuestEnd::Reset => "was reset",
+        GuestEnd::Panicked => "panicked",
+        GuestEnd::WatchdogExpired => "was stopped by its watchdog",
+    };
+    let last = match last {
+        Some((id, tag)) => format!("its last state is checkpoint {id}, tagged {tag}"),
+        None => "its last state could not be captured".into(),
+    };
+    format!("the guest of VM {vm} {what}: {last}")
 }
 
 fn helper_name(helper: Helper) -> &'static str {
@@ -298,6 +330,8 @@ fn durability_ignored(is_remote: bool) -> String {
 
 fn step_name(step: Step) -> &'static str {
     match step {
+        Step::RepeatWrites => "resume the VM that was stopped for want of space",
+        Step::FinishGuestEnd => "have QEMU do what its command line says for the guest's end",
         Step::GiveBackBlocks => "give the blocks of a failed checkpoint to the next one",
         Step::ReleaseBlocks => "release the blocks of a checkpoint",
         Step::RestartDisks => "begin a complete capture of the VM's disks",

@@ -60,7 +60,7 @@ fn add_facts(page: &mut ReportPage, recording: &Recording, instructions: u64, in
     let ending = match meta.ending {
         RecordingEnding::Recording => "it is still being made",
         RecordingEnding::Complete => "complete",
-        RecordingEnding::Cut => "cut: QEMU was killed",
+        RecordingEnding::Cut => "cut: QEMU was killed, or could not write its log",
     };
     let seconds = meta.duration_ns as f64 / 1e9;
     let speed = if seconds > 0.0 {

@@ -22,6 +22,18 @@ pub enum QmpEvent {
     Powerdown,
     /// The guest reported a panic of its kernel.
     GuestPanicked,
+    /// A disk failed.
+    DiskError {
+        /// True if there was no space for a write.
+        no_space: bool,
+        /// True if the VM was stopped for it.
+        stops: bool,
+    },
+    /// The guest's watchdog expired.
+    Watchdog {
+        /// What QEMU does then (`reset`, `poweroff`, `pause`, ...).
+        action: String,
+    },
     /// Another event, with its name.
     Other(String),
 }
@@ -45,6 +57,20 @@ impl QmpEvent {
             },
             "POWERDOWN" => Self::Powerdown,
             "GUEST_PANICKED" => Self::GuestPanicked,
+            "BLOCK_IO_ERROR" => Self::DiskError {
+                no_space: data
+                    .and_then(|d| d.get("nospace"))
+                    .and_then(Value::as_bool)
+                    .unwrap_or(false),
+                stops: data.and_then(|d| d.get("action")).and_then(Value::as_str) == Some("stop"),
+            },
+            "WATCHDOG" => Self::Watchdog {
+                action: data
+                    .and_then(|d| d.get("action"))
+                    .and_then(Value::as_str)
+                    .unwrap_or_default()
+                    .into(),
+            },
             other => Self::Other(other.into()),
         })
     }

@@ -17,6 +17,10 @@ struct Machine {
     running: bool,
     conts: u32,
     quits: u32,
+    /// Its guest has ended, and it stands still.
+    has_ended: bool,
+    /// The arguments of each `set-action`.
+    actions: Vec<Value>,
 }
 
 type Shared = Arc<Mutex<Machine>>;
@@ -36,6 +40,11 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
             let message: Value = serde_json::from_str(&line).unwrap();
             let mut machine = shared.lock().unwrap();
             let answer = match message["execute"].as_str().unwrap() {
+                "query-status" if machine.has_ended => json!({ "status": "shutdown" }),
+                "set-action" => {
+                    machine.actions.push(message["arguments"].clone());
+                    json!({})
+                }
                 "query-status" => {
                     json!({ "status": if machine.running { "running" } else { "paused" } })
                 }
@@ -66,13 +75,18 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
 
 /// The runner in a thread, with the engine's ends of its pipes.
 fn runner(path: &Path) -> (std::fs::File, BufReader<std::fs::File>, JoinHandle<Result<()>>) {
+    runner_of(Watched::by_monitor(path.to_owned()))
+}
+
+fn runner_of(
+    watched: Watched,
+) -> (std::fs::File, BufReader<std::fs::File>, JoinHandle<Result<()>>) {
     let pipe = || {
         let (r, w) = std::io::pipe().unwrap();
         (std::fs::File::from(OwnedFd::from(r)), std::fs::File::from(OwnedFd::from(w)))
     };
     let ((commands, orders), (answers, reports)) = (pipe(), pipe());
-    let path = path.to_owned();
-    let thread = std::thread::spawn(move || run(Watched::by_monitor(path), commands, reports));
+    let thread = std::thread::spawn(move || run(watched, commands, reports));
     (orders, BufReader::new(answers), thread)
 }
 
@@ -115,6 +129,32 @@ fn an_engine_that_dies_in_a_pause_leaves_no_vm_paused() {
     drop(orders);
     assert!(wait_for(&machine, |m| m.conts == 1), "the VM stays paused");
     thread.join().unwrap().unwrap();
+}
+
+/// QEMU ends with its guest again, at once if the guest has ended meanwhile. An engine that has left
+/// in good order has done it itself.
+#[test]
+fn an_engine_that_dies_leaves_no_vm_that_outlives_its_guest() {
+    for (has_ended, in_pause) in [(false, false), (true, false), (false, true)] {
+        let (_dir, path, machine) = monitor();
+        machine.lock().unwrap().has_ended = has_ended;
+        let hold = EndHold::parse("shutdown,panic,watchdog");
+        let watched = Watched { hold, ..Watched::by_monitor(path) };
+        let (mut orders, _answers, thread) = runner_of(watched);
+        orders.write_all(if in_pause { b"A600000\n" } else { b"D\n" }).unwrap();
+        drop(orders);
+        thread.join().unwrap().unwrap();
+        let machine = machine.lock().unwrap();
+        assert_eq!(machine.actions, [json!({ "shutdown": "poweroff", "watchdog": "poweroff" })]);
+        assert_eq!(machine.quits, u32::from(has_ended));
+    }
+    let (_dir, path, machine) = monitor();
+    let hold = EndHold::parse("shutdown");
+    let (mut orders, _answers, thread) = runner_of(Watched { hold, ..Watched::by_monitor(path) });
+    orders.write_all(b"D\nE\n").unwrap();
+    drop(orders);
+    thread.join().unwrap().unwrap();
+    assert!(machine.lock().unwrap().actions.is_empty());
 }
 
 #[test]

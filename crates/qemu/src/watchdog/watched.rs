@@ -22,7 +22,7 @@
 //! after the `stop`.
 
 use super::{CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY};
-use crate::{Error, Qmp, Result, RunStatus, fleece, spawn, statefile};
+use crate::{EndHold, Error, Qmp, Result, RunStatus, fleece, spawn, statefile};
 use keyframe_vmm::Resumer;
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::SendFlags;
@@ -44,6 +44,8 @@ pub struct Watched {
     pub monitor: WatchedMonitor,
     /// The read end of the pipe for which QEMU waits in a one-command pause. It does not block.
     pub pipe: Option<OwnedFd>,
+    /// The ends of the guest at which QEMU is held as long as the engine lives.
+    pub hold: Option<EndHold>,
 }
 
 /// The monitor of a watchdog.
@@ -71,18 +73,21 @@ pub enum WatchedMonitor {
 
 /// The first of the words that name the pipe.
 const PIPE: &str = "pipe";
+/// The first of the words that name the ends of the guest.
+const HOLD: &str = "hold";
 
 impl Watched {
     /// Creates a VM without a pipe, whose watchdog has a monitor of its own at socket `monitor`.
     pub fn by_monitor(monitor: PathBuf) -> Self {
-        Self { monitor: WatchedMonitor::Own(monitor), pipe: None }
+        Self { monitor: WatchedMonitor::Own(monitor), pipe: None, hold: None }
     }
 
     /// The words of a command line that [`Watched::parse`] reads in a child that has inherited
     /// [`Watched::inherited`].
     pub(super) fn words(&self) -> Vec<OsString> {
         let pipe = self.pipe.iter().flat_map(|pipe| [PIPE.into(), number_of(pipe)]);
-        pipe.chain(self.monitor.words()).collect()
+        let hold = self.hold.iter().flat_map(|hold| [HOLD.into(), hold.word().into()]);
+        hold.chain(pipe).chain(self.monitor.words()).collect()
     }
 
     /// Converts it to the value of crate `vmm` that [`super::Watchdog::spawn_resumer`] takes.
@@ -107,13 +112,18 @@ impl Watched {
     /// Error: the words have another form.
     pub fn parse(words: &[OsString]) -> Result<Self> {
         match words {
+            [hold, ends, rest @ ..] if hold == HOLD => {
+                let hold = ends.to_str().and_then(EndHold::parse);
+                let hold = Some(hold.ok_or_else(|| nothing_to_watch(words))?);
+                Ok(Self { hold, ..Self::parse(rest)? })
+            }
             [pipe, number, monitor @ ..] if pipe == PIPE => {
                 let number = number.to_str().and_then(|n| n.parse().ok());
                 let number = number.ok_or_else(|| nothing_to_watch(words))?;
                 let monitor = WatchedMonitor::parse(monitor)?;
-                Ok(Self { monitor, pipe: Some(inherited(number)?) })
+                Ok(Self { monitor, pipe: Some(inherited(number)?), hold: None })
             }
-            _ => Ok(Self { monitor: WatchedMonitor::parse(words)?, pipe: None }),
+            _ => Ok(Self { monitor: WatchedMonitor::parse(words)?, pipe: None, hold: None }),
         }
     }
 }
@@ -264,8 +274,17 @@ impl Reach {
         }
     }
 
-    /// Has QEMU close the descriptors that the engine passed to it, and removes what the engine
-    /// left on the VM's disks: a job of its would fill the disk of its scratch file.
+    /// Makes QEMU end with its guest again; does nothing while the connection is shared. Error: QEMU
+    /// does not answer.
+    pub fn release_end(&mut self, hold: EndHold) -> Result<()> {
+        match self {
+            Self::Own(qmp, _) => hold.release(qmp),
+            Self::Shared(_) => Ok(()),
+        }
+    }
+
+    /// Has QEMU close the descriptors that the engine passed to it, and removes what the engine left
+    /// on the VM's disks: a job of its would fill the disk of its scratch file.
     pub fn forget_engine(&mut self) -> Result<()> {
         let Self::Own(qmp, set) = self else { return Ok(()) };
         let swept = match statefile::has_engine(qmp) {
@@ -327,7 +346,7 @@ mod tests {
         let (socket, _other) = std::os::unix::net::UnixStream::pair().unwrap();
         let (pipe, _writer) = std::io::pipe().unwrap();
         let monitor = WatchedMonitor::Shared { socket: socket.into(), set: 9 };
-        let shared = Watched { monitor, pipe: Some(pipe.into()) };
+        let shared = Watched { monitor, pipe: Some(pipe.into()), hold: None };
         // The child finds them under the same numbers; so do we.
         let read = Watched::parse(&shared.words()).unwrap();
         assert!(matches!(read.monitor, WatchedMonitor::Shared { set: 9, .. }));

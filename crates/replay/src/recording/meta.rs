@@ -20,7 +20,8 @@ pub enum RecordingEnding {
     Recording,
     /// The guest shut down, or the recording was stopped in good order.
     Complete,
-    /// QEMU was killed. The log holds what QEMU had written by then.
+    /// QEMU was killed, or could not write all of the log. The log holds what QEMU had written by
+    /// then.
     Cut,
 }
 

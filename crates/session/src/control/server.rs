@@ -196,3 +196,6 @@ impl Drop for Socket {
         let _ = std::fs::remove_file(&self.0);
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -27,6 +27,7 @@ use keyframe_qemu::fleece::{self, SnapshotPoint};
 use keyframe_qemu::{Qmp, Vm};
 use keyframe_store::{DiskMeta, Run, Store};
 use keyframe_units::PAGE_BYTES;
+use keyframe_vm_disks::overlay_directory::SCRATCH_PREFIX;
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -43,8 +44,6 @@ const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
 /// old content.
 const FREE_BYTES_MIN: u64 = 1 << 30;
 
-/// The beginning of the names of the folders of scratch files.
-const SCRATCH_PREFIX: &str = ".fleece-";
 /// The shortest range that QEMU tells apart by allocation: the smallest cluster of an image.
 const ALLOCATED_BYTES_MIN: u64 = 512;
 

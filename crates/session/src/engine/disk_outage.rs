@@ -1,4 +1,4 @@
-//! A VM whose disks no process serves.
+//! A VM whose disks no process serves, or whose guest's writes have no space.
 //!
 //! ```text
 //!   served ──server ends──▶ started again at once: QEMU held the guest's requests for a moment
@@ -8,8 +8,18 @@
 //! QEMU holds the requests for as long as it takes. A guest that ran meanwhile would give them up
 //! after some seconds, and see errors. While QEMU waits for its disks it answers no monitor; the
 //! processors stand still nevertheless.
+//!
+//! The writes to served disks go to the store. If its file system is full, QEMU stops the VM
+//! (`io-error`) and keeps the write. The engine resumes the VM when there is space again.
 
-use super::{Engine, Event, VmState};
+use super::{Engine, Event, Instant, VmState};
+use crate::event::{Step, tell_failed};
+use std::time::Duration;
+
+/// The time between two looks whether there is space again.
+const LOOK_FOR_SPACE: Duration = Duration::from_secs(1);
+/// The space with which a stopped VM is resumed, in bytes.
+const SPACE_BYTES_MIN: u64 = 4 << 20;
 
 impl Engine<'_> {
     /// Pauses the VMs while no process serves their disks, and lets them run on afterwards.
@@ -34,5 +44,39 @@ impl Engine<'_> {
             }
             _ => {}
         }
+    }
+
+    /// Resumes VMs that QEMU has stopped for want of space, once the store has some again.
+    pub(super) fn look_for_space(&mut self) {
+        let are_served = self.machines.disks.as_ref().is_some_and(|disks| disks.are_in_store());
+        if !are_served || !self.machines.wait_for_space() {
+            self.space_looked_at = None;
+            return;
+        }
+        if self.space_looked_at.is_none() {
+            let text =
+                "the store has no space for the guest's writes; the VM is stopped until it has";
+            self.update(|status| status.last_error = Some(text.into()));
+            self.tell(&Event::StoppedForSpace { store: self.store.path().to_owned() });
+        } else if self.space_looked_at.is_some_and(|at| at.elapsed() < LOOK_FOR_SPACE) {
+            return;
+        }
+        self.space_looked_at = Some(Instant::now());
+        if !self.has_space() {
+            return;
+        }
+        let resumed = self.machines.repeat_writes();
+        if resumed.is_ok() {
+            self.tell(&Event::ResumedWithSpace);
+            self.update(|status| status.last_error = None);
+        }
+        tell_failed(&*self.options.events, Step::RepeatWrites, resumed);
+    }
+
+    /// Whether the store's file system has space for some writes.
+    fn has_space(&self) -> bool {
+        let Ok(folder) = self.store.local_folder() else { return false };
+        rustix::fs::statvfs(&folder)
+            .is_ok_and(|place| place.f_bavail.saturating_mul(place.f_frsize) >= SPACE_BYTES_MIN)
     }
 }

@@ -65,6 +65,10 @@ impl Engine<'_> {
         };
         teardown.step(self.seal_remaining());
         self.turn_away();
+        let guest_end = self.machines.guest_end();
+        if !matches!(end, End::Vm(_)) {
+            teardown.step(self.machines.release_ends());
+        }
         self.recorder = None;
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
@@ -108,9 +112,9 @@ impl Engine<'_> {
         teardown.finish()?;
         let (sealed, failed) = (self.sealed, self.failed);
         let has_qemu_failed = matches!(end, RunEnd::VmEnded(exit) if !exit.success());
-        events.event(&Event::Finished { sealed, failed, has_qemu_failed });
+        events.event(&Event::Finished { sealed, failed, guest_end, has_qemu_failed });
         let (audited_wrong, given_up) = (self.audited_wrong, self.given_up);
-        Ok(RunReport { end, sealed, failed, audited_wrong, given_up })
+        Ok(RunReport { end, guest_end, sealed, failed, audited_wrong, given_up })
     }
 }
 

@@ -1,5 +1,6 @@
 //! How a run ended.
 
+use keyframe_vmm::GuestEnd;
 use std::process::ExitStatus;
 
 /// The result of a run.
@@ -7,6 +8,8 @@ use std::process::ExitStatus;
 pub struct RunReport {
     /// How the VMs of the run ended.
     pub end: RunEnd,
+    /// How the guest ended or failed; `None` if it did neither.
+    pub guest_end: Option<GuestEnd>,
     /// The number of checkpoints that were sealed.
     pub sealed: u64,
     /// The number of checkpoints that failed.
@@ -37,6 +40,10 @@ pub enum Verdict {
     Complete,
     /// Some checkpoints failed; later ones hold their pages.
     Incomplete,
+    /// The guest panicked.
+    GuestPanicked,
+    /// The guest's watchdog expired.
+    WatchdogExpired,
     /// QEMU failed, an audit found a difference, or checkpoints became impossible.
     Failed,
 }
@@ -46,11 +53,13 @@ impl RunReport {
     pub fn verdict(&self) -> Verdict {
         let has_vm_failed = matches!(self.end, RunEnd::VmEnded(exit) if !exit.success());
         if has_vm_failed || self.audited_wrong > 0 || self.given_up {
-            Verdict::Failed
-        } else if self.failed > 0 {
-            Verdict::Incomplete
-        } else {
-            Verdict::Complete
+            return Verdict::Failed;
+        }
+        match self.guest_end {
+            Some(GuestEnd::Panicked) => Verdict::GuestPanicked,
+            Some(GuestEnd::WatchdogExpired) => Verdict::WatchdogExpired,
+            _ if self.failed > 0 => Verdict::Incomplete,
+            _ => Verdict::Complete,
         }
     }
 }

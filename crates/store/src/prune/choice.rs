@@ -96,6 +96,7 @@ mod tests {
             head_bytes: 64,
             is_dense: false,
             untouchable: false,
+            is_open: false,
             holds_none: false,
         }
     }

@@ -270,6 +270,46 @@ fn a_checkpoint_that_is_forgotten_while_it_is_loaded_comes_as_it_was_or_not_at_a
     }
 }
 
+/// A run whose pack is mostly unused closes it for a prune, which then frees it.
+#[test]
+fn a_prune_frees_the_pack_that_a_run_writes_to() {
+    let medium = FaultyBackend::default();
+    init_on(&medium).unwrap();
+    let store = on(&medium).unwrap();
+    let large = Tuning { pack_bytes_max: 64 << 20, ..TINY };
+    let mut writer = on(&medium).unwrap().lock_writer_tuned("test", large).unwrap();
+    let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
+    let mut images = Vec::new();
+    let mut write = |run: &mut Run| {
+        let image: Vec<u64> =
+            (0..PAGES).map(|page| 1 + page + PAGES * images.len() as u64).collect();
+        for (page, number) in image.iter().enumerate() {
+            run.put_page(PageIndex(page as u64), &content(*number)).unwrap();
+        }
+        let id = seal(run, PAGES).unwrap().id;
+        images.push((id, image));
+        id
+    };
+    let ids: Vec<_> = (0..8).map(|_| write(&mut run)).collect();
+    store.forget(&ids[..7].iter().copied().collect()).unwrap();
+    let options = PruneOptions { wait: Duration::ZERO, ..PruneOptions::default() };
+    let report = store.prune_tuned(&options, large, &mut |_| ()).unwrap();
+    assert_eq!((report.postponed_packs, report.removed_packs), (1, 0), "the run did nothing");
+    let options = PruneOptions { wait: Duration::from_secs(60), ..PruneOptions::default() };
+    let report = store.prune_tuned(&options, large, &mut |progress| {
+        if progress.step == PruneStep::Waiting {
+            write(&mut run);
+        }
+    });
+    let report = report.unwrap();
+    assert_eq!((report.postponed_packs, report.removed_packs + report.rewritten_packs), (0, 1));
+    assert!(report.after_bytes < report.before_bytes, "{report:?}");
+    run.finish().unwrap();
+    for (id, image) in &images[7..] {
+        assert!(image_is(&store, *id, image).unwrap(), "{id} is not what was put");
+    }
+}
+
 /// What the threads of the test below share. Each opens the store for itself, as processes do.
 struct Concurrent {
     path: PathBuf,

@@ -1,7 +1,7 @@
 //! How a test looks at a fake VM, changes it, and scripts what happens to it.
 
 use super::{FakeState, FakeVm, FakeWatchdog, Incident, OneCommand, Step, lock, set_page};
-use crate::{AuditFinding, Capabilities, VmOrigin};
+use crate::{AuditFinding, Capabilities, GuestEnd, VmOrigin};
 use keyframe_machine::MachineSpec;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use std::sync::{Arc, Mutex};
@@ -63,6 +63,16 @@ impl FakeControl {
     /// Ends the VMM with the exit code `code`.
     pub fn end(&self, code: i32) {
         lock(&self.shared).end(code);
+    }
+
+    /// Ends the guest. The VMM stands still then if it is held ([`crate::Vmm::hold_end`]).
+    pub fn end_guest(&self, end: GuestEnd) {
+        lock(&self.shared).end_guest(end);
+    }
+
+    /// Returns true if the VMM stands still when the guest ends.
+    pub fn is_held(&self) -> bool {
+        lock(&self.shared).is_held
     }
 
     /// Makes all operations on the monitor fail from here on; the guest runs on.

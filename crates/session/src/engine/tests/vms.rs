@@ -1,11 +1,15 @@
 //! The VM ends, another client pauses it, or its monitor is lost.
 
-use super::{Bench, Client};
+use super::{Bench, Client, VM, page};
+use crate::SessionOptions;
 use crate::control::{EngineResponse, VmState};
+use crate::engine::Engine;
 use crate::engine::{RunEnd, Verdict};
 use crate::event::Event;
-use keyframe_vmm::VmOrigin;
+use crate::machines::Member;
+use keyframe_units::PageIndex;
 use keyframe_vmm::fake::{FakeControl, Incident, Step};
+use keyframe_vmm::{GuestEnd, VmOrigin};
 
 /// Has the VM end by itself at the look number `looks` from now.
 fn end_after(control: &FakeControl, looks: usize) {
@@ -171,4 +175,63 @@ fn a_take_of_a_paused_vm_leaves_it_paused() {
     assert!(!bench.control.runs() && !bench.control.has_ended());
     assert_eq!((report.sealed, report.failed, report.end), (1, 0, RunEnd::Kept));
     assert!(matches!(taken.recv().unwrap(), EngineResponse::Taken(_)));
+}
+
+/// An engine whose VMM is to stand still when the guest ends.
+fn holding(bench: &Bench, options: SessionOptions) -> Engine<'_> {
+    let (vm, watchdog) = bench.control.attach();
+    let member =
+        |vm: crate::session_vm::SessionVm| Member::new(VM.into(), vm.held_at_its_end(), true);
+    bench.engine_of((vm, Box::new(watchdog)), member, options, None)
+}
+
+#[test]
+fn a_guest_that_ends_gets_a_last_checkpoint_before_its_vmm_ends() {
+    for (end, tag, verdict) in [
+        (GuestEnd::PoweredOff, "web-powered-off", Verdict::Complete),
+        (GuestEnd::Panicked, "web-panicked", Verdict::GuestPanicked),
+    ] {
+        let (bench, mut options) = Bench::new();
+        options.interval = None;
+        let control = bench.control.clone();
+        // The first look is after the VMM was told to stand still.
+        bench.control.before(Step::DrainEvents, move || {
+            control.write_page(PageIndex(3), &page(99));
+            control.end_guest(end);
+        });
+        let report = bench.run_engine(holding(&bench, options)).unwrap();
+        assert!(matches!(report.end, RunEnd::VmEnded(exit) if exit.success()), "{end:?}");
+        assert_eq!((report.sealed, report.failed, report.verdict()), (1, 0, verdict));
+        assert_eq!(bench.checkpoint(tag), bench.ram());
+        let told = |event: &Event| matches!(event, Event::GuestEnded { last: Some(_), .. });
+        assert_eq!(bench.told.count(told), 1);
+    }
+}
+
+#[test]
+fn a_last_checkpoint_that_fails_does_not_keep_the_vmm_from_its_end() {
+    let (bench, mut options) = Bench::new();
+    options.interval = None;
+    bench.control.at(Step::SaveDevices, Incident::Fail("no state".into()));
+    let control = bench.control.clone();
+    bench.control.before(Step::DrainEvents, move || control.end_guest(GuestEnd::Reset));
+    let report = bench.run_engine(holding(&bench, options)).unwrap();
+    assert!(matches!(report.end, RunEnd::VmEnded(exit) if exit.success()));
+    assert_eq!(report.sealed, 0);
+}
+
+#[test]
+fn an_engine_that_leaves_its_vm_lets_it_end_with_its_guest() {
+    let (bench, options) = Bench::new();
+    let engine = holding(&bench, options);
+    let client = Client::of(&engine);
+    let control = bench.control.clone();
+    bench.control.before(Step::DrainEvents, move || {
+        assert!(control.is_held());
+        drop(client.stop(None));
+    });
+    let report = bench.run_engine(engine).unwrap();
+    assert_eq!(report.end, RunEnd::Kept);
+    bench.assert_runs();
+    assert!(!bench.control.is_held());
 }

@@ -1,0 +1,172 @@
+//! A QEMU that stands still when its guest ends, so that a last checkpoint can be taken of it.
+//!
+//! ```text
+//!   guest ends ─▶ SHUTDOWN, run state `shutdown` or `guest-panicked` ─▶ last checkpoint ─▶ `quit`
+//!                      without Keyframe: QEMU ends here ─────────────────────────────────────▲
+//! ```
+//!
+//! `set-action` makes QEMU stand still (`shutdown=pause`, and `watchdog=pause` if the line says
+//! `poweroff`). Requests of the host to end (`quit`, a signal, a closed window) end QEMU at once all
+//! the same. The setting goes back to what the line says when the engine leaves the VM. If the
+//! engine dies, the watchdog sets it back, and ends a QEMU whose guest has ended meanwhile.
+//!
+//! QEMU cannot be asked for its present actions, so those of its command line count.
+//!
+//! Left out: a line under which QEMU stays when the guest ends (`-no-shutdown`, libvirt): it stands
+//! still by itself. A line with `-action panic=exit-failure`: `quit` ends QEMU with another code.
+
+use crate::vm::Origin;
+use crate::{Error, Qmp, Result, RunStatus, Vm};
+use keyframe_qemu_cmdline::options::{self, Argument, value_of};
+use serde_json::json;
+
+/// Which ends of the guest a QEMU is held at.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct EndHold {
+    /// QEMU ends if the guest panics.
+    panic_ends: bool,
+    /// QEMU ends if the guest's watchdog expires, without a shutdown.
+    watchdog_ends: bool,
+}
+
+impl EndHold {
+    /// The ends at which a QEMU with these arguments can be held; `None` if it cannot.
+    pub fn of_arguments(arguments: &[Argument]) -> Option<Self> {
+        let (mut shutdown, mut panic, mut watchdog) = ("poweroff", "shutdown", "reset");
+        let actions: Vec<_> =
+            arguments.iter().map(|a| (a.name(), a.value(), options::keys(a.value(), ""))).collect();
+        for (name, value, keys) in &actions {
+            match *name {
+                "no-shutdown" => shutdown = "pause",
+                "watchdog-action" => watchdog = value,
+                "action" => {
+                    shutdown = value_of(keys, "shutdown").unwrap_or(shutdown);
+                    panic = value_of(keys, "panic").unwrap_or(panic);
+                    watchdog = value_of(keys, "watchdog").unwrap_or(watchdog);
+                }
+                _ => {}
+            }
+        }
+        let hold = Self { panic_ends: panic == "shutdown", watchdog_ends: watchdog == "poweroff" };
+        (shutdown == "poweroff" && panic != "exit-failure").then_some(hold)
+    }
+
+    /// The word that [`EndHold::parse`] reads.
+    pub(crate) fn word(self) -> &'static str {
+        match (self.panic_ends, self.watchdog_ends) {
+            (false, false) => "shutdown",
+            (true, false) => "shutdown,panic",
+            (false, true) => "shutdown,watchdog",
+            (true, true) => "shutdown,panic,watchdog",
+        }
+    }
+
+    /// Reads a word of [`EndHold::word`].
+    pub(crate) fn parse(word: &str) -> Option<Self> {
+        let all = [(false, false), (true, false), (false, true), (true, true)];
+        let mut holds =
+            all.map(|(panic_ends, watchdog_ends)| Self { panic_ends, watchdog_ends }).into_iter();
+        holds.find(|hold| hold.word() == word)
+    }
+
+    /// Has QEMU stand still at these ends.
+    fn set(self, qmp: &mut Qmp) -> Result<()> {
+        self.set_action(qmp, "pause")
+    }
+
+    /// Has QEMU end at them again, as its line says. Ends a QEMU whose guest has ended meanwhile.
+    pub(crate) fn release(self, qmp: &mut Qmp) -> Result<()> {
+        self.set_action(qmp, "poweroff")?;
+        // The guest's end and this query are in one thread of QEMU: it has ended before, and this
+        // sees it, or it ends QEMU.
+        if self.is_end(&qmp.status()?) { qmp.quit() } else { Ok(()) }
+    }
+
+    fn set_action(self, qmp: &mut Qmp, action: &str) -> Result<()> {
+        let mut actions = json!({ "shutdown": action });
+        if self.watchdog_ends
+            && let Some(actions) = actions.as_object_mut()
+        {
+            actions.insert("watchdog".into(), action.into());
+        }
+        qmp.execute("set-action", Some(actions)).map(drop)
+    }
+
+    /// True if a QEMU that is held stands in this state because its guest has ended.
+    fn is_end(self, status: &RunStatus) -> bool {
+        match status.name() {
+            "shutdown" => true,
+            "guest-panicked" => self.panic_ends,
+            "watchdog" => self.watchdog_ends,
+            _ => false,
+        }
+    }
+}
+
+impl Vm {
+    /// The ends of the guest at which this QEMU can be held; `None` if it cannot be held.
+    pub fn end_hold(&self) -> Option<EndHold> {
+        if matches!(self.origin_detail(), Origin::Libvirt { .. })
+            || self.require_whole_line().is_err()
+        {
+            return None;
+        }
+        let arguments = options::parse(self.full_command().get(1..).unwrap_or_default()).ok()?;
+        EndHold::of_arguments(&arguments)
+    }
+
+    /// Has QEMU stand still when the guest ends. False if it cannot, or is not to end then.
+    pub fn hold_end(&mut self) -> Result<bool> {
+        let Some(hold) = self.end_hold() else { return Ok(false) };
+        // It stands so already: another client has changed its actions.
+        if hold.is_end(&self.qmp().status()?) {
+            return Ok(false);
+        }
+        match hold.set(self.qmp()) {
+            // The setting may have been made although its answer was lost.
+            Ok(()) | Err(Error::Timeout { .. }) => Ok(true),
+            Err(Error::Gone { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Undoes [`Vm::hold_end`].
+    pub fn release_end(&mut self) -> Result<()> {
+        let Some(hold) = self.end_hold() else { return Ok(()) };
+        match hold.release(self.qmp()) {
+            Err(Error::Gone { .. }) => Ok(()),
+            other => other,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_line_says_at_which_ends_qemu_can_be_held() {
+        let of = |line: &str| {
+            let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+            EndHold::of_arguments(&options::parse(&words).unwrap())
+        };
+        let (plain, with_watchdog) = (
+            EndHold { panic_ends: true, watchdog_ends: false },
+            EndHold { panic_ends: true, watchdog_ends: true },
+        );
+        assert_eq!(of("-m 64"), Some(plain));
+        assert_eq!(of("-no-reboot"), Some(plain));
+        assert_eq!(of("-m 64 -no-shutdown"), None);
+        assert_eq!(of("-action shutdown=pause,reboot=shutdown"), None);
+        assert_eq!(of("-action panic=exit-failure"), None);
+        assert_eq!(of("-no-shutdown -action shutdown=poweroff"), Some(plain));
+        assert_eq!(of("-watchdog-action poweroff"), Some(with_watchdog));
+        assert_eq!(of("-action watchdog=poweroff"), Some(with_watchdog));
+        let panic_pauses = EndHold { panic_ends: false, watchdog_ends: false };
+        assert_eq!(of("-action panic=pause"), Some(panic_pauses));
+        for hold in [plain, with_watchdog, panic_pauses] {
+            assert_eq!(EndHold::parse(hold.word()), Some(hold));
+        }
+        assert_eq!(EndHold::parse("panic"), None);
+    }
+}

@@ -1,0 +1,41 @@
+//! Requests at the control socket keep their order.
+
+use super::*;
+use std::io::{BufRead, BufReader};
+use std::sync::mpsc::channel;
+
+fn take(tag: usize) -> String {
+    let tag = Some(format!("t{tag}"));
+    let request = EngineRequest::Take { tag, strategy: None };
+    serde_json::to_string(&request).unwrap() + "\n"
+}
+
+#[test]
+fn requests_are_delivered_in_the_order_in_which_they_were_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let (sender, delivered) = channel();
+    let status = SharedStatus::default();
+    let deliver = move |pending: Pending| sender.send(pending).is_ok();
+    let socket = listen(folder.path(), &status, deliver).unwrap();
+    for round in 0..50 {
+        // One that says nothing keeps nobody waiting.
+        let silent = UnixStream::connect(&socket.0).unwrap();
+        let clients: Vec<UnixStream> = (0..8)
+            .map(|number| {
+                let mut client = UnixStream::connect(&socket.0).unwrap();
+                client.write_all(take(number).as_bytes()).unwrap();
+                client
+            })
+            .collect();
+        for (number, client) in clients.into_iter().enumerate() {
+            let pending = delivered.recv_timeout(Duration::from_secs(60)).unwrap();
+            let EngineRequest::Take { tag, .. } = pending.request else { panic!("no take") };
+            assert_eq!(tag.as_deref(), Some(&*format!("t{number}")), "round {round}");
+            pending.answer.send(EngineResponse::Stopping).unwrap();
+            let mut answer = String::new();
+            BufReader::new(client).read_line(&mut answer).unwrap();
+            assert!(answer.ends_with('\n'), "{answer}");
+        }
+        drop(silent);
+    }
+}
