@@ -23,6 +23,8 @@ pub struct TestEnv {
     path: PathBuf,
     /// The store's URL; `None` if the store is in the directory.
     url: Option<String>,
+    /// Whether runs rehearse a restore of their first checkpoint, which takes a start of QEMU.
+    rehearses: bool,
     /// Environment variables of the commands.
     variables: Vec<(String, String)>,
     _slot: Slot,
@@ -55,7 +57,14 @@ impl TestEnv {
             .tempdir()
             .expect("a temporary directory");
         let path = dir.path().to_owned();
-        Self { dir: Some(dir), path, url: None, variables: Vec::new(), _slot: slot }
+        Self {
+            dir: Some(dir),
+            path,
+            url: None,
+            rehearses: false,
+            variables: Vec::new(),
+            _slot: slot,
+        }
     }
 
     /// Names `url` as the store, which does not exist yet.
@@ -63,6 +72,18 @@ impl TestEnv {
     pub fn with_store_at(mut self, url: &str) -> Self {
         self.url = Some(url.into());
         self
+    }
+
+    /// Lets runs rehearse a restore, as they do by default. In other tests they do not, to save
+    /// time.
+    #[must_use]
+    pub fn with_rehearsals(mut self) -> Self {
+        self.rehearses = true;
+        self
+    }
+
+    fn rehearsal(&self) -> &'static [&'static str] {
+        if self.rehearses { &[] } else { &["--no-rehearsal"] }
     }
 
     /// Sets an environment variable of the commands that start from now on.
@@ -195,6 +216,7 @@ impl TestEnv {
         let store = self.store();
         let mut args = vec!["run", "--store", &store];
         args.extend(options);
+        args.extend(self.rehearsal());
         args.extend(pause_limit(options));
         args.push("--");
         let line = boot.command();
@@ -205,9 +227,15 @@ impl TestEnv {
     /// The arguments of `keyframe attach` to QEMU process `pid`. `monitor` is `--qmp SOCKET`.
     pub fn attach_args(&self, monitor: &[&str], pid: u32, options: &[&str]) -> Vec<String> {
         let (store, pid) = (self.store(), pid.to_string());
-        let words =
-            [&["attach", "--store", &store], monitor, options, pause_limit(options), &[&pid]]
-                .concat();
+        let words = [
+            &["attach", "--store", &store],
+            monitor,
+            options,
+            self.rehearsal(),
+            pause_limit(options),
+            &[&pid],
+        ]
+        .concat();
         words.into_iter().map(str::to_owned).collect()
     }
 

@@ -56,7 +56,7 @@ fn first_line(text: &str) -> String {
 
 impl Walk {
     fn new(seed: u64, qemu: &Qemu) -> Self {
-        let env = TestEnv::new();
+        let env = TestEnv::new().with_rehearsals();
         let mut line = MachineLine::generate(seed, qemu, env.path());
         let monitor = env.path().join("user");
         for path in [&monitor, &env.path().join("a")] {

@@ -45,6 +45,7 @@ mod record;
 mod recordings;
 mod reflink;
 mod refusals;
+mod rehearsal;
 mod report;
 mod rollback;
 mod rollback_disks;

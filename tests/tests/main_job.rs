@@ -15,7 +15,7 @@ fn wait_for_hashes(vm: &mut Process, skip: usize, more: usize) {
 }
 
 fn round_trip(boot: &Boot) {
-    let env = TestEnv::new();
+    let env = TestEnv::new().with_rehearsals();
     let mut run = env.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], boot);
     run.wait_for("KF READY");
     let mark = env.list().len();

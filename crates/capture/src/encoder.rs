@@ -134,6 +134,11 @@ impl<S: CheckpointSink> CheckpointEncoder<S> {
         }
     }
 
+    /// Lets the sink do what it does while there are no messages.
+    pub fn idle(&mut self) {
+        self.sink.idle();
+    }
+
     /// The sink, for tests.
     #[cfg(test)]
     pub(crate) fn sink(&self) -> &S {

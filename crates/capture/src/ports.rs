@@ -92,6 +92,9 @@ pub trait CheckpointSink: Send {
 
     /// Drops every page that was put since the last seal.
     fn abandon(&mut self);
+
+    /// Called now and then while there is nothing to put or seal. Does nothing by default.
+    fn idle(&mut self) {}
 }
 
 /// Watches a capture, for status output, audits and fault injection.

@@ -9,7 +9,7 @@ use keyframe_store::{LoadedCheckpoint, MachineMeta};
 use keyframe_units::error_chain;
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::io;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 /// A [`RamSource`] over the pages of one VM in a checkpoint, which it numbers from 0.
 pub struct StoredPages<'a> {
@@ -77,6 +77,35 @@ impl RamSource for StoredPages<'_> {
                 Err(io::Error::other(text))
             }
         }
+    }
+}
+
+/// A [`RamSource`] over all pages of a checkpoint, for a restore.
+pub struct CheckpointRam(pub Arc<LoadedCheckpoint>);
+
+impl RamSource for CheckpointRam {
+    fn read(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        Ok(self.0.read_pages(range, &mut |page, content| {
+            sink(page, content).map_err(ReadStop::Receiver)
+        })?)
+    }
+
+    fn read_some(
+        &self,
+        pages: &[PageIndex],
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        Ok(self.0.read_some(pages, &mut |page, content| {
+            sink(page, content).map_err(ReadStop::Receiver)
+        })?)
+    }
+
+    fn wanted_first(&self) -> Vec<PageIndex> {
+        self.0.expected_first()
     }
 }
 

@@ -88,6 +88,30 @@ pub fn clone_line(
     Ok(CloneLine { words: out, notes: maker.notes, consoles: maker.consoles })
 }
 
+/// Returns the first argument of a line that a second QEMU cannot have beside the VM's own, or not
+/// without a display; `None` if there is none.
+pub fn rehearsal_obstacle(line: &[Argument]) -> Option<&Argument> {
+    let is_obstacle = |argument: &&Argument| {
+        let keys = properties(argument.value(), "driver").unwrap_or_default();
+        let driver = value_of(&keys, "driver").unwrap_or_default();
+        match argument.name() {
+            // One program serves one VM at such a socket, or the kernel gives a number once.
+            "tpmdev" | "net" => argument.value() != "none",
+            "device" => {
+                driver.starts_with("vhost-")
+                    || driver.starts_with("usb-redir")
+                    || driver.starts_with("ivshmem-doorbell")
+                    || driver.contains("-gl")
+            }
+            "object" => argument.value().contains("vhost"),
+            "netdev" => argument.value().contains("vhost-user"),
+            "display" => argument.value().contains("egl") || argument.value().contains("gl="),
+            _ => false,
+        }
+    };
+    line.iter().find(is_obstacle)
+}
+
 /// Ids of the chardevs of monitors.
 fn monitors(kept: &[Argument]) -> Vec<String> {
     let of_mon = kept.iter().filter(|a| a.name() == "mon");

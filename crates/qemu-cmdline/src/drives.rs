@@ -25,6 +25,7 @@ use crate::{CommandLineError, Result};
 use block_nodes::BlockNodes;
 pub(crate) use block_nodes::flattened_keys;
 use drive_option::{GeneratedNames, drive_fate, drive_on_index};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 /// A disk that the guest can write to.
@@ -106,18 +107,49 @@ pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn rewrite_drives(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argument>> {
+    replace_drives(arguments, &|prefix, drive| export_keys(prefix, server, &drive.name))
+}
+
+/// Replaces the disks that the guest can write to by empty ones, for a QEMU that never runs. `sizes`
+/// has their sizes in bytes, by name. Errors: those of [`writable_drives`];
+/// [`CommandLineError::Argument`] for a disk that `sizes` lacks.
+pub fn empty_drives(
+    arguments: &[Argument],
+    sizes: &BTreeMap<String, u64>,
+) -> Result<Vec<Argument>> {
+    replace_drives(arguments, &|prefix, drive| {
+        let size = sizes.get(&drive.name).ok_or_else(|| CommandLineError::Argument {
+            argument: drive.name.clone(),
+            reason: "the size of this disk is not known".into(),
+            fix: "leave the disk as it was when the checkpoint was taken".into(),
+        })?;
+        let keys = [("driver", "null-co"), ("size", &*size.to_string()), ("read-zeroes", "on")]
+            .map(|(key, value)| (format!("{prefix}{key}"), value.to_owned()));
+        Ok(keys.to_vec())
+    })
+}
+
+/// Makes the keys of a disk's content, each with a prefix before it.
+type ContentKeys<'a> = dyn Fn(&str, &Drive) -> Result<DriveKeys> + 'a;
+
+fn replace_drives(arguments: &[Argument], content: &ContentKeys<'_>) -> Result<Vec<Argument>> {
     let mut line = Vec::with_capacity(arguments.len());
     for (argument, fate) in arguments.iter().zip(fates(arguments)?) {
         match fate {
             Fate::Kept => line.push(argument.clone()),
             Fate::Removed => {}
-            Fate::Served(drive, kept, place) => line.push(served(&drive, kept, place, server)?),
+            Fate::Served(drive, kept, place) => line.push(replaced(&drive, kept, place, content)?),
         }
     }
     Ok(line)
 }
 
-fn served(drive: &Drive, kept: DriveKeys, place: Place, server: &DiskServer) -> Result<Argument> {
+fn replaced(
+    drive: &Drive,
+    kept: DriveKeys,
+    place: Place,
+    content: &ContentKeys<'_>,
+) -> Result<Argument> {
     let (option, prefix) = match place {
         Place::Drive => ("drive", "file."),
         Place::Node => ("blockdev", ""),
@@ -127,7 +159,7 @@ fn served(drive: &Drive, kept: DriveKeys, place: Place, server: &DiskServer) -> 
     if place == Place::Drive {
         keys.push(("format".into(), "raw".into()));
     }
-    keys.extend(export_keys(prefix, server, &drive.name)?);
+    keys.extend(content(prefix, drive)?);
     // The overlay learns which blocks the guest discards.
     if place == Place::InFilter {
         keys.push(("file.discard".into(), "unmap".into()));

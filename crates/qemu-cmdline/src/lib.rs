@@ -25,6 +25,7 @@
 mod accelerator;
 mod clone_conflicts;
 mod command_line;
+mod config_file;
 mod drives;
 mod error;
 mod host_effects;
@@ -46,9 +47,12 @@ pub use accelerator::{
     check_accelerator_line, has_accelerator_choice, machine_defaults, named_accelerator,
     with_accelerator, without_accelerator,
 };
-pub use clone_conflicts::{CloneConsole, CloneLine, CloneOptions, clone_line};
+pub use clone_conflicts::{CloneConsole, CloneLine, CloneOptions, clone_line, rehearsal_obstacle};
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
-pub use drives::{Backing, BackingImage, DiskServer, Drive, drives, is_served, rewrite_drives};
+pub use config_file::config_options;
+pub use drives::{
+    Backing, BackingImage, DiskServer, Drive, drives, empty_drives, is_served, rewrite_drives,
+};
 pub use error::{CommandLineError, Result};
 pub use host_effects::{EffectRow, HostProbe, LineUse, NoHost, Rule, TABLE as HOST_EFFECTS};
 pub use line_difference::{LineDifference, line_difference};

@@ -96,10 +96,12 @@ pub struct RestoreLine {
 }
 
 /// Returns the id of the memory backend that RAM block `name` belongs to, if one of `backends`
-/// does. QEMU names such a block after the backend, or by the backend's path.
+/// does. QEMU names such a block after the backend, by the backend's path, or by the path of the
+/// device that uses it and the backend (virtio-mem: `0000:00:04.0/vm0`).
 pub fn backend_id<'a>(name: &'a str, backends: &[String]) -> Option<&'a str> {
-    let id = name.strip_prefix("/objects/").unwrap_or(name);
-    backends.iter().any(|b| b == id).then_some(id)
+    let is_known = |id: &&str| backends.iter().any(|known| known == id);
+    let last = name.rsplit_once('/').map(|(_, id)| id);
+    Some(name).filter(is_known).or_else(|| last.filter(is_known))
 }
 
 /// Parses the words that a user adds to a restored line.

@@ -7,11 +7,12 @@
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
 //! | a device of `unsavable_devices.tsv` | QEMU ends when it saves the device, and with it the VM |
+//! | a device of `stateless_devices.tsv` (a warning) | QEMU saves nothing of it, so a restore loses its registers |
 //!
 //! All of them are reported at once. Devices that QEMU itself calls non-migratable need no entry:
 //! QEMU says what blocks a migration.
 
-use crate::{Error, Qmp, Result, unsavable};
+use crate::{Error, Qmp, Result, stateless, unsavable};
 use keyframe_qemu_cmdline::is_served;
 use keyframe_qemu_cmdline::options::{Argument, devices as devices_of_line, value_of};
 use keyframe_vmm::{AuditFinding, Severity};
@@ -232,6 +233,7 @@ pub(crate) fn device_finding(name: &str, kind: &str) -> Option<AuditFinding> {
     let mut found = Vec::new();
     let child = json!({ "name": name, "type": format!("child<{kind}>") });
     device(&child, false, &mut found);
+    found.retain(|finding| finding.severity == Severity::Refused);
     found.pop()
 }
 
@@ -263,6 +265,17 @@ fn device(child: &Value, shared: bool, found: &mut Vec<AuditFinding>) {
             format!("QEMU ends when it saves the state of such a device ({how})"),
             "unplug it, or start the VM without it",
         ));
+    }
+    if let Some(lost) = stateless::lost_of(kind) {
+        found.push(AuditFinding {
+            severity: Severity::Warning,
+            subject: what.clone(),
+            reason: format!(
+                "QEMU saves nothing of such a device: a restored guest finds it as after a reset \
+                 (lost: {lost})"
+            ),
+            fix: "leave it out if the guest uses it".into(),
+        });
     }
     if let Some((_, reason)) = FOREIGN.iter().find(|(prefix, _)| kind.starts_with(prefix)) {
         found.push(refused(

@@ -296,6 +296,22 @@ impl Error {
     }
 }
 
+impl Error {
+    /// Returns true for an error of a restore that lies in the checkpoint: QEMU makes another
+    /// machine of its command line, or refuses the device state. Returns false for errors that this
+    /// host may have caused.
+    pub fn is_of_checkpoint(&self) -> bool {
+        match self {
+            Self::DifferentMachine { .. }
+            | Self::Stream(_)
+            | Self::Source { .. }
+            | Self::CommandLine(CommandLineError::RamLayout { .. }) => true,
+            Self::Exited { when, .. } => *when == crate::restore::WHILE_LOADING,
+            _ => false,
+        }
+    }
+}
+
 /// The step of [`Error::Exited`] if QEMU ended before its monitor answered.
 pub(crate) const AT_START: &str = "before its monitor answered";
 

@@ -4,12 +4,43 @@ use crate::Result;
 use crate::binary::{self, QemuIdentity};
 use jiff::Zoned;
 use keyframe_qemu_cmdline::options::{keys, value_of};
-use keyframe_qemu_cmdline::{Argument, CommandLine, DiskServer, Drive, Medium, NicSockets};
+use keyframe_qemu_cmdline::{
+    Argument, CommandLine, DiskServer, Drive, Medium, NicSockets, config_options,
+};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
 /// The size of RAM without `-m`.
 const RAM_BYTES_DEFAULT: u64 = 128 << 20;
+
+/// The most bytes of a configuration file.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+/// Puts the options of configuration files in their place. Leaves a file to QEMU that cannot be read,
+/// is no regular file, or has groups that are not known.
+fn with_config_options(words: Vec<OsString>) -> Vec<OsString> {
+    let mut out = Vec::with_capacity(words.len());
+    let mut words = words.into_iter().peekable();
+    while let Some(word) = words.next() {
+        let is_config = matches!(word.to_str(), Some("-readconfig" | "--readconfig"));
+        match words.peek().filter(|_| is_config).and_then(|path| options_of(Path::new(path))) {
+            Some(options) => {
+                words.next();
+                out.extend(options.iter().flat_map(Argument::words).map(OsString::from));
+            }
+            None => out.push(word),
+        }
+    }
+    out
+}
+
+fn options_of(path: &Path) -> Option<Vec<Argument>> {
+    let about = std::fs::metadata(path).ok()?;
+    if !about.is_file() || about.len() > CONFIG_BYTES_MAX {
+        return None;
+    }
+    config_options(&std::fs::read_to_string(path).ok()?)
+}
 
 /// A QEMU command line as the user gave it, whose binary exists.
 #[derive(Clone, Debug)]
@@ -20,12 +51,13 @@ pub struct Invocation {
 }
 
 impl Invocation {
-    /// Parses a line whose first word names the QEMU binary, and looks for that binary.
+    /// Parses a line whose first word names the QEMU binary, and looks for that binary. Files of
+    /// `-readconfig` are read, and their options take their place.
     ///
     /// Errors: [`Error::Binary`](crate::Error::Binary) if it is missing or not QEMU's system
     /// emulator, and those of [`CommandLine::parse`].
     pub fn parse(words: Vec<OsString>) -> Result<Self> {
-        let line = CommandLine::parse(words)?;
+        let line = CommandLine::parse(with_config_options(words))?;
         let binary = binary::find(line.binary_name())?;
         binary::version(&binary)?;
         let vm_name = line.vm_name();

@@ -50,6 +50,7 @@ mod spawn;
 mod standstill;
 mod state_pipe;
 mod statefile;
+mod stateless;
 mod thread_affinity;
 mod unsavable;
 mod virtio_queues;

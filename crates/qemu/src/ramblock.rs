@@ -264,6 +264,8 @@ mod tests {
         let backends = vec!["my ram".to_owned(), "pc.ram".to_owned()];
         assert_eq!(backend_id("/objects/my ram", &backends), Some("my ram"));
         assert_eq!(backend_id("pc.ram", &backends), Some("pc.ram"));
+        assert_eq!(backend_id("0000:00:04.0/my ram", &backends), Some("my ram"));
+        assert_eq!(backend_id("0000:00:02.0/vga.vram", &backends), None);
         assert_eq!(backend_id("pc.rom", &backends), None);
         let mut rows = parse(OLD).unwrap();
         rows.reverse();

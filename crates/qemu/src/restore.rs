@@ -67,7 +67,7 @@ use std::time::{Duration, Instant};
 /// How long QEMU may take to read devices and small blocks.
 const LOAD_TIMEOUT: Duration = Duration::from_mins(1);
 const WHILE_STARTING: &str = "before the checkpoint was given to it";
-const WHILE_LOADING: &str = "while it read the checkpoint's devices";
+pub(crate) const WHILE_LOADING: &str = "while it read the checkpoint's devices";
 
 /// Returns the placeholder, in an added argument, for the path of a file that holds guest RAM.
 /// `backend` counts the RAM blocks of the layout that have a memory backend, from 0.
@@ -404,7 +404,7 @@ impl Starting {
             qmp.start_loaded()?;
         }
         let ready_ns = elapsed_ns(self.started);
-        if let Some(lazy) = &mut lazy {
+        if let Some(lazy) = lazy.as_mut().filter(|_| !plan.is_rehearsal) {
             lazy.prefetch()?;
         }
         Ok(Loaded { qmp, lazy, single_core, ready_ns, filled_ns })

@@ -16,22 +16,18 @@
 use crate::ReplayableRecording;
 use crate::error::{Error, Result};
 use crate::replay_stepper::{PATIENCE, ReplayStepper, StopReason};
-use keyframe_inspect::guest_memory::ReadStop;
+use keyframe_inspect::guest_memory::CheckpointRam;
 use keyframe_inspect::source_of;
 use keyframe_qemu::recording::{
     RecordingClock, RecordingLineOptions, RecordingMode, recording_line,
 };
-use keyframe_qemu::restore::{
-    self, Plan, RamSource, RestoreOptions, RestoreSource, Restored, Until,
-};
+use keyframe_qemu::restore::{self, Plan, RestoreOptions, RestoreSource, Restored, Until};
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_store::{LoadedCheckpoint, MachineMeta, Store};
-use keyframe_units::{Page, PageIndex, PageRange};
 use keyframe_vm_disks::media::Media;
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use std::ffi::OsString;
-use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -128,35 +124,6 @@ impl Replay {
     }
 }
 
-/// The RAM of a checkpoint, for a restore.
-pub(crate) struct StoredRam(pub Arc<LoadedCheckpoint>);
-
-impl RamSource for StoredRam {
-    fn read(
-        &self,
-        range: PageRange,
-        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()> {
-        Ok(self.0.read_pages(range, &mut |page, content| {
-            sink(page, content).map_err(ReadStop::Receiver)
-        })?)
-    }
-
-    fn read_some(
-        &self,
-        pages: &[PageIndex],
-        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()> {
-        Ok(self.0.read_some(pages, &mut |page, content| {
-            sink(page, content).map_err(ReadStop::Receiver)
-        })?)
-    }
-
-    fn wanted_first(&self) -> Vec<PageIndex> {
-        self.0.expected_first()
-    }
-}
-
 /// The disks of a replay, served by a process of their own.
 pub(crate) struct ReplayDisks {
     pub served: ServedDisks,
@@ -230,7 +197,7 @@ pub(crate) fn start_qemu(
         ..RestoreOptions::default()
     };
     let plan = Plan::new(source, options.extra.clone(), restore_options)?;
-    let ram = Arc::new(StoredRam(Arc::clone(&loaded)));
+    let ram = Arc::new(CheckpointRam(Arc::clone(&loaded)));
     let mut restored = if options.lazy {
         restore::start_lazy(plan, ram, &loaded.device_state)
     } else {

@@ -15,8 +15,9 @@
 //! time in which it sleeps.
 
 use crate::error::{AnalysisError, Error, ReplayError, Result};
-use crate::replay::{ReplayDisks, RunningVm, StoredRam, serve_disks};
+use crate::replay::{ReplayDisks, RunningVm, serve_disks};
 use crate::{ReplayOptions, RunSelection};
+use keyframe_inspect::guest_memory::CheckpointRam;
 use keyframe_inspect::source_of;
 use keyframe_kernel::cpu_time;
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
@@ -109,7 +110,7 @@ impl UnrecordedRun {
             .map_err(keyframe_qemu::Error::from)?;
         source.machine.user_command = line.words;
         let plan = Plan::new(source, extra, restore_options)?;
-        let ram = StoredRam(Arc::clone(&loaded));
+        let ram = CheckpointRam(Arc::clone(&loaded));
         let restored = restore::start(plan, &ram, &loaded.device_state)?;
         Ok(SimulatedVm { vm: RunningVm { restored, disks }, _folder: folder })
     }

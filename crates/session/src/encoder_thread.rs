@@ -8,8 +8,12 @@ use crate::error::{Error, Result};
 use keyframe_capture::{
     CapturePhase, CheckpointEncoder, CheckpointSink, EncodeReport, EncoderMessage,
 };
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// The time without messages after which the sink may do other work.
+const IDLE: Duration = Duration::from_secs(2);
 
 /// An encoder on a thread of its own.
 pub struct EncoderThread<S: CheckpointSink> {
@@ -55,9 +59,15 @@ fn work<S: CheckpointSink>(
     mut report: impl FnMut(EncodeReport<S::Sealed>),
 ) -> S {
     keyframe_kernel::priority::lower_current_thread();
-    for message in messages {
-        if let Some(said) = encoder.handle(message) {
-            report(said);
+    loop {
+        match messages.recv_timeout(IDLE) {
+            Ok(message) => {
+                if let Some(said) = encoder.handle(message) {
+                    report(said);
+                }
+            }
+            Err(RecvTimeoutError::Timeout) => encoder.idle(),
+            Err(RecvTimeoutError::Disconnected) => break,
         }
     }
     encoder.into_sink()

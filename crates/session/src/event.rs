@@ -37,6 +37,21 @@ pub enum Event {
         /// The delay with which it began, in nanoseconds.
         backlog_ns: u64,
     },
+    /// A second QEMU has loaded the first checkpoint, so its restore will not fail by the machine.
+    Rehearsed {
+        /// The time that it took, in nanoseconds.
+        took_ns: u64,
+    },
+    /// The restore of the first checkpoint was not rehearsed.
+    NotRehearsed {
+        /// The reason.
+        reason: String,
+    },
+    /// The rehearsal failed, but perhaps for a reason of this host. Checkpoints go on.
+    RehearsalFailed {
+        /// The reason.
+        error: SharedError,
+    },
     /// Checkpoints failed. The event is not repeated while the failure stays the same.
     Failed {
         /// The reason, and the number of checkpoints.

@@ -13,6 +13,7 @@ use crate::control::TrackerKind;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, SharedEventSink};
 use crate::lans::{self, Lans};
+use crate::rehearsal::Rehearsal;
 use crate::rights;
 use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
@@ -492,6 +493,10 @@ fn prepare_parts(
     let lineage = found.first().and_then(|one| one.vm.lineage()).filter(|l| l.store == store.id());
     let origin = lineage.map(|l| l.checkpoint);
     let mut sink = StoreSink::new(run, meta.clone(), options.fault.clone(), origin);
+    if options.rehearsal && options.recorded.is_none() {
+        let events = Arc::clone(&options.events);
+        sink.rehearsal = Some(Rehearsal { store: store.clone(), events });
+    }
     sink.recording = options.recorded.as_ref().map(|recorded| recorded.recording.clone());
     if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();

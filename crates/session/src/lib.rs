@@ -39,6 +39,7 @@ pub mod memory_limits;
 pub mod ram_capture;
 pub mod recompressor;
 pub mod recording;
+mod rehearsal;
 pub mod rights;
 pub mod run_dir;
 pub mod session_vm;
@@ -127,6 +128,9 @@ pub struct SessionOptions {
     pub recorded: Option<RecordingOptions>,
     /// The time at which packs are recompressed.
     pub recompress: Recompress,
+    /// True to load the first checkpoint into a second QEMU, which never runs, before it is
+    /// reported as sealed. If that QEMU refuses it, no more checkpoints are taken.
+    pub rehearsal: bool,
     /// A fault to inject, for tests.
     pub fault: Option<Fault>,
 }
@@ -159,6 +163,7 @@ impl SessionOptions {
             keep_within: None,
             recorded: None,
             recompress: Recompress::default(),
+            rehearsal: true,
             fault: None,
         }
     }

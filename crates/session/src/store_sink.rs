@@ -4,6 +4,7 @@ use super::disk_capture::DiskCut;
 use super::error::Result;
 use super::faults::{Fault, FaultKind};
 use super::recording::Position;
+use super::rehearsal::Rehearsal;
 use super::session_vm::SessionVm;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_qemu::AuditFinding;
@@ -141,6 +142,8 @@ pub struct StoreSink {
     origin: Option<CheckpointId>,
     /// The id of the recording to which the checkpoints belong; `None` for no recording.
     pub recording: Option<String>,
+    /// The rehearsal of a restore of the first checkpoint; `None` for no rehearsal, and afterwards.
+    pub(crate) rehearsal: Option<Rehearsal>,
     /// The number of rollbacks that the newest sealed checkpoint includes.
     went_back: u64,
     /// The id of this boot of the host; `None` if the kernel does not show it.
@@ -156,7 +159,8 @@ impl StoreSink {
         origin: Option<CheckpointId>,
     ) -> Self {
         let boot = boot_id();
-        Self { run, machines, fault, origin, recording: None, went_back: 0, boot }
+        let (recording, rehearsal) = (None, None);
+        Self { run, machines, fault, origin, recording, rehearsal, went_back: 0, boot }
     }
 
     /// Closes the run's pack. Returns the state of the disks at the last sealed checkpoint. Error:
@@ -262,10 +266,23 @@ impl CheckpointSink for StoreSink {
         if let Some((_, times)) = parent {
             self.went_back = times;
         }
+        if let Some(rehearsal) = self.rehearsal.take()
+            && let Err(error) = rehearsal.of(sealed.id)
+        {
+            self.run.retract(sealed.id)?;
+            return Err(error.into());
+        }
         Ok(sealed)
     }
 
     fn abandon(&mut self) {
         self.run.abandon();
+        // The store may be full until a prune has freed space, for which the prune needs this run.
+        self.idle();
+    }
+
+    fn idle(&mut self) {
+        // The next seal tries again, and tells the error.
+        let _ = self.run.follow_prune();
     }
 }

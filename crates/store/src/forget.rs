@@ -41,19 +41,24 @@ impl Store {
         {
             return Err(Error::InUse { id: newest, holder });
         }
-        let tags = self.tags()?.into_iter().filter(|(_, id)| ids.contains(id));
-        let tags: Vec<String> = tags.map(|(tag, _)| layout::tag(&tag)).collect();
-        // Removes also files that do not exist: power loss could bring back those that a killed
-        // forget, or one with a failed sync, has removed.
-        inner.backend.remove_all(layout::TAGS, &tags)?;
-        let named =
-            |of: fn(CheckpointId) -> String| ids.iter().map(|id| of(*id)).collect::<Vec<_>>();
-        inner.backend.remove_all(layout::CHECKPOINTS, &named(layout::checkpoint))?;
-        inner.backend.remove_all(layout::WORKSETS, &named(layout::workset))
+        inner.remove_checkpoints(ids)
     }
 }
 
 impl OpenStore {
+    /// Removes checkpoints with their tags and working sets.
+    pub fn remove_checkpoints(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
+        let tags = self.read_tags()?.into_iter().filter(|(_, id)| ids.contains(id));
+        let tags: Vec<String> = tags.map(|(tag, _)| layout::tag(&tag)).collect();
+        // Removes also files that do not exist: power loss could bring back those that a killed
+        // forget, or one with a failed sync, has removed.
+        self.backend.remove_all(layout::TAGS, &tags)?;
+        let named =
+            |of: fn(CheckpointId) -> String| ids.iter().map(|id| of(*id)).collect::<Vec<_>>();
+        self.backend.remove_all(layout::CHECKPOINTS, &named(layout::checkpoint))?;
+        self.backend.remove_all(layout::WORKSETS, &named(layout::workset))
+    }
+
     /// Makes all earlier forgets durable. If power loss brought back a seal, the checkpoint would
     /// need records that the prune removes.
     pub fn settle_forgotten(&self) -> Result<()> {

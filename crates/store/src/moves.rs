@@ -15,14 +15,30 @@ use crate::Result;
 use crate::open_store::OpenStore;
 use keyframe_bytes::hex::to_hex;
 use keyframe_store_format::moves::{GENERATION_AT, Generation, MOVES_BYTES_MAX, Moves};
+use std::io::ErrorKind;
+use std::time::Duration;
 
 const MOVES: &str = "moves";
 const SEEN: &str = "moves.seen";
 
+/// The tries to write on a full disk, and the time between two.
+const FULL_TRIES: u32 = 50;
+const FULL_WAIT: Duration = Duration::from_millis(100);
+
 impl OpenStore {
-    /// Announces moves to the writer.
+    /// Announces moves to the writer. If the disk is full, tries again for some seconds: a writer at
+    /// work gives back what a failed checkpoint took, and takes it again with the next one.
     pub fn put_moves(&self, moves: &Moves) -> Result<()> {
-        self.backend.put(MOVES, &moves.encode(self.config.id))
+        let bytes = moves.encode(self.config.id);
+        for _ in 1..FULL_TRIES {
+            match self.backend.put(MOVES, &bytes) {
+                Err(error) if error.io_kind() == Some(ErrorKind::StorageFull) => {
+                    std::thread::sleep(FULL_WAIT);
+                }
+                other => return other,
+            }
+        }
+        self.backend.put(MOVES, &bytes)
     }
 
     /// Withdraws the announcement.

@@ -27,7 +27,7 @@ use crate::{Error, IndexUse, Result};
 use jiff::Timestamp;
 use keyframe_bytes::hex::to_hex;
 use keyframe_locks::IgnorePoison;
-use keyframe_store_backend::{LockGuard, layout};
+use keyframe_store_backend::{LockGuard, is_remote, layout};
 use keyframe_store_format::checkpoint::{self, DeviceSection};
 use keyframe_store_format::composed::PARTS;
 use keyframe_store_format::disk_map::DiskMap;
@@ -39,6 +39,7 @@ use keyframe_store_format::meta::{
 };
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The data that a seal needs in addition to the pages.
@@ -341,6 +342,22 @@ impl Run {
             })?;
         }
         Ok(Sealed { id, meta, tags: tag.into_iter().collect() })
+    }
+
+    /// Follows a prune that waits for this run, which otherwise happens at the next seal. Does
+    /// nothing in object storage, where each look is a request. Error: the store cannot be written.
+    pub fn follow_prune(&mut self) -> Result<()> {
+        if is_remote(&self.inner.path) {
+            return Ok(());
+        }
+        let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
+        follow::follow_prune(&self.inner, session, &mut self.progress)
+    }
+
+    /// Removes the checkpoint `id`, which this run has sealed, with its tags. The caller seals no
+    /// further one. Error: it cannot be removed.
+    pub fn retract(&mut self, id: CheckpointId) -> Result<()> {
+        self.inner.remove_checkpoints(&BTreeSet::from([id]))
     }
 
     /// Forgets the puts since the last seal. The caller puts those pages again into the next

@@ -352,7 +352,9 @@ impl Error {
             | Self::OverlayNotDescribed(_) => return None,
             Self::Disk(error) => return error.fix(),
             Self::ImageMissing { .. } => {
-                "the checkpoint's disk needs this image: put it back where it was".into()
+                "the checkpoint's disk needs this image: put it back where it was, or make a \
+                 symbolic link there that leads to it"
+                    .into()
             }
             Self::ImageChanged { path, change: ImageChange::Time { modified_s, modified_ns } } => {
                 format!(

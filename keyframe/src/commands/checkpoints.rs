@@ -85,6 +85,10 @@ pub struct Checkpoints {
     /// priority; never with --keep-within or in object storage
     #[arg(long, value_enum, default_value = "never", value_name = "WHEN")]
     recompress: keyframe_session::Recompress,
+    /// Do not load the first checkpoint into a second QEMU, which never runs, to find out whether
+    /// it can be restored. That costs one start of QEMU, some tenths of a second, beside the VM
+    #[arg(long)]
+    no_rehearsal: bool,
     /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time
     #[arg(long, hide = true, value_name = "FAULT")]
     fault: Option<keyframe_session::Fault>,
@@ -122,6 +126,7 @@ impl Checkpoints {
             keep_within: self.keep_within,
             recorded: None,
             recompress: self.recompress,
+            rehearsal: !self.no_rehearsal,
             fault: self.fault,
         }
     }

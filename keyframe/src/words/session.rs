@@ -28,6 +28,24 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
         Event::IntervalTuned { interval_ns, why } => {
             (Usual, format!("a checkpoint every {}: {why}", output::duration(*interval_ns)))
         }
+        Event::Rehearsed { took_ns } => {
+            let took = output::duration(*took_ns);
+            (
+                Detail,
+                format!("a restore was rehearsed in {took}: a second QEMU took the checkpoint"),
+            )
+        }
+        Event::NotRehearsed { reason } => {
+            (Detail, format!("a restore was not rehearsed: {reason}"))
+        }
+        Event::RehearsalFailed { error } => {
+            let text = format!(
+                "warning: a rehearsal of a restore failed, perhaps for a reason of this host; try \
+                 `keyframe restore latest --paused`: {}",
+                chain(&**error)
+            );
+            (Always, text)
+        }
         Event::NewRun => {
             let text = "RAM was plugged or unplugged: a new run begins with a complete checkpoint";
             (Usual, text.into())

@@ -7,10 +7,17 @@ use super::{
 };
 use crate::error::error_chain;
 use crate::event::shared;
+use crate::rehearsal::NotRestorable;
+use keyframe_capture::EncodeError;
 use keyframe_units::duration_ns;
 
 /// The end of the error that a status shows, if it is the last one.
 pub(super) const NO_MORE: &str = "; no more checkpoints are taken";
+
+/// True if the rehearsal of a restore has shown that the run's checkpoints cannot be restored.
+fn is_unrestorable(error: &EncodeError) -> bool {
+    matches!(error, EncodeError::Sink { source, .. } if source.is::<NotRestorable>())
+}
 
 impl Engine<'_> {
     /// Handles a report of the encoder.
@@ -33,8 +40,10 @@ impl Engine<'_> {
                 if let Some((disks, vms)) = self.machines.storage() {
                     disks.failed(&lost, vms);
                 }
+                let is_final = is_unrestorable(&error);
+                self.given_up |= is_final;
                 let error = CheckpointError::Encode(error);
-                let failure = self.failed(error, lost.len().max(1) as u64, false);
+                let failure = self.failed(error, lost.len().max(1) as u64, is_final);
                 for taker in lost.iter().filter_map(|seq| self.takers.remove(seq)) {
                     match taker {
                         Taker::Client(client) => {

@@ -233,7 +233,9 @@ impl PackWriter {
         })
     }
 
-    /// Writes the buffer to the file. If that fails, forgets its records.
+    /// Writes the buffer to the file. If that fails, the checkpoint in progress fails, too: forgets
+    /// the records since the last sealed one and cuts the pack there. The space that this returns
+    /// to a full disk is enough for a prune to begin.
     pub(super) fn flush(&mut self) -> Result<()> {
         let Some(pack) = self.open.as_mut().filter(|pack| !pack.buffer.is_empty()) else {
             return Ok(());
@@ -245,9 +247,11 @@ impl PackWriter {
             return Ok(());
         }
         pack.buffer.clear();
-        let flushed = pack.flushed;
-        let cut = pack.file.truncate(flushed);
-        self.forget_from(flushed);
+        let first = pack.entries.first().map_or(pack.flushed, |entry| entry.offset());
+        let keep = if pack.sealed > 0 { pack.sealed } else { first.min(pack.flushed) };
+        let cut = pack.file.truncate(keep);
+        (pack.flushed, pack.synced) = (keep, pack.synced.min(keep));
+        self.forget_from(keep);
         if cut.is_err() {
             self.retire();
         }
