@@ -229,10 +229,11 @@ pub fn private_backend_object(block: &RamBlock) -> String {
 }
 
 fn object_of_block(kind: &str, block: &RamBlock, memory: &str) -> String {
-    let id = block.name.strip_prefix("/objects/");
-    // A block whose name is the id alone must be named so again.
-    let naming = if id.is_some() { "" } else { ",x-use-canonical-path-for-ramblock-id=off" };
-    let id = escape(id.unwrap_or(&block.name));
+    // A block that is named by the id, and not by the backend's path, must be named so again.
+    let is_path = block.name.contains("/objects/");
+    let naming = if is_path { "" } else { ",x-use-canonical-path-for-ramblock-id=off" };
+    let id = block.name.rsplit_once('/').map_or(&*block.name, |(_, id)| id);
+    let id = escape(id);
     format!("{kind},id={id},size={}{memory}{naming}", block.total_bytes)
 }
 
