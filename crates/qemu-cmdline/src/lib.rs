@@ -48,7 +48,10 @@ pub use accelerator::{
 };
 pub use clone_conflicts::{CloneConsole, CloneLine, CloneOptions, clone_line};
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
-pub use drives::{Backing, BackingImage, DiskServer, Drive, drives, is_served, rewrite_drives};
+pub use drives::{
+    Backing, BackingImage, DiskNames, DiskServer, Drive, LineDrive, Slice, drives, is_served,
+    line_drives, rewrite_drives,
+};
 pub use error::{CommandLineError, Result};
 pub use host_effects::{EffectRow, HostProbe, LineUse, NoHost, Rule, TABLE as HOST_EFFECTS};
 pub use line_difference::{LineDifference, line_difference};

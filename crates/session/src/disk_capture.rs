@@ -95,6 +95,11 @@ pub trait DiskCapture: Send {
     /// Returns the metadata of the disks, for the run in the store.
     fn metas(&self) -> &[DiskMeta];
 
+    /// Adds `disks`, which QEMU has opened and no checkpoint holds, after the captured ones.
+    fn leave_out(&mut self, disks: Vec<DiskMeta>) {
+        let _ = disks;
+    }
+
     /// Returns true while the disks are not ready for another capture, which would wait.
     fn is_busy(&self) -> bool {
         false
@@ -230,6 +235,10 @@ pub trait DiskCapture: Send {
 impl DiskCapture for ServedDiskCapture {
     fn metas(&self) -> &[DiskMeta] {
         Self::metas(self)
+    }
+
+    fn leave_out(&mut self, disks: Vec<DiskMeta>) {
+        Self::leave_out(self, disks);
     }
 
     fn begin_anew(&mut self) -> Result<(), BoxError> {

@@ -5,6 +5,7 @@ use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_qemu::WritableNode;
+use keyframe_qemu::cmdline::CommandLineError;
 use keyframe_store::DiskMeta;
 use std::path::PathBuf;
 
@@ -17,6 +18,10 @@ pub struct QemuDisk {
     pub node: WritableNode,
     /// The description of the disk in checkpoints.
     pub meta: DiskMeta,
+    /// Its other names on the command line.
+    pub aliases: Vec<String>,
+    /// The reason why no server could open it, so that no restore could bring it back.
+    pub refused: Option<CommandLineError>,
     /// The image.
     pub image: PathBuf,
     /// Its format; `None` if Keyframe does not read that format.
@@ -25,6 +30,8 @@ pub struct QemuDisk {
     pub temporary: bool,
     /// True if it is an export that only QEMU reads, and not a file.
     pub remote: bool,
+    /// True if the guest sees a part of the image only.
+    pub is_slice: bool,
     /// True if checkpoints leave it out.
     pub left_out: bool,
 }
