@@ -31,6 +31,7 @@ use crate::{CommandLineError, Result};
 use block_nodes::BlockNodes;
 pub(crate) use block_nodes::flattened_keys;
 use drive_option::{GeneratedNames, drive_fate, drive_on_index};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// A disk that the guest can write to.
@@ -397,11 +398,40 @@ fn unknown_key_error(argument: &Argument, key: &str) -> CommandLineError {
     }
 }
 
-/// Returns true if `file`, QEMU's description of an open image, is served at `socket`.
+/// More nodes than QEMU stacks above one image.
+const NODES_MAX: usize = 64;
+
+/// Returns true if `file`, QEMU's description of an open image, is served at `socket`. An image
+/// whose backing image is served there is not: what the guest writes goes into the image above.
 pub fn is_served(file: &str, socket: &Path) -> bool {
     let text = socket.to_string_lossy();
-    file.contains(&*text) || file.contains(&text.replace('/', "%2F"))
+    let names =
+        |text_of: &str| text_of.contains(&*text) || text_of.contains(&text.replace('/', "%2F"));
+    let Some(json) = file.strip_prefix("json:") else {
+        return file.starts_with(NBD) && names(file);
+    };
+    let Ok(description) = serde_json::from_str::<Value>(json) else { return false };
+    let mut node = &description;
+    for _ in 0..NODES_MAX {
+        let driver = node.get("driver").and_then(Value::as_str).unwrap_or_default();
+        if driver == NBD {
+            return names(&node.to_string());
+        }
+        // The filters of jobs are above what they call their backing image.
+        let keys = if driver.ends_with("_top") { &["backing"][..] } else { CONTENT };
+        match keys.iter().find_map(|key| node.get(*key)) {
+            Some(Value::String(inner)) => {
+                return !inner.starts_with("json:") && is_served(inner, socket);
+            }
+            Some(inner) => node = inner,
+            None => return false,
+        }
+    }
+    false
 }
+
+/// The keys under which nodes describe the node that has their content.
+const CONTENT: &[&str] = &["file", "image", "test"];
 
 #[cfg(test)]
 mod tests;

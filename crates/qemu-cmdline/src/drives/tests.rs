@@ -328,6 +328,38 @@ fn a_slice_of_an_image_stays_a_slice_of_what_is_served() {
     assert_eq!(drives(&line(&["-drive", "file=a,format=raw"])).unwrap()[0].slice, None);
 }
 
+#[test]
+fn an_image_above_a_served_one_is_not_served() {
+    let export = r#"{"driver":"nbd","server":{"type":"unix","path":"/run/d.sock"},"export":"a/d"}"#;
+    let is = |file: &str| is_served(file, Path::new("/run/d.sock"));
+    assert!(
+        is("nbd+unix:///a%2Fd?socket=/run/d.sock") && is("nbd+unix:///d?socket=%2Frun%2Fd.sock")
+    );
+    for served in [
+        format!("json:{export}"),
+        format!(r#"json:{{"driver":"raw","offset":512,"file":{export}}}"#),
+        format!(r#"json:{{"throttle-group":"g","driver":"throttle","file":{export}}}"#),
+        format!(r#"json:{{"driver":"blkreplay","image":{{"driver":"raw","file":{export}}}}}"#),
+        format!(r#"json:{{"driver":"mirror_top","backing":{export}}}"#),
+    ] {
+        assert!(is(&served), "{served}");
+        assert!(!is_served(&served, Path::new("/run/e.sock")), "{served}");
+    }
+    let own = r#"{"driver":"file","filename":"/i/snap"}"#;
+    for other in [
+        format!(
+            r#"json:{{"driver":"qcow2","backing":{{"driver":"raw","file":{export}}},"file":{own}}}"#
+        ),
+        format!(r#"json:{{"backing":{export},"driver":"qcow2","file":{own}}}"#),
+        format!(r#"json:{{"driver":"qcow2","file":"/run/d.sock","backing":{export}}}"#),
+        "/run/d.sock".into(),
+        "json:{".into(),
+        "json:[]".into(),
+    ] {
+        assert!(!is(&other), "{other}");
+    }
+}
+
 proptest! {
     #[test]
     fn no_line_panics(values in prop::collection::vec("(file=|id=|if=|a|,|=|\\{|\\}|\"|driver|:|raw){0,8}", 0..5)) {
