@@ -10,7 +10,7 @@
 
 use crate::{Qmp, Result, Vm};
 use keyframe_qemu_cmdline::{DiskNames, LineDrive, line_drives, options};
-use serde_json::Value;
+use serde_json::{Value, json};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 pub struct WritableNode {
     /// The name of its block backend; empty if it has none.
     pub device: String,
+    /// The id or QOM path of the device that uses it; empty if none does.
+    pub qdev: String,
     /// The name of its topmost node.
     pub node: String,
     /// The image's name, as QEMU opened it.
@@ -38,6 +40,11 @@ impl WritableNode {
         self.device == other.device && self.file == other.file
     }
 
+    /// True if `other` is in the same place of the machine, perhaps over another image.
+    pub fn is_in_same_place(&self, other: &Self) -> bool {
+        !self.qdev.is_empty() && self.device == other.device && self.qdev == other.qdev
+    }
+
     pub(crate) fn of(block: &Value) -> Option<Self> {
         let inserted = block.get("inserted")?;
         // What is not said to be read-only is not.
@@ -49,6 +56,7 @@ impl WritableNode {
         };
         Some(Self {
             device: text(block, "device"),
+            qdev: text(block, "qdev"),
             node: text(inserted, "node-name"),
             file: text(inserted, "file"),
             driver: text(inserted, "drv"),
@@ -75,6 +83,23 @@ pub(crate) fn writable(qmp: &mut Qmp) -> Result<Vec<WritableNode>> {
 }
 
 impl Vm {
+    /// Returns true if the device of `disk` was there when the VM started. Error: QEMU does not
+    /// answer.
+    pub fn is_from_start(&mut self, disk: &WritableNode) -> Result<bool> {
+        let path = match &disk.qdev {
+            id if id.is_empty() => return Ok(false),
+            path if path.starts_with('/') => path.clone(),
+            id => format!("/machine/peripheral/{id}"),
+        };
+        let asked = json!({ "path": path, "property": "hotplugged" });
+        match self.qmp().execute("qom-get", Some(asked)) {
+            Ok(is_hotplugged) => Ok(is_hotplugged == json!(false)),
+            // It has gone.
+            Err(crate::Error::Refused { .. }) => Ok(false),
+            Err(other) => Err(other),
+        }
+    }
+
     /// Returns the disks that the guest can write to now. Error: QEMU does not answer.
     pub fn writable_nodes(&mut self) -> Result<Vec<WritableNode>> {
         writable(self.qmp())
@@ -134,7 +159,6 @@ fn same_file(a: &PathBuf, b: &PathBuf) -> bool {
 mod tests {
     use super::*;
     use keyframe_qemu_cmdline::{Backing, CommandLineError, Drive};
-    use serde_json::json;
 
     fn node(device: &str, file: &str) -> WritableNode {
         let image = json!({ "virtual-size": 512 });

@@ -144,6 +144,12 @@ pub trait DiskCapture: Send {
     /// the capture then fails.
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
 
+    /// Returns true if [`DiskCapture::begin`] failed because the disks have other sizes than in the
+    /// present run. [`DiskCapture::metas`] has the present sizes then. Returns it once.
+    fn takes_new_run(&mut self) -> bool {
+        false
+    }
+
     /// Prepares the cut, just before the VMs are paused. Error: the server of the disks, or QEMU,
     /// has failed; the capture then fails.
     fn before_stop(&mut self) -> Result<(), BoxError> {
@@ -364,6 +370,10 @@ impl DiskCapture for FleecedDiskCapture {
 
     fn cuts_by_monitor(&self) -> bool {
         true
+    }
+
+    fn takes_new_run(&mut self) -> bool {
+        Self::takes_new_run(self)
     }
 
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {

@@ -52,6 +52,9 @@ pub enum DiskError {
         /// Its image.
         file: String,
     },
+    /// A disk was given another size, and another run has to begin.
+    #[error("a disk of the VM was given another size")]
+    OtherSize,
     /// A disk was unplugged while checkpoints were taken.
     #[error("the VM's disk {disk} ({file}) was unplugged; end the checkpoints and begin anew")]
     Unplugged {

@@ -78,6 +78,7 @@ fn checkpoint() -> Vec<String> {
     let restart = Box::new(Error::NoVm);
     let errors = [
         CheckpointError::Disks(boxed("no space")),
+        CheckpointError::OtherDisks(Box::new(DiskError::OtherSize)),
         strategy(),
         CheckpointError::Capture(CaptureError::Torn),
         CheckpointError::VmEnded(CaptureError::Torn),
