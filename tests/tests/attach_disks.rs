@@ -360,17 +360,13 @@ fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
     assert!(restored.errors().contains("lacks"), "{}", restored.report());
 }
 
-/// An NBD export of `image` at a socket, which ends when this is dropped.
-struct NbdExport(Process);
-
-impl NbdExport {
-    fn of(image: &Path, socket: &Path) -> Self {
-        let mut command = std::process::Command::new("qemu-nbd");
-        command.args(["-t", "-e", "8", "-f", "raw", "-k"]).arg(socket).arg(image);
-        let export = Self(Process::start(command));
-        wait_until("qemu-nbd listens", || socket.exists());
-        export
-    }
+/// Exports `image` over NBD at `socket` until the result is dropped.
+fn nbd_export(image: &Path, socket: &Path) -> Process {
+    let mut command = std::process::Command::new("qemu-nbd");
+    command.args(["-t", "-e", "8", "-f", "raw", "-k"]).arg(socket).arg(image);
+    let export = Process::start(command);
+    wait_until("qemu-nbd listens", || socket.exists());
+    export
 }
 
 #[test]
@@ -379,7 +375,7 @@ fn a_disk_that_cannot_be_served_is_left_out_under_run_and_comes_back_as_the_line
     let image = image(&env);
     let (other, socket) = (env.path().join("other.raw"), env.path().join("nbd"));
     std::fs::write(&other, vec![0; 4 << 20]).expect("make an image");
-    let _export = NbdExport::of(&other, &socket);
+    let _export = nbd_export(&other, &socket);
     let node = format!(
         "driver=nbd,node-name=n,server.type=unix,server.path={},discard=unmap",
         socket.display()
@@ -390,9 +386,8 @@ fn a_disk_that_cannot_be_served_is_left_out_under_run_and_comes_back_as_the_line
     words.extend(["-blockdev", "throttle,node-name=t,throttle-group=g,file=n"]);
     words.extend(["-device", "virtio-blk-pci,drive=t"]);
     let boot = shell_guest(&distribution_qemu(), &words);
-    let line = boot.command();
-    let run =
-        [&["run", "--store", &env.store(), "--leave-out-disk", "x", "--"][..], &as_strs(&line)];
+    let (store, line) = (env.store(), boot.command());
+    let run = [&["run", "--store", &store, "--leave-out-disk", "x", "--"][..], &as_strs(&line)];
     env.refused(&run.concat(), 1, &["--leave-out-disk x", "its disks are d, n"]);
     // The name of the filter above it stands for the disk.
     let options = ["--interval", "none", "--leave-out-disk", "t"];
@@ -413,12 +408,13 @@ fn a_disk_that_cannot_be_served_is_left_out_under_run_and_comes_back_as_the_line
     env.ok(&["stop", "--name", "guest"]);
     assert!(vm.wait().success(), "{}", vm.report());
     assert_eq!(std::fs::read(&other).expect("the export's image")[..4096], [b'b'; 4096]);
-    let store = env.store();
     env.refused(&["restore", "--store", &store, &id], 1, &["lacks n", "--left-out-as-now"]);
     assert_same(&restored_disk(&env, &id, &["--left-out-as-now"]), &at_checkpoint, "disk d");
     let mut restored = env.restore(&id, &["--left-out-as-now"]);
     restored.wait_for_error("is running after");
-    run_in_guest(&mut restored, &write("/dev/vdb", "c"), "restored");
+    for disk in ["/dev/vda", "/dev/vdb"] {
+        run_in_guest(&mut restored, &write(disk, "c"), &format!("{disk} restored"));
+    }
     assert_eq!(std::fs::read(&other).expect("the export's image")[..4096], [b'c'; 4096]);
     assert!(restored.errors().contains("QEMU opens disk n itself"), "{}", restored.report());
 }
