@@ -2,9 +2,9 @@
 //! disk of its instant, a failed checkpoint loses nothing, and QEMU keeps no trace.
 
 use keyframe_tests::disks::{
-    self, IMAGE_BYTES, RECORDS, as_strs, assert_goes_on, assert_same, copy_disk, disk_socket_of,
-    qemu_img, restored_disk, run_in_guest, shell_guest, take_checkpoint, virtio_disk,
-    wait_for_records,
+    self, IMAGE_BYTES, RECORDS, as_strs, assert_goes_on, assert_same, copy_disk, disk_socket,
+    disk_socket_of, qemu_img, restored_disk, run_in_guest, shell_guest, start_guest,
+    take_checkpoint, virtio_disk, wait_for_records,
 };
 use keyframe_tests::{
     Boot, ExternalVm, Process, Qemu, TestEnv, chosen_qemus, distribution_qemu, number,
@@ -358,6 +358,65 @@ fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
         copy_disk(&disk_socket_of(restored_pid(&restored)), "d", &env.path().join("restored.raw"));
     assert_same(&disk, &std::fs::read(&image).expect("the image"), "the image as it is now");
     assert!(restored.errors().contains("lacks"), "{}", restored.report());
+}
+
+/// Exports `image` over NBD at `socket` until the result is dropped.
+fn nbd_export(image: &Path, socket: &Path) -> Process {
+    let mut command = std::process::Command::new("qemu-nbd");
+    command.args(["-t", "-e", "8", "-f", "raw", "-k"]).arg(socket).arg(image);
+    let export = Process::start(command);
+    wait_until("qemu-nbd listens", || socket.exists());
+    export
+}
+
+#[test]
+fn a_disk_that_cannot_be_served_is_left_out_under_run_and_comes_back_as_the_line_says() {
+    let env = TestEnv::new();
+    let image = image(&env);
+    let (other, socket) = (env.path().join("other.raw"), env.path().join("nbd"));
+    std::fs::write(&other, vec![0; 4 << 20]).expect("make an image");
+    let _export = nbd_export(&other, &socket);
+    let node = format!(
+        "driver=nbd,node-name=n,server.type=unix,server.path={},discard=unmap",
+        socket.display()
+    );
+    let served = virtio_disk(&image, "raw");
+    let mut words = as_strs(&served);
+    words.extend(["-object", "throttle-group,id=g,x-iops-total=10000", "-blockdev", &node]);
+    words.extend(["-blockdev", "throttle,node-name=t,throttle-group=g,file=n"]);
+    words.extend(["-device", "virtio-blk-pci,drive=t"]);
+    let boot = shell_guest(&distribution_qemu(), &words);
+    let (store, line) = (env.store(), boot.command());
+    let run = [&["run", "--store", &store, "--leave-out-disk", "x", "--"][..], &as_strs(&line)];
+    env.refused(&run.concat(), 1, &["--leave-out-disk x", "its disks are d, n"]);
+    // The name of the filter above it stands for the disk.
+    let options = ["--interval", "none", "--leave-out-disk", "t"];
+    let mut vm = start_guest(&env, &options, &boot);
+    let write = |disk: &str, byte: &str| {
+        format!("tr '\\0' {byte} </dev/zero | dd of={disk} bs=4k count=4 conv=notrunc,fsync")
+    };
+    for disk in ["/dev/vda", "/dev/vdb"] {
+        run_in_guest(&mut vm, &write(disk, "a"), disk);
+    }
+    let id = take_checkpoint(&env);
+    let at_checkpoint = copy_disk(&disk_socket(&env), "d", &env.path().join("copy.raw"));
+    for disk in ["/dev/vda", "/dev/vdb"] {
+        run_in_guest(&mut vm, &write(disk, "b"), &format!("{disk} again"));
+    }
+    let rollback = ["rollback", &*id, "--name", "guest"];
+    env.refused(&rollback, 1, &["disk n is left out", "--left-out-as-now"]);
+    env.ok(&["stop", "--name", "guest"]);
+    assert!(vm.wait().success(), "{}", vm.report());
+    assert_eq!(std::fs::read(&other).expect("the export's image")[..4096], [b'b'; 4096]);
+    env.refused(&["restore", "--store", &store, &id], 1, &["lacks n", "--left-out-as-now"]);
+    assert_same(&restored_disk(&env, &id, &["--left-out-as-now"]), &at_checkpoint, "disk d");
+    let mut restored = env.restore(&id, &["--left-out-as-now"]);
+    restored.wait_for_error("is running after");
+    for disk in ["/dev/vda", "/dev/vdb"] {
+        run_in_guest(&mut restored, &write(disk, "c"), &format!("{disk} restored"));
+    }
+    assert_eq!(std::fs::read(&other).expect("the export's image")[..4096], [b'c'; 4096]);
+    assert!(restored.errors().contains("QEMU opens disk n itself"), "{}", restored.report());
 }
 
 #[test]

@@ -171,7 +171,7 @@ fn serve_drives(
 ) -> Result<ServedDisks> {
     let wanted =
         drives.iter().map(|drive| DiskToServe::of_drive(drive, "")).collect::<Result<_, _>>()?;
-    line.serve_drives(&DiskServer { socket: socket.to_owned(), prefix: String::new() })?;
+    line.serve_drives(&DiskServer::at(socket.to_owned()))?;
     let overlays = OverlayDirectory::claim_in(&folder.join("overlays"), name)?;
     Ok(disks::serve_in(overlays, name, None, wanted, socket)?)
 }
@@ -288,7 +288,7 @@ fn session_options(setup: &FailoverSetup) -> SessionOptions {
 
 /// Refuses a machine that a standby on a host like this one could not make.
 fn refuse_unrestorable(machine: &MachineDescription, has_disks: bool) -> Result<()> {
-    let server = DiskServer { socket: DISKS_SOCKET.into(), prefix: String::new() };
+    let server = DiskServer::at(DISKS_SOCKET.into());
     let disks = has_disks.then_some(server);
     let options = RestoreOptions { disks, elsewhere: true, ..RestoreOptions::default() };
     Ok(Plan::new(source_of(&machine.spec, &machine.ram), Vec::new(), options).map(drop)?)

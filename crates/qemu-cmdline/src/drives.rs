@@ -9,14 +9,20 @@
 //! ```
 //!
 //! Invariants: the guest sees the disk of the user's line (device, address, id, serial, write
-//! cache). A disk that cannot be served is refused with reason and fix. The audit finds a disk that
-//! this module does not find.
+//! cache). A disk that cannot be served is refused with reason and fix. A disk that the user leaves
+//! out stays as the line says, with all nodes beneath it. The audit finds a disk that this module
+//! does not find.
+//!
+//! A slice of a raw image (`offset`, `size`) stays a node of QEMU above the served image.
 //!
 //! Not handled here: opening images, and guessing a format that the line does not name.
 
 mod backing;
 mod block_nodes;
 mod drive_option;
+mod line_drive;
+
+pub use line_drive::{DiskNames, LineDrive};
 
 pub use backing::{Backing, BackingImage};
 
@@ -25,6 +31,7 @@ use crate::{CommandLineError, Result};
 use block_nodes::BlockNodes;
 pub(crate) use block_nodes::flattened_keys;
 use drive_option::{GeneratedNames, drive_fate, drive_on_index};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -43,7 +50,38 @@ pub struct Drive {
     pub remote: bool,
     /// What the line says of the images beneath `image`.
     pub backing: Backing,
+    /// The part of a raw image that the guest sees; `None` if it sees all of it.
+    pub slice: Option<Slice>,
 }
+
+/// A part of a raw image, as the line writes it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Slice {
+    /// Where it begins; `None` for the image's begin.
+    pub offset: Option<String>,
+    /// Its size; `None` if it ends with the image.
+    pub size: Option<String>,
+}
+
+impl Slice {
+    /// The slice of an image that is opened by the driver `driver`; `None` if that is all of it.
+    fn of<'a>(driver: &str, value: impl Fn(&str) -> Option<&'a str>) -> Option<Self> {
+        let [offset, size] = SLICE.map(|key| value(key).map(str::to_owned));
+        let is_slice = driver == "raw" && (offset.is_some() || size.is_some());
+        is_slice.then_some(Self { offset, size })
+    }
+
+    fn keys(&self, prefix: &str) -> DriveKeys {
+        let values = SLICE.into_iter().zip([&self.offset, &self.size]);
+        let key = |(key, value): (&str, &Option<String>)| {
+            Some((format!("{prefix}{key}"), value.clone()?))
+        };
+        values.filter_map(key).collect()
+    }
+}
+
+/// The keys of the driver `raw` that make a slice.
+const SLICE: [&str; 2] = ["offset", "size"];
 
 impl Drive {
     /// The drive with its files as absolute paths, if its relative ones begin at `directory`.
@@ -66,14 +104,54 @@ pub struct DiskServer {
     pub socket: PathBuf,
     /// The prefix of each export's name; the disk's name follows.
     pub prefix: String,
+    /// The disks that it does not serve: QEMU opens them as the line says.
+    pub left_out: DiskNames,
+    /// The disks of which it serves the slice that the guest sees, and not the whole image.
+    pub cut_slices: DiskNames,
+    /// For a QEMU that never runs: the sizes of the served disks in bytes, by name. QEMU gets empty
+    /// disks of these sizes, and no server is needed. `None` for a server that is there.
+    pub empty_disks: Option<BTreeMap<String, u64>>,
+}
+
+impl DiskServer {
+    /// The server at `socket` of all disks, under their names alone.
+    pub fn at(socket: PathBuf) -> Self {
+        let (left_out, cut_slices) = (DiskNames::None, DiskNames::None);
+        Self { socket, prefix: String::new(), left_out, cut_slices, empty_disks: None }
+    }
 }
 
 /// What happens to an argument of the line.
 enum Fate {
     Kept,
     Removed,
-    /// Served, with these keys kept, by keys at this place.
-    Served(Drive, DriveKeys, Place),
+    /// It is a disk.
+    Disk(Disk),
+}
+
+/// A disk that the guest can write to.
+struct Disk {
+    name: String,
+    aliases: Vec<String>,
+    /// How it is served; the reason why it cannot be.
+    served: Result<Served>,
+    /// True if it stays as the line says.
+    is_left_out: bool,
+}
+
+/// How a disk is served.
+struct Served {
+    drive: Drive,
+    /// The keys of the argument that stay.
+    kept: DriveKeys,
+    place: Place,
+}
+
+impl Disk {
+    fn line_drive(self) -> LineDrive {
+        let Self { name, aliases, served, .. } = self;
+        LineDrive { name, aliases, drive: served.map(|served| served.drive) }
+    }
 }
 
 /// Where the keys that lead to the disk server stand in an argument.
@@ -93,82 +171,91 @@ pub(crate) type DriveKeys = Vec<(String, String)>;
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
-    let fates = fates(arguments)?;
-    Ok(fates
-        .into_iter()
-        .filter_map(|fate| match fate {
-            Fate::Served(drive, ..) => Some(drive),
-            _ => None,
-        })
-        .collect())
+    line_drives(arguments)?.into_iter().map(|disk| disk.drive).collect()
 }
 
-/// Returns the line `arguments` with its writable disks served by `server`.
+/// Returns the disks of a line that the guest can write to, also those that cannot be served.
+///
+/// Error: [`CommandLineError::Argument`] for a node that is malformed JSON.
+pub fn line_drives(arguments: &[Argument]) -> Result<Vec<LineDrive>> {
+    let disks = fates(arguments, &DiskNames::None)?.into_iter().filter_map(|fate| match fate {
+        Fate::Disk(disk) => Some(disk.line_drive()),
+        Fate::Kept | Fate::Removed => None,
+    });
+    Ok(disks.collect())
+}
+
+/// Returns the line `arguments` with its writable disks served by `server`, except those that
+/// [`DiskServer::left_out`] names.
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn rewrite_drives(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argument>> {
-    replace_drives(arguments, &|prefix, drive| export_keys(prefix, server, &drive.name))
-}
-
-/// Replaces the disks that the guest can write to by empty ones, for a QEMU that never runs. `sizes`
-/// has their sizes in bytes, by name. Errors: those of [`writable_drives`];
-/// [`CommandLineError::Argument`] for a disk that `sizes` lacks.
-pub fn empty_drives(
-    arguments: &[Argument],
-    sizes: &BTreeMap<String, u64>,
-) -> Result<Vec<Argument>> {
-    replace_drives(arguments, &|prefix, drive| {
-        let size = sizes.get(&drive.name).ok_or_else(|| CommandLineError::Argument {
-            argument: drive.name.clone(),
-            reason: "the size of this disk is not known".into(),
-            fix: "leave the disk as it was when the checkpoint was taken".into(),
-        })?;
-        let keys = [("driver", "null-co"), ("size", &*size.to_string()), ("read-zeroes", "on")]
-            .map(|(key, value)| (format!("{prefix}{key}"), value.to_owned()));
-        Ok(keys.to_vec())
-    })
-}
-
-/// Makes the keys of a disk's content, each with a prefix before it.
-type ContentKeys<'a> = dyn Fn(&str, &Drive) -> Result<DriveKeys> + 'a;
-
-fn replace_drives(arguments: &[Argument], content: &ContentKeys<'_>) -> Result<Vec<Argument>> {
     let mut line = Vec::with_capacity(arguments.len());
-    for (argument, fate) in arguments.iter().zip(fates(arguments)?) {
+    let fates = fates(arguments, &server.left_out)?;
+    let keeps_snapshot = arguments
+        .iter()
+        .zip(&fates)
+        .any(|(argument, fate)| argument.name() == "snapshot" && matches!(fate, Fate::Kept));
+    for (argument, fate) in arguments.iter().zip(fates) {
         match fate {
             Fate::Kept => line.push(argument.clone()),
+            Fate::Disk(disk) if disk.is_left_out => line.push(argument.clone()),
             Fate::Removed => {}
-            Fate::Served(drive, kept, place) => line.push(replaced(&drive, kept, place, content)?),
+            Fate::Disk(disk) => line.push(served(disk.served?, server, keeps_snapshot)?),
         }
     }
     Ok(line)
 }
 
-fn replaced(
-    drive: &Drive,
-    kept: DriveKeys,
-    place: Place,
-    content: &ContentKeys<'_>,
-) -> Result<Argument> {
-    let (option, prefix) = match place {
-        Place::Drive => ("drive", "file."),
-        Place::Node => ("blockdev", ""),
+/// The argument of a served disk. `keeps_snapshot` is true if `-snapshot` stays on the line.
+fn served(served: Served, server: &DiskServer, keeps_snapshot: bool) -> Result<Argument> {
+    let Served { drive, kept, place } = served;
+    // The prefix of the keys of the disk's own node.
+    let (option, node) = match place {
+        Place::Drive | Place::Node => ("drive", ""),
         Place::InFilter => ("blockdev", "file."),
     };
+    let option = if place == Place::Node { "blockdev" } else { option };
+    let slice = drive.slice.as_ref().filter(|_| !server.cut_slices.has(&drive.name));
     let mut keys: DriveKeys = Vec::new();
-    if place == Place::Drive {
-        keys.push(("format".into(), "raw".into()));
+    match (place, slice) {
+        (Place::Drive, _) => keys.push(("format".into(), "raw".into())),
+        (_, Some(_)) => keys.push((format!("{node}driver"), "raw".into())),
+        (_, None) => {}
     }
-    keys.extend(content(prefix, drive)?);
+    keys.extend(slice.map_or_else(DriveKeys::new, |slice| slice.keys(node)));
+    let is_beneath = place == Place::Drive || slice.is_some();
+    let export = if is_beneath { format!("{node}file.") } else { node.to_owned() };
+    keys.extend(content_keys(&export, server, &drive.name)?);
     // The overlay learns which blocks the guest discards.
-    if place == Place::InFilter {
-        keys.push(("file.discard".into(), "unmap".into()));
+    if place == Place::InFilter || (slice.is_some() && place == Place::Node) {
+        keys.push((format!("{export}discard"), "unmap".into()));
+    }
+    if slice.is_some() && place == Place::InFilter {
+        keys.push((format!("{node}discard"), "unmap".into()));
+    }
+    // QEMU puts no overlay of its own above a served disk.
+    if keeps_snapshot && place == Place::Drive {
+        keys.push(("snapshot".into(), "off".into()));
     }
     if value_of(&kept, "discard").is_none() {
         keys.push(("discard".into(), "unmap".into()));
     }
     keys.extend(kept);
     Ok(Argument::Option(option.into(), options::joined(&keys)))
+}
+
+/// Keys, each with `prefix` before it, that lead to the content of the disk `name`.
+fn content_keys(prefix: &str, server: &DiskServer, name: &str) -> Result<DriveKeys> {
+    let Some(sizes) = &server.empty_disks else { return export_keys(prefix, server, name) };
+    let size = sizes.get(name).ok_or_else(|| CommandLineError::Argument {
+        argument: name.into(),
+        reason: "the size of this disk is not known".into(),
+        fix: "leave the disk as it was when the checkpoint was taken".into(),
+    })?;
+    let keys = [("driver", "null-co"), ("size", &*size.to_string()), ("read-zeroes", "on")]
+        .map(|(key, value)| (format!("{prefix}{key}"), value.to_owned()));
+    Ok(keys.to_vec())
 }
 
 /// Keys, each with `prefix` before it, that lead to the export for `name` at `server`.
@@ -189,9 +276,48 @@ pub(crate) fn export_keys(prefix: &str, server: &DiskServer, name: &str) -> Resu
     Ok(keys.map(|(key, value)| (format!("{prefix}{key}"), value.into())).to_vec())
 }
 
-fn fates(arguments: &[Argument]) -> Result<Vec<Fate>> {
+/// What happens to each argument if the disks `left_out` stay as the line says.
+fn fates(arguments: &[Argument], left_out: &DiskNames) -> Result<Vec<Fate>> {
+    let mut nodes = BlockNodes::parse(arguments)?;
+    let mut fates = fates_of(arguments, &nodes);
+    if left_out.is_none() {
+        return Ok(fates);
+    }
+    let is_left_out = |disk: &Disk| {
+        left_out.has(&disk.name) || disk.aliases.iter().any(|alias| left_out.has(alias))
+    };
+    let mut names = Vec::new();
+    for fate in &fates {
+        if let Fate::Disk(disk) = fate
+            && is_left_out(disk)
+        {
+            names.extend([&disk.name].into_iter().chain(&disk.aliases).cloned());
+        }
+    }
+    nodes.leave_out(names, arguments);
+    fates = fates_of(arguments, &nodes);
+    let mut leaves_drive = false;
+    for (argument, fate) in arguments.iter().zip(&mut fates) {
+        if let Fate::Disk(disk) = fate
+            && is_left_out(disk)
+        {
+            disk.is_left_out = true;
+            leaves_drive |= argument.name() != "blockdev";
+        }
+    }
+    // A drive that is left out keeps the overlay that QEMU throws away.
+    if leaves_drive {
+        for (argument, fate) in arguments.iter().zip(&mut fates) {
+            if argument.name() == "snapshot" {
+                *fate = Fate::Kept;
+            }
+        }
+    }
+    Ok(fates)
+}
+
+fn fates_of(arguments: &[Argument], nodes: &BlockNodes) -> Vec<Fate> {
     let snapshot = arguments.iter().any(|a| a.name() == "snapshot");
-    let nodes = BlockNodes::parse(arguments)?;
     let mut names = GeneratedNames::default();
     let mut fates = Vec::with_capacity(arguments.len());
     for (at, argument) in arguments.iter().enumerate() {
@@ -201,14 +327,14 @@ fn fates(arguments: &[Argument]) -> Result<Vec<Fate>> {
                 let index = name.bytes().last().map_or(0, |letter| letter - b'a');
                 drive_on_index(argument.value(), index, snapshot, &mut names)
             }
-            (_, "drive") => drive_fate(argument, snapshot, &nodes, &mut names)?,
-            (_, "blockdev") => nodes.fate(at, argument)?,
+            (_, "drive") => drive_fate(argument, snapshot, nodes, &mut names),
+            (_, "blockdev") => nodes.fate(at, argument),
             // It would put an overlay of QEMU above the served disk.
             (_, "snapshot") => Fate::Removed,
             _ => Fate::Kept,
         });
     }
-    Ok(fates)
+    fates
 }
 
 /// True if the guest can only read the medium of a `-drive` with these keys.
@@ -269,7 +395,8 @@ fn remote_drive_error(argument: &Argument, protocol: &str) -> CommandLineError {
             "the guest can write to this disk, which QEMU reaches by {protocol}; Keyframe serves \
              image files (raw or qcow2) and block devices"
         ),
-        fix: "copy it to a file (qemu-img convert), or make the drive read-only (readonly=on)"
+        fix: "copy it to a file (qemu-img convert), make the drive read-only (readonly=on), or \
+              leave it out of checkpoints (run, attach: --leave-out-disk)"
             .into(),
     }
 }
@@ -281,15 +408,47 @@ fn unknown_key_error(argument: &Argument, key: &str) -> CommandLineError {
             "the guest can write to this disk, which Keyframe would serve, and Keyframe does not \
              know the key {key}"
         ),
-        fix: format!("remove {key}, or make the drive read-only (readonly=on)"),
+        fix: format!(
+            "remove {key}, make the drive read-only (readonly=on), or leave it out of checkpoints \
+             (run, attach: --leave-out-disk)"
+        ),
     }
 }
 
-/// Returns true if `file`, QEMU's description of an open image, is served at `socket`.
+/// More nodes than QEMU stacks above one image.
+const NODES_MAX: usize = 64;
+
+/// Returns true if `file`, QEMU's description of an open image, is served at `socket`. An image
+/// whose backing image is served there is not: what the guest writes goes into the image above.
 pub fn is_served(file: &str, socket: &Path) -> bool {
     let text = socket.to_string_lossy();
-    file.contains(&*text) || file.contains(&text.replace('/', "%2F"))
+    let names =
+        |text_of: &str| text_of.contains(&*text) || text_of.contains(&text.replace('/', "%2F"));
+    let Some(json) = file.strip_prefix("json:") else {
+        return file.starts_with(NBD) && names(file);
+    };
+    let Ok(description) = serde_json::from_str::<Value>(json) else { return false };
+    let mut node = &description;
+    for _ in 0..NODES_MAX {
+        let driver = node.get("driver").and_then(Value::as_str).unwrap_or_default();
+        if driver == NBD {
+            return names(&node.to_string());
+        }
+        // The filters of jobs are above what they call their backing image.
+        let keys = if driver.ends_with("_top") { &["backing"][..] } else { CONTENT };
+        match keys.iter().find_map(|key| node.get(*key)) {
+            Some(Value::String(inner)) => {
+                return !inner.starts_with("json:") && is_served(inner, socket);
+            }
+            Some(inner) => node = inner,
+            None => return false,
+        }
+    }
+    false
 }
+
+/// The keys under which nodes describe the node that has their content.
+const CONTENT: &[&str] = &["file", "image", "test"];
 
 #[cfg(test)]
 mod tests;

@@ -51,7 +51,8 @@ pub use clone_conflicts::{CloneConsole, CloneLine, CloneOptions, clone_line, reh
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
 pub use config_file::config_options;
 pub use drives::{
-    Backing, BackingImage, DiskServer, Drive, drives, empty_drives, is_served, rewrite_drives,
+    Backing, BackingImage, DiskNames, DiskServer, Drive, LineDrive, Slice, drives, is_served,
+    line_drives, rewrite_drives,
 };
 pub use error::{CommandLineError, Result};
 pub use host_effects::{EffectRow, HostProbe, LineUse, NoHost, Rule, TABLE as HOST_EFFECTS};

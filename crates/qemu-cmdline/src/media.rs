@@ -133,7 +133,7 @@ mod tests {
     }
 
     fn rewritten(text: &str) -> String {
-        let server = DiskServer { socket: "/r/m.sock".into(), prefix: String::new() };
+        let server = DiskServer::at("/r/m.sock".into());
         let words: Vec<String> =
             rewrite_media(&line(text), &server).unwrap().iter().flat_map(Argument::words).collect();
         words.join(" ")

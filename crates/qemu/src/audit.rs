@@ -91,6 +91,11 @@ fn blocker(reason: &str) -> AuditFinding {
         Some(_) => "QEMU cannot save its state (it calls the device non-migratable)".into(),
         None => format!("QEMU cannot save its state: {reason}"),
     };
+    if what.is_none() && reason.contains(" format used by node ") {
+        let fix =
+            "convert the image to raw or qcow2 (qemu-img convert), or start the VM without it";
+        return refused(name, reason, fix);
+    }
     refused(name, reason, "unplug it, or start the VM without it")
 }
 

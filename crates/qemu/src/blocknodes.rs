@@ -8,9 +8,9 @@
 //!
 //! Invariant: a disk that the line does not make has no name here, as no restore could make it.
 
-use crate::{Drive, Qmp, Result, Vm};
-use keyframe_qemu_cmdline::{drives, options};
-use serde_json::Value;
+use crate::{Qmp, Result, Vm};
+use keyframe_qemu_cmdline::{DiskNames, LineDrive, line_drives, options};
+use serde_json::{Value, json};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -19,6 +19,8 @@ use std::path::{Path, PathBuf};
 pub struct WritableNode {
     /// The name of its block backend; empty if it has none.
     pub device: String,
+    /// The id or QOM path of the device that uses it; empty if none does.
+    pub qdev: String,
     /// The name of its topmost node.
     pub node: String,
     /// The image's name, as QEMU opened it.
@@ -38,6 +40,11 @@ impl WritableNode {
         self.device == other.device && self.file == other.file
     }
 
+    /// True if `other` is in the same place of the machine, perhaps over another image.
+    pub fn is_in_same_place(&self, other: &Self) -> bool {
+        !self.qdev.is_empty() && self.device == other.device && self.qdev == other.qdev
+    }
+
     pub(crate) fn of(block: &Value) -> Option<Self> {
         let inserted = block.get("inserted")?;
         // What is not said to be read-only is not.
@@ -49,6 +56,7 @@ impl WritableNode {
         };
         Some(Self {
             device: text(block, "device"),
+            qdev: text(block, "qdev"),
             node: text(inserted, "node-name"),
             file: text(inserted, "file"),
             driver: text(inserted, "drv"),
@@ -62,7 +70,7 @@ impl WritableNode {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LineDisk {
     /// Its drive on the line; `None` if the line does not define it.
-    pub drive: Option<Drive>,
+    pub drive: Option<LineDrive>,
     /// QEMU's node of the disk.
     pub node: WritableNode,
 }
@@ -75,6 +83,23 @@ pub(crate) fn writable(qmp: &mut Qmp) -> Result<Vec<WritableNode>> {
 }
 
 impl Vm {
+    /// Returns true if the device of `disk` was there when the VM started. Error: QEMU does not
+    /// answer.
+    pub fn is_from_start(&mut self, disk: &WritableNode) -> Result<bool> {
+        let path = match &disk.qdev {
+            id if id.is_empty() => return Ok(false),
+            path if path.starts_with('/') => path.clone(),
+            id => format!("/machine/peripheral/{id}"),
+        };
+        let asked = json!({ "path": path, "property": "hotplugged" });
+        match self.qmp().execute("qom-get", Some(asked)) {
+            Ok(is_hotplugged) => Ok(is_hotplugged == json!(false)),
+            // It has gone.
+            Err(crate::Error::Refused { .. }) => Ok(false),
+            Err(other) => Err(other),
+        }
+    }
+
     /// Returns the disks that the guest can write to now. Error: QEMU does not answer.
     pub fn writable_nodes(&mut self) -> Result<Vec<WritableNode>> {
         writable(self.qmp())
@@ -83,34 +108,44 @@ impl Vm {
     /// Returns the disks that the guest can write to, each with its drive on the VM's command line,
     /// whose relative paths begin at `directory`.
     ///
-    /// Error: [`crate::Error::CommandLine`] if the line has a disk that no restore could serve.
+    /// Errors: [`crate::Error::CommandLine`] if the line cannot be parsed; QEMU does not answer.
     pub fn line_disks(&mut self, directory: &Path) -> Result<Vec<LineDisk>> {
         let nodes = writable(self.qmp())?;
         if nodes.is_empty() {
             return Ok(Vec::new());
         }
         let line = options::parse(self.user_command().get(1..).unwrap_or_default())?;
-        Ok(matched(drives(&line)?, nodes, directory))
+        Ok(matched(line_drives(&line)?, nodes, directory))
     }
 }
 
-fn matched(mut drives: Vec<Drive>, nodes: Vec<WritableNode>, directory: &Path) -> Vec<LineDisk> {
+fn matched(
+    mut drives: Vec<LineDrive>,
+    nodes: Vec<WritableNode>,
+    directory: &Path,
+) -> Vec<LineDisk> {
     let mut disks: Vec<LineDisk> =
         nodes.into_iter().map(|node| LineDisk { drive: None, node }).collect();
     // By name first: two nodes can be over one file, where the guest sees it through an overlay of
     // QEMU's.
     for disk in &mut disks {
-        let is = |drive: &Drive| drive.name == disk.node.device || drive.name == disk.node.node;
-        disk.drive = drives.iter().position(is).map(|at| drives.remove(at));
+        let names =
+            [&disk.node.device, &disk.node.node].into_iter().filter(|name| !name.is_empty());
+        let names = DiskNames::of(names);
+        disk.drive = drives.iter().position(|d| d.is_in(&names)).map(|at| drives.remove(at));
     }
     for disk in disks.iter_mut().filter(|disk| disk.drive.is_none()) {
-        let same = |drive: &Drive| {
-            same_file(&directory.join(&drive.image), &directory.join(&disk.node.file))
+        let same = |drive: &LineDrive| {
+            let image = drive.drive.as_ref().map(|drive| directory.join(&drive.image));
+            image.is_ok_and(|image| same_file(&image, &directory.join(&disk.node.file)))
         };
         disk.drive = drives.iter().position(same).map(|at| drives.remove(at));
     }
     for disk in &mut disks {
-        disk.drive = disk.drive.take().map(|drive| drive.at(directory));
+        disk.drive = disk.drive.take().map(|found| LineDrive {
+            drive: found.drive.map(|drive| drive.at(directory)),
+            ..found
+        });
     }
     disks
 }
@@ -123,8 +158,7 @@ fn same_file(a: &PathBuf, b: &PathBuf) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_qemu_cmdline::Backing;
-    use serde_json::json;
+    use keyframe_qemu_cmdline::{Backing, CommandLineError, Drive};
 
     fn node(device: &str, file: &str) -> WritableNode {
         let image = json!({ "virtual-size": 512 });
@@ -132,15 +166,17 @@ mod tests {
         WritableNode::of(&json!({ "device": device, "inserted": inserted })).unwrap()
     }
 
-    fn drive(name: &str, image: &str) -> Drive {
-        Drive {
+    fn drive(name: &str, image: &str) -> LineDrive {
+        let drive = Drive {
             name: name.into(),
             image: image.into(),
             format: None,
             temporary: false,
             remote: false,
             backing: Backing::default(),
-        }
+            slice: None,
+        };
+        LineDrive { name: name.into(), aliases: Vec::new(), drive: Ok(drive) }
     }
 
     #[test]
@@ -154,7 +190,20 @@ mod tests {
         let names: Vec<_> =
             found.iter().map(|disk| disk.drive.as_ref().map(|d| d.name.as_str())).collect();
         assert_eq!(names, [Some("virtio-0"), Some("d"), None]);
-        assert_eq!(found[0].drive.as_ref().unwrap().image, dir.path().join("b.img"));
+        let image = |disk: &LineDisk| disk.drive.clone().unwrap().drive.unwrap().image;
+        assert_eq!(image(&found[0]), dir.path().join("b.img"));
+    }
+
+    #[test]
+    fn a_disk_that_cannot_be_served_is_found_by_the_names_of_the_line() {
+        let line = ["-blockdev", "throttle,node-name=#block1,throttle-group=g,file=luks"];
+        let below = ["-blockdev", "luks,node-name=luks,key-secret=s,file.driver=file"];
+        let words: Vec<String> = line.into_iter().chain(below).map(str::to_owned).collect();
+        let drives = line_drives(&options::parse(&words).unwrap()).unwrap();
+        let found = matched(drives, vec![node("", "a")], Path::new("/"));
+        let drive = found[0].drive.as_ref().unwrap();
+        assert_eq!(drive.name, "luks");
+        assert!(matches!(drive.drive, Err(CommandLineError::Argument { .. })));
     }
 
     #[test]

@@ -213,8 +213,8 @@ impl ChangedLine<'_> {
             if drive.is_writable && !is_captured {
                 self.findings.push(finding(
                     format!("drive {} ({})", drive.name, drive.file.as_deref().unwrap_or_default()),
-                    "it came after the VM's start, the guest can write to it, and this run does not \
-                     capture it",
+                    "the guest can write to it, and this run does not capture it: it came after the \
+                     VM's start, or a snapshot or a mirror gave the drive another image",
                     "unplug or eject it, or give it read-only; to capture it, begin a new run with it",
                 ));
                 continue;

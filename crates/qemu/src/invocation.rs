@@ -5,7 +5,8 @@ use crate::binary::{self, QemuIdentity};
 use jiff::Zoned;
 use keyframe_qemu_cmdline::options::{keys, value_of};
 use keyframe_qemu_cmdline::{
-    Argument, CommandLine, DiskServer, Drive, Medium, NicSockets, config_options,
+    Argument, CommandLine, DiskServer, Drive, LineDrive, Medium, NicSockets, config_options,
+    line_drives,
 };
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -88,6 +89,12 @@ impl Invocation {
     /// Returns true if the user wants the VM to start paused (`-S`).
     pub fn starts_paused(&self) -> bool {
         self.line.starts_paused()
+    }
+
+    /// Returns the disks that the guest can write to, also those that cannot be served. Error:
+    /// [`crate::Error::CommandLine`] for a node that is malformed JSON.
+    pub fn line_drives(&self) -> Result<Vec<LineDrive>> {
+        Ok(line_drives(self.line.arguments())?)
     }
 
     /// Returns the disks that the guest can write to. Errors: those of [`CommandLine::drives`].

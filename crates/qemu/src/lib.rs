@@ -68,8 +68,8 @@ pub use invocation::Invocation;
 pub use keyframe_machine::ReadFile;
 pub use keyframe_machine::{Accelerator, HostBlock};
 pub use keyframe_qemu_cmdline::{
-    self as cmdline, Backing, BackingImage, DiskServer, Drive, LineDifference, Medium, NicSockets,
-    line_difference, media_of, net_gate, recording,
+    self as cmdline, Backing, BackingImage, DiskNames, DiskServer, Drive, LineDifference,
+    LineDrive, Medium, NicSockets, line_difference, media_of, net_gate, recording,
 };
 pub use keyframe_qemu_cmdline::{NamedFile, named_files};
 pub use keyframe_qemu_stream as stream;

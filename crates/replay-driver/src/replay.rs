@@ -139,7 +139,7 @@ impl ReplayDisks {
 
     /// Returns the server of the disks, for QEMU's command line.
     pub fn server(&self) -> DiskServer {
-        DiskServer { socket: self.socket(), prefix: String::new() }
+        DiskServer::at(self.socket())
     }
 }
 

@@ -95,6 +95,11 @@ pub trait DiskCapture: Send {
     /// Returns the metadata of the disks, for the run in the store.
     fn metas(&self) -> &[DiskMeta];
 
+    /// Adds `disks`, which QEMU has opened and no checkpoint holds, after the captured ones.
+    fn leave_out(&mut self, disks: Vec<DiskMeta>) {
+        let _ = disks;
+    }
+
     /// Returns true while the disks are not ready for another capture, which would wait.
     fn is_busy(&self) -> bool {
         false
@@ -138,6 +143,12 @@ pub trait DiskCapture: Send {
     /// Begins a capture, while the guests run. Error: the server of the disks, or QEMU, has failed;
     /// the capture then fails.
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
+
+    /// Returns true if [`DiskCapture::begin`] failed because the disks have other sizes than in the
+    /// present run. [`DiskCapture::metas`] has the present sizes then. Returns it once.
+    fn takes_new_run(&mut self) -> bool {
+        false
+    }
 
     /// Prepares the cut, just before the VMs are paused. Error: the server of the disks, or QEMU,
     /// has failed; the capture then fails.
@@ -230,6 +241,10 @@ pub trait DiskCapture: Send {
 impl DiskCapture for ServedDiskCapture {
     fn metas(&self) -> &[DiskMeta] {
         Self::metas(self)
+    }
+
+    fn leave_out(&mut self, disks: Vec<DiskMeta>) {
+        Self::leave_out(self, disks);
     }
 
     fn begin_anew(&mut self) -> Result<(), BoxError> {
@@ -355,6 +370,10 @@ impl DiskCapture for FleecedDiskCapture {
 
     fn cuts_by_monitor(&self) -> bool {
         true
+    }
+
+    fn takes_new_run(&mut self) -> bool {
+        Self::takes_new_run(self)
     }
 
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {

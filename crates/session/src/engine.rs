@@ -475,7 +475,7 @@ impl<'a> Engine<'a> {
         strategy: Option<Strategy>,
     ) -> Result<Result<u64, CaptureError>, NotCaptured> {
         let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
-        let cut = cut.map_err(|e| self.failed(CheckpointError::Disks(e), 1, false))?;
+        let cut = cut.map_err(|e| self.disks_failed(e))?;
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|e| CheckpointError::Strategy(Box::new(e)))?;

@@ -68,7 +68,7 @@ pub enum Event {
     },
     /// Memory is short, so checkpoints use less of it, and may take longer. The event occurs once.
     MemoryShort(MemoryShortage),
-    /// RAM was plugged or unplugged: a new run has begun.
+    /// RAM was plugged or unplugged, or a disk was given another size: a new run has begun.
     NewRun,
     /// The machine was changed, and the next checkpoint's command line makes the changed one.
     MachineFollowed {

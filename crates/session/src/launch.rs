@@ -1,5 +1,7 @@
 //! Everything before the guest's first instruction: launch, audit, attach, watchdog, run directory.
 
+mod line_disks;
+
 use super::disk_capture::served::ServedDiskCapture;
 use super::disk_capture::{self, DiskCapture, DiskMethod};
 use super::flight_recorder;
@@ -20,14 +22,13 @@ use crate::teardown::Teardown;
 use crate::watchdog_keeper::{StartWatchdog, WatchdogKeeper};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{
-    AuditFinding, DiskServer, Drive, Invocation, LaunchOptions, MachineShape, QemuIdentity,
-    Severity, Vm,
+    AuditFinding, Invocation, LaunchOptions, MachineShape, QemuIdentity, Severity, Vm,
 };
 use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Tuning, Writer};
+use keyframe_vm_disks as disks;
 use keyframe_vm_disks::media::Media;
-use keyframe_vm_disks::overlay_directory::left_over;
-use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use keyframe_vmm::Vmm;
+use line_disks::LineDisks;
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
@@ -156,13 +157,13 @@ impl Launching<'_> {
         members: Vec<String>,
     ) -> Result<()> {
         let options = self.options;
-        let drives = all_drives(&starting, &self.directory)?;
+        let of_group = self.is_group.then_some(&members[..]);
+        let lines = LineDisks { members: of_group, leave_out: &options.leave_out };
+        let drives = lines.captured(&starting, &self.directory)?;
         let method = disk_capture::method::for_launch(options.disk, &drives)?;
         if method == DiskMethod::Served {
-            let members = self.is_group.then_some(&members[..]);
-            let events = &*options.events;
-            let served =
-                serve_disks(self.store, self.name, self.run_dir, &mut starting, members, events)?;
+            let place = (self.store, self.name, self.run_dir);
+            let served = lines.serve(place, &mut starting, &self.directory, &*options.events)?;
             self.peripherals.disks = served.map(|served| {
                 let events = Arc::clone(&options.events);
                 Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
@@ -183,7 +184,14 @@ impl Launching<'_> {
             };
             self.start(name, line, run_dir, &mut media)?;
         }
-        if method != DiskMethod::Served {
+        if method == DiskMethod::Served {
+            let served = self.peripherals.disks.take();
+            let vms = (&mut self.found[..], self.is_group);
+            let place = (self.store, self.name);
+            let (leave_out, events) = (&options.leave_out, &options.events);
+            self.peripherals.disks =
+                disk_capture::method::beside_served(place, vms, served, leave_out, events)?;
+        } else {
             self.peripherals.disks = disk_capture::method::own(
                 (self.store, self.name, self.run_dir),
                 (&mut self.found, self.is_group),
@@ -234,57 +242,6 @@ fn answer_on(
     let Some(core) = core else { return Ok(()) };
     disks.map_or(Ok(()), |disks| disks.answer_on(core)).map_err(Error::AnswerOnCore)?;
     Ok(media.map_or(Ok(()), |media| media.answer_on(core))?)
-}
-
-/// The disks of all lines, by paths that hold anywhere.
-fn all_drives(starting: &[(Invocation, QemuIdentity)], directory: &Path) -> Result<Vec<Drive>> {
-    let mut all = Vec::new();
-    for (line, _) in starting {
-        let drives = line.drives()?;
-        all.extend(drives.into_iter().map(|drive| drive.at(directory)));
-    }
-    Ok(all)
-}
-
-/// Serves all disks that the guests can write to, and makes the command lines name the server.
-fn serve_disks(
-    store: &Store,
-    name: &str,
-    run_dir: &Path,
-    starting: &mut [(Invocation, QemuIdentity)],
-    members: Option<&[String]>,
-    events: &dyn EventSink<Event>,
-) -> Result<Option<ServedDisks>> {
-    let socket = run_dir.join("disks.sock");
-    let mut wanted = Vec::new();
-    for (number, (line, _)) in starting.iter_mut().enumerate() {
-        let member = members.and_then(|members| members.get(number));
-        let prefix = member.map_or_else(String::new, |member| format!("{member}/"));
-        let drives = line.drives()?;
-        let before = wanted.len();
-        for drive in &drives {
-            wanted.push(DiskToServe::of_drive(drive, &prefix)?);
-        }
-        let read = disks::read_files::describe(line.words(), Path::new(""));
-        disks::require_separate_images(wanted.get(before..).unwrap_or_default(), &read)?;
-        if !drives.is_empty() {
-            let server = DiskServer { socket: socket.clone(), prefix };
-            line.serve_drives(&server)?;
-        }
-    }
-    if wanted.is_empty() {
-        return Ok(None);
-    }
-    let bases: Vec<&str> = wanted.iter().map(|disk| disk.meta.base.path.as_str()).collect();
-    for (place, info, base) in left_over(store, &bases) {
-        events.event(&Event::LeftoverOverlay {
-            vm: info.vm,
-            began: info.began,
-            image: base,
-            overlay: place,
-        });
-    }
-    Ok(disks::serve(store, name, None, wanted, &socket).map(Some)?)
 }
 
 /// Ends the VMs `found` and their peripherals after `error`. Returns `error` together with the

@@ -23,10 +23,12 @@ use crate::event::{Event, SharedEventSink, shared};
 use keyframe_capture::BoxError;
 use keyframe_inspect::guest_memory::CheckpointRam;
 use keyframe_inspect::source_of;
+use keyframe_qemu::DiskServer;
 use keyframe_qemu::cmdline::{CloneOptions, clone_line, options, rehearsal_obstacle};
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_store::{CheckpointId, Meta, Store};
 use keyframe_units::elapsed_ns;
+use keyframe_vm_disks::restored;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -132,12 +134,20 @@ fn plan(meta: &Meta, place: &Path, log: &Path) -> Result<keyframe_qemu::Result<P
     let mut machine = meta.machine.clone();
     machine.user_command = own.words;
     let disks = meta.disks.iter().map(|disk| (disk.name.clone(), disk.disk_bytes));
+    let disks = disks.collect::<BTreeMap<_, _>>();
+    let server = match restored::server(meta, place.join("disks"), "") {
+        Ok(server) => {
+            (!disks.is_empty()).then(|| DiskServer { empty_disks: Some(disks), ..server })
+        }
+        Err(error) => return Err(crate::error::error_chain(&error)),
+    };
     let options = RestoreOptions {
         paused: true,
         lazy: true,
         elsewhere: true,
         log: Some(log.into()),
-        rehearsed_disks: Some(disks.collect::<BTreeMap<_, _>>()),
+        disks: server,
+        rehearsal: true,
         ..RestoreOptions::default()
     };
     Ok(Plan::new(source_of(&machine, &meta.ram), none.map(Into::into).to_vec(), options))

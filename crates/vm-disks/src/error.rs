@@ -1,6 +1,7 @@
 //! The errors of a VM's disks, and what the user can do about them.
 
 use crate::read_files::ChangedFile;
+use keyframe_qemu::cmdline::CommandLineError;
 use keyframe_units::CheckpointId;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,9 @@ pub enum Error {
     /// The process that serves disks, or the image of a disk, failed.
     #[error(transparent)]
     Disk(#[from] keyframe_disk::Error),
+    /// A checkpoint's command line cannot be parsed.
+    #[error("the checkpoint's command line: {0}")]
+    CommandLine(Box<CommandLineError>),
     /// The file system refused an operation.
     #[error("{operation} {}: {source}", path.display())]
     Io {
@@ -351,6 +355,7 @@ impl Error {
             | Self::DisksTooLarge(_)
             | Self::OverlayNotDescribed(_) => return None,
             Self::Disk(error) => return error.fix(),
+            Self::CommandLine(error) => return error.fix(),
             Self::ImageMissing { .. } => {
                 "the checkpoint's disk needs this image: put it back where it was, or make a \
                  symbolic link there that leads to it"
@@ -387,7 +392,8 @@ impl Error {
             ),
             Self::RemoteDrive { .. } => {
                 "let QEMU tell what the guest writes to it (--disk bitmap), copy it to a file \
-                 (qemu-img convert), or make the drive read-only (readonly=on)"
+                 (qemu-img convert), make the drive read-only (readonly=on), or leave it out of \
+                 checkpoints (--leave-out-disk)"
                     .into()
             }
             Self::FormatNotServed { image, .. } => format!(
@@ -463,6 +469,11 @@ mod tests {
             Error::MediumFormat { path: image(), format: "vmdk".into() },
             Error::TooManyOverlays { folder: "/store/disks".into(), vm: "db".into() },
             Error::OverlayUnreadable("/store/disks/db.1".into()),
+            Error::CommandLine(Box::new(CommandLineError::Argument {
+                argument: "-blockdev {".into(),
+                reason: "it is malformed".into(),
+                fix: "correct it".into(),
+            })),
             Error::DisksLeftOut { checkpoint, disks: "d (a.img)".into() },
             Error::DiskLeftOut { checkpoint, disk: "d".into() },
             Error::NoMember { checkpoint, member: "a".into(), members: Vec::new() },

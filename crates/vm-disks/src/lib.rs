@@ -100,6 +100,29 @@ pub fn require_separate_images(disks: &[DiskToServe], read: &[ReadFile]) -> Resu
     Ok(())
 }
 
+/// Checks that no file beneath `disks` is the image of one of `left_out`, to which QEMU writes.
+///
+/// Error: [`Error::ImageUsedTwice`].
+pub fn require_apart_from(disks: &[DiskToServe], left_out: &[Drive]) -> Result<()> {
+    let identity = |path: &Path| std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
+    for written in left_out.iter().filter(|drive| !drive.remote) {
+        let Some(own) = identity(&written.image) else { continue };
+        let is_beneath = |disk: &&DiskToServe| {
+            let base = &disk.meta.base;
+            let files = base.files.iter().map(|file| &file.path).chain([&base.path]);
+            files.into_iter().any(|path| identity(Path::new(path)) == Some(own))
+        };
+        if let Some(disk) = disks.iter().find(is_beneath) {
+            return Err(Error::ImageUsedTwice {
+                first: disk.meta.name.clone(),
+                second: written.name.clone(),
+                image: written.image.clone(),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// Disks that a separate process serves, with the directory of their overlays.
 pub struct ServedDisks {
     /// The connection to the process that serves the disks.

@@ -38,7 +38,7 @@ impl Media {
 
     /// Returns the address of the server, for QEMU's command line.
     pub fn server(&self) -> DiskServer {
-        DiskServer { socket: self.folder.path().join(SOCKET), prefix: String::new() }
+        DiskServer::at(self.folder.path().join(SOCKET))
     }
 
     /// Makes the server answer on CPU `core`, which the guest's thread uses too, so that an answer

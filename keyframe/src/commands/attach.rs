@@ -5,8 +5,8 @@ use super::checkpoints::Checkpoints;
 use super::exit_code;
 use crate::failure::{Failure, Outcome};
 use keyframe_qemu::{AttachOptions, Monitor};
+use keyframe_session::LanChoice;
 use keyframe_session::control::OnExit;
-use keyframe_session::{ExcludedDisks, LanChoice};
 use std::path::PathBuf;
 
 /// Take continuous checkpoints of a QEMU that runs already
@@ -44,10 +44,6 @@ pub struct Attach {
     /// are in the checkpoint
     #[arg(long, value_name = "SOCKET")]
     lan_control: Option<PathBuf>,
-    /// Leave a disk out of the checkpoints, by its id or node name, or `all`: it is not captured,
-    /// and `restore` says what it lacks
-    #[arg(long, value_name = "NAME")]
-    leave_out_disk: Vec<String>,
     #[command(flatten)]
     checkpoints: Checkpoints,
     /// QEMU's process id. Several VMs are a group: each checkpoint is of all of them, at one
@@ -76,7 +72,6 @@ impl Attach {
         let options = monitors.into_iter().map(|monitor| AttachOptions { monitor });
         let vms: Vec<_> = self.pids.into_iter().zip(options).collect();
         let mut session = self.checkpoints.options(OnExit::Keep);
-        session.leave_out = ExcludedDisks(self.leave_out_disk);
         if let Some(control) = self.lan_control {
             session.lans = LanChoice::Control(control);
         }

@@ -159,7 +159,8 @@ impl OwnDisks {
         let socket = directory.path().join("disks.sock");
         let overlays = overlays(store, name, work_dir)?;
         let served = disks::serve_in(overlays, name, Some(loaded.id.0), wanted, &socket)?;
-        Ok(Self(Some((served, DiskServer { socket, prefix: String::new() }))))
+        let server = restored::server(&loaded.meta, socket, "")?;
+        Ok(Self(Some((served, server))))
     }
 
     fn server(&self) -> Option<DiskServer> {

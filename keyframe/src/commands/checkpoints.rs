@@ -66,6 +66,10 @@ pub struct Checkpoints {
     /// How disks that the guest can write to get into checkpoints
     #[arg(long, value_enum, default_value = "auto", value_name = "WAY")]
     disk: DiskMethod,
+    /// Leave a disk out of the checkpoints, by its id or node name, or `all`: QEMU opens it as the
+    /// command line says, it is not captured, and `restore` says what it lacks
+    #[arg(long, value_name = "NAME")]
+    leave_out_disk: Vec<String>,
     /// Say a line about each checkpoint on standard error
     #[arg(long, short)]
     verbose: bool,
@@ -121,7 +125,7 @@ impl Checkpoints {
             events: StderrWords::shared(self.quiet, self.verbose),
             audit: self.audit,
             disk: self.disk,
-            leave_out: ExcludedDisks::default(),
+            leave_out: ExcludedDisks(self.leave_out_disk),
             lans: LanChoice::None,
             keep_within: self.keep_within,
             recorded: None,

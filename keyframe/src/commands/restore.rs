@@ -237,7 +237,8 @@ impl Restore {
             let group = group::Kept { lineage, id, meta, device_state, ram, disks, place, began };
             return group::restore(self, &group, interrupted);
         }
-        let beside = Beside { disks: disks.server(""), lineage, spawned: Some(rights::trace_only) };
+        let disks = disks.server(meta, "")?;
+        let beside = Beside { disks, lineage, spawned: Some(rights::trace_only) };
         let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, beside)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
         let before_ns = keyframe_units::elapsed_ns(began);
@@ -280,6 +281,10 @@ impl Restore {
         let Err(lacking) = restored::require_all(id, meta) else { return Ok(()) };
         if self.left_out_as_now {
             eprintln!("keyframe: warning: {lacking}; they are as their images are now");
+            for disk in restored::opened_by_qemu(meta)? {
+                let name = &disk.name;
+                eprintln!("keyframe: warning: QEMU opens disk {name} itself and writes to it");
+            }
             return Ok(());
         }
         Err(Failure::from(lacking).fix(
@@ -369,10 +374,10 @@ impl RestoredDisks {
         meta: &Meta,
         work_dir: Option<&Path>,
     ) -> Result<Self, Failure> {
-        if meta.disks.is_empty() {
+        let wanted = restored::disks_of_checkpoint(store, id, meta)?;
+        if wanted.is_empty() {
             return Ok(Self(None));
         }
-        let wanted = restored::disks_of_checkpoint(store, id, meta)?;
         // Paths of sockets have to be short, so it is not in the store.
         let folder = tempfile::Builder::new().prefix("keyframe-disks-").tempdir();
         let folder =
@@ -384,9 +389,9 @@ impl RestoredDisks {
     }
 
     /// The server of the disks, for a VM whose disk names begin with `prefix`.
-    fn server(&self, prefix: &str) -> Option<DiskServer> {
-        let (_, folder) = self.0.as_ref()?;
-        Some(DiskServer { socket: folder.path().join("disks.sock"), prefix: prefix.into() })
+    fn server(&self, meta: &Meta, prefix: &str) -> Result<Option<DiskServer>, Failure> {
+        let Some((_, folder)) = self.0.as_ref() else { return Ok(None) };
+        Ok(Some(restored::server(meta, folder.path().join("disks.sock"), prefix)?))
     }
 
     /// After the VMs' end.

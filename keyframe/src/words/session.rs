@@ -47,7 +47,8 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             (Always, text)
         }
         Event::NewRun => {
-            let text = "RAM was plugged or unplugged: a new run begins with a complete checkpoint";
+            let text =
+                "RAM was plugged or a disk resized: a new run begins with a complete checkpoint";
             (Usual, text.into())
         }
         Event::MachineFollowed { changes } => {

@@ -133,7 +133,7 @@ impl StandbyEngine {
         let gate = start_gate(&gated.nics)?;
         let socket = self.run_dir.path().join(DISKS_SOCKET);
         let started = self.serve(machine, paths, &socket).and_then(|served| {
-            let server = DiskServer { socket: socket.clone(), prefix: String::new() };
+            let server = DiskServer::at(socket.clone());
             let disks = served.as_ref().map(|_| server);
             let options =
                 RestoreOptions { disks, added: gated.words.clone(), ..RestoreOptions::default() };
@@ -194,6 +194,7 @@ impl StandbyEngine {
                 temporary: false,
                 remote: false,
                 backing: Backing { complete: true, ..Backing::default() },
+                slice: None,
             };
             DiskToServe::of_drive(&drive, "")
         };

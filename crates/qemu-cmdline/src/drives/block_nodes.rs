@@ -3,8 +3,8 @@
 use super::backing::{Backing, backing_of, unknown_node_error};
 use super::drive_option::{OPENING, OPENING_PREFIXES};
 use super::{
-    Drive, DriveKeys, Fate, NBD, Place, export_address, is_local, is_one_of, is_read_only,
-    remote_drive_error, unknown_key_error,
+    Disk, Drive, DriveKeys, Fate, NBD, Place, SLICE, Served, Slice, export_address, is_local,
+    is_one_of, is_read_only, remote_drive_error, unknown_key_error,
 };
 use crate::options::{self, Argument, value_of};
 use crate::{CommandLineError, Result};
@@ -23,6 +23,10 @@ pub(super) struct BlockNodes {
     nodes: BTreeMap<usize, DriveKeys>,
     /// The names of the nodes that only served disks use.
     beneath_served: BTreeSet<String>,
+    /// The names of the disks that stay as the line says.
+    left_out: BTreeSet<String>,
+    /// The names of the nodes beneath those disks.
+    beneath_left_out: BTreeSet<String>,
 }
 
 /// The keys of one node: all keys of an argument, or those with a prefix, as of a node that is
@@ -36,6 +40,11 @@ impl<'a> NodeKeys<'a> {
     /// The node that the whole argument defines.
     pub fn whole(keys: &'a DriveKeys) -> Self {
         Self { keys, prefix: String::new() }
+    }
+
+    /// The node that `other` is.
+    fn of(other: &Self) -> Self {
+        Self { keys: other.keys, prefix: other.prefix.clone() }
     }
 
     /// The value of `key`.
@@ -73,9 +82,62 @@ impl BlockNodes {
                 flattened_keys(argument.value()).ok_or_else(|| malformed_json_error(argument))?;
             nodes.insert(at, keys);
         }
-        let mut nodes = Self { nodes, beneath_served: BTreeSet::new() };
+        let mut nodes = Self {
+            nodes,
+            beneath_served: BTreeSet::new(),
+            left_out: BTreeSet::new(),
+            beneath_left_out: BTreeSet::new(),
+        };
         nodes.beneath_served = nodes.only_beneath_served(arguments);
         Ok(nodes)
+    }
+
+    /// Lets the disks `names` stay as the line says, with the nodes beneath them.
+    pub fn leave_out(&mut self, names: Vec<String>, arguments: &[Argument]) {
+        self.left_out = names.into_iter().collect();
+        self.beneath_left_out = self.beneath(self.left_out.iter().cloned());
+        self.beneath_left_out.retain(|name| !self.left_out.contains(name));
+        self.beneath_served = self.only_beneath_served(arguments);
+    }
+
+    /// The names of the nodes beneath the nodes `names`.
+    fn beneath(&self, names: impl IntoIterator<Item = String>) -> BTreeSet<String> {
+        let mut beneath = BTreeSet::new();
+        let mut open: Vec<String> = names.into_iter().collect();
+        while let Some(name) = open.pop() {
+            let Some(keys) = self.named(&name) else { continue };
+            for child in children(keys).filter(|child| !child.is_empty()) {
+                if beneath.insert(child.to_owned()) {
+                    open.push(child.to_owned());
+                }
+            }
+        }
+        beneath
+    }
+
+    /// The names of the filters above the node `name`.
+    fn filters_above(&self, name: &str) -> Vec<String> {
+        let mut above: Vec<String> = Vec::new();
+        let mut at = name.to_owned();
+        loop {
+            let filter = self.nodes.values().find(|keys| {
+                is_filter(keys) && children(keys).any(|child| child == at && !child.is_empty())
+            });
+            match filter.and_then(|keys| value_of(keys, "node-name")) {
+                Some(next) if !above.iter().any(|known| known == next) && next != name => {
+                    above.push(next.to_owned());
+                    at = next.to_owned();
+                }
+                _ => return above,
+            }
+        }
+    }
+
+    /// True for the topmost node of a disk that is to be served.
+    fn is_served(&self, keys: &DriveKeys) -> bool {
+        let name = value_of(keys, "node-name").unwrap_or_default();
+        let stays = self.left_out.contains(name) || self.beneath_left_out.contains(name);
+        is_format(keys) && !is_read_only(keys) && !stays
     }
 
     fn named(&self, name: &str) -> Option<&DriveKeys> {
@@ -103,84 +165,89 @@ impl BlockNodes {
     /// The names of the nodes that lead to nothing but served disks. They leave the line with
     /// their disk: a restored VM needs none of their files.
     fn only_beneath_served(&self, arguments: &[Argument]) -> BTreeSet<String> {
-        let served = self.nodes.values().filter(|keys| is_served(keys));
-        let mut beneath: BTreeSet<String> = served.flat_map(children).map(str::to_owned).collect();
-        // What is beneath a node of a served disk is beneath the disk.
-        loop {
-            let more: Vec<String> = beneath
-                .iter()
-                .filter_map(|name| self.named(name))
-                .flat_map(children)
-                .filter(|name| !beneath.contains(*name))
-                .map(str::to_owned)
-                .collect();
-            if more.is_empty() {
-                break;
-            }
-            beneath.extend(more);
-        }
-        let is_used_beside = |name: &String| {
-            let by_node = self.nodes.values().any(|keys| {
-                let own = value_of(keys, "node-name").unwrap_or_default();
-                let stays = !is_served(keys) && !beneath.contains(own);
-                stays && children(keys).any(|child| child == name)
-            });
-            let by_option = arguments.iter().filter(|a| a.name() != "blockdev").any(|argument| {
+        let served = self.nodes.values().filter(|keys| self.is_served(keys));
+        let own = |keys: &DriveKeys| value_of(keys, "node-name").unwrap_or_default().to_owned();
+        let mut beneath = self.beneath(served.map(own));
+        let by_option = |name: &String| {
+            arguments.iter().filter(|a| a.name() != "blockdev").any(|argument| {
                 let keys = options::properties(argument.value(), "").unwrap_or_default();
                 keys.iter().any(|(_, value)| value == name)
-            });
-            by_node || by_option
+            })
         };
-        let used: Vec<String> =
-            beneath.iter().filter(|name| is_used_beside(name)).cloned().collect();
-        beneath.retain(|name| !used.contains(name));
+        let mut used: BTreeSet<String> =
+            beneath.iter().filter(|name| by_option(name)).cloned().collect();
+        for keys in self.nodes.values() {
+            if !self.is_served(keys) && !beneath.contains(&own(keys)) {
+                used.extend(children(keys).map(str::to_owned));
+            }
+        }
+        // A node that stays needs all nodes beneath it, unless it is a disk that is served.
+        let stays = |name: &String| self.named(name).is_none_or(|keys| !self.is_served(keys));
+        let needed = self.beneath(used.iter().filter(|name| stays(name)).cloned());
+        beneath.retain(|name| !used.contains(name) && !needed.contains(name));
         beneath
     }
 
     /// Decides whether the `-blockdev` at index `at` stays, changes or goes.
-    pub fn fate(&self, at: usize, argument: &Argument) -> Result<Fate> {
-        let Some(keys) = self.nodes.get(&at) else { return Ok(Fate::Kept) };
+    pub fn fate(&self, at: usize, argument: &Argument) -> Fate {
+        let Some(keys) = self.nodes.get(&at) else { return Fate::Kept };
         let driver = value_of(keys, "driver").unwrap_or_default();
         let name = value_of(keys, "node-name").unwrap_or_default();
         if self.beneath_served.contains(name) {
-            return Ok(Fate::Removed);
+            return Fate::Removed;
         }
-        if is_read_only(keys) {
-            return Ok(Fate::Kept);
+        if is_read_only(keys) || self.beneath_left_out.contains(name) {
+            return Fate::Kept;
         }
-        if FILTERS.contains(&driver) {
-            return self.filter_fate(argument, keys);
-        }
-        if (is_local(driver) || driver == NBD) && self.is_file_of_format(name) {
-            return Ok(Fate::Kept);
-        }
-        let drive = self.drive_at(argument, NodeKeys::whole(keys), name)?;
-        Ok(Fate::Served(drive, node_keys(argument, keys)?, Place::Node))
+        let served = if is_filter(keys) {
+            match self.in_filter(argument, keys) {
+                Some(served) => served,
+                None => return Fate::Kept,
+            }
+        } else if !matches!(driver, "raw" | "qcow2") && self.is_beneath_disk(name) {
+            return Fate::Kept;
+        } else {
+            self.whole_node(argument, keys, name)
+        };
+        let aliases = self.filters_above(name);
+        Fate::Disk(Disk { name: name.into(), aliases, served, is_left_out: false })
     }
 
-    /// A filter stays; a disk that is written inside it is served.
-    fn filter_fate(&self, argument: &Argument, keys: &DriveKeys) -> Result<Fate> {
+    fn whole_node(&self, argument: &Argument, keys: &DriveKeys, name: &str) -> Result<Served> {
+        let drive = self.drive_at(argument, NodeKeys::whole(keys), name)?;
+        let kept = node_keys(argument, keys, &drive)?;
+        Ok(Served { drive, kept, place: Place::Node })
+    }
+
+    /// The disk that is written inside a filter; `None` if there is none that the guest can write
+    /// to. The filter stays.
+    fn in_filter(&self, argument: &Argument, keys: &DriveKeys) -> Option<Result<Served>> {
         let filter = NodeKeys::whole(keys);
         let below = match self.child(&filter, "file") {
             Child::Node(below) if !below.prefix.is_empty() => below,
-            _ => return Ok(Fate::Kept),
+            _ => return None,
         };
         if matches!(below.value("read-only"), Some("on" | "true" | "yes" | "y")) {
-            return Ok(Fate::Kept);
+            return None;
         }
         let inner: DriveKeys = keys
             .iter()
             .filter_map(|(key, value)| Some((key.strip_prefix("file.")?.into(), value.clone())))
             .collect();
-        node_keys(argument, &inner)?;
         let name = filter.value("node-name").unwrap_or_default();
-        let drive = self.drive_at(argument, below, name)?;
         let kept = keys.iter().filter(|(key, _)| !key.starts_with("file.")).cloned().collect();
-        Ok(Fate::Served(drive, kept, Place::InFilter))
+        let served = || {
+            let drive = self.drive_at(argument, below, name)?;
+            node_keys(argument, &inner, &drive)?;
+            Ok(Served { drive, kept, place: Place::InFilter })
+        };
+        Some(served())
     }
 
-    fn is_file_of_format(&self, name: &str) -> bool {
-        self.nodes.values().any(|keys| is_format(keys) && children(keys).any(|child| child == name))
+    /// True if `name` is a node beneath another one that is no filter.
+    fn is_beneath_disk(&self, name: &str) -> bool {
+        let mut above = self.nodes.values().filter(|keys| !is_filter(keys));
+        !name.is_empty() && above.any(|keys| children(keys).any(|child| child == name))
     }
 
     /// The disk whose topmost node is `node`, called `name`.
@@ -195,7 +262,7 @@ impl BlockNodes {
                 Child::Unstated | Child::Absent => return Err(remote_drive_error(argument, "")),
             };
             let protocol = below.value("driver").unwrap_or("file");
-            (protocol, below.image(), backing_of(argument, self, node)?)
+            (protocol, below.image(), backing_of(argument, self, NodeKeys::of(&node))?)
         } else {
             (driver, node.image(), Backing::default())
         };
@@ -205,7 +272,9 @@ impl BlockNodes {
         };
         let format = if matches!(driver, "raw" | "qcow2") { driver } else { "raw" };
         let format = Some(format.to_owned());
-        Ok(Drive { name: name.into(), image, format, temporary: false, remote, backing })
+        let slice = Slice::of(driver, |key| node.value(key));
+        let (name, temporary) = (name.into(), false);
+        Ok(Drive { name, image, format, temporary, remote, backing, slice })
     }
 }
 
@@ -213,16 +282,17 @@ fn is_format(keys: &DriveKeys) -> bool {
     matches!(value_of(keys, "driver"), Some("raw" | "qcow2"))
 }
 
-/// True for the topmost node of a disk that the guest can write to.
-fn is_served(keys: &DriveKeys) -> bool {
-    is_format(keys) && !is_read_only(keys)
+fn is_filter(keys: &DriveKeys) -> bool {
+    value_of(keys, "driver").is_some_and(|driver| FILTERS.contains(&driver))
 }
 
 /// The names of the nodes right beneath the one with `keys`.
 fn children(keys: &DriveKeys) -> impl Iterator<Item = &str> {
     let is_child = |key: &str| {
-        let last = key.rsplit('.').next().unwrap_or_default();
-        CHILDREN.contains(&last)
+        let mut segments = key.rsplit('.');
+        let last = segments.next().unwrap_or_default();
+        // quorum numbers its children.
+        CHILDREN.contains(&last) || segments.next() == Some("children")
     };
     keys.iter().filter(move |(key, _)| is_child(key)).map(|(_, value)| value.as_str())
 }
@@ -234,10 +304,11 @@ pub(super) fn malformed_json_error(argument: &Argument) -> CommandLineError {
         fix: "correct it; QEMU refuses it too".into(),
     }
 }
-/// The keys of a node that are kept.
+
+/// The keys of the node of `drive` that are kept.
 ///
 /// Error: [`CommandLineError::Argument`] for an unknown key.
-fn node_keys(argument: &Argument, keys: &DriveKeys) -> Result<DriveKeys> {
+fn node_keys(argument: &Argument, keys: &DriveKeys, drive: &Drive) -> Result<DriveKeys> {
     const NODE_KEPT: &[&str] = &["node-name", "discard", "detect-zeroes", "cache.no-flush"];
     const NODE_OPENING: &[&str] = &[
         "filename",
@@ -258,6 +329,7 @@ fn node_keys(argument: &Argument, keys: &DriveKeys) -> Result<DriveKeys> {
         } else if !is_one_of(key, OPENING, OPENING_PREFIXES)
             && !NODE_OPENING.contains(&key.as_str())
             && !opens_export(key)
+            && !(drive.slice.is_some() && SLICE.contains(&key.as_str()))
         {
             return Err(unknown_key_error(argument, key));
         }

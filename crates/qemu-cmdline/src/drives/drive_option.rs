@@ -4,8 +4,8 @@
 use super::backing::{Backing, backing_of};
 use super::block_nodes::{BlockNodes, NodeKeys, flattened_keys, malformed_json_error};
 use super::{
-    DriveKeys, Fate, NBD, Place, export_address, is_local, is_one_of, is_read_only_drive,
-    local_path, remote_drive_error, unknown_key_error,
+    Disk, DriveKeys, Fate, NBD, Place, SLICE, Served, Slice, export_address, is_local, is_one_of,
+    is_read_only_drive, local_path, remote_drive_error, unknown_key_error,
 };
 use crate::Result;
 use crate::drives::Drive;
@@ -78,54 +78,96 @@ pub(super) fn drive_on_index(
 ) -> Fate {
     let name = names.next("hd");
     let backing = Backing::default();
-    let drive = Drive { name, image: path.into(), format: None, temporary, remote: false, backing };
+    let drive = Drive {
+        name: name.clone(),
+        image: path.into(),
+        format: None,
+        temporary,
+        remote: false,
+        backing,
+        slice: None,
+    };
     let kept = vec![("index".into(), index.to_string()), ("media".into(), "disk".into())];
-    Fate::Served(drive, kept, Place::Drive)
+    let served = Ok(Served { drive, kept, place: Place::Drive });
+    Fate::Disk(Disk { name, aliases: Vec::new(), served, is_left_out: false })
 }
 
 /// What happens to a `-drive`. `snapshot` is true if the line has `-snapshot`.
-///
-/// Error: [`CommandLineError::Argument`](crate::CommandLineError::Argument) for a disk that cannot
-/// be served.
 pub(super) fn drive_fate(
     argument: &Argument,
     snapshot: bool,
     nodes: &BlockNodes,
     names: &mut GeneratedNames,
-) -> Result<Fate> {
-    let mut keys = drive_keys(argument)?;
-    if is_read_only_drive(&keys) {
-        return Ok(Fate::Kept);
+) -> Fate {
+    let own = options::keys(argument.value(), "file");
+    let keys = drive_keys(argument);
+    if is_read_only_drive(keys.as_ref().unwrap_or(&own)) {
+        return Fate::Kept;
     }
+    let served = match keys.and_then(|keys| served_drive(argument, keys, snapshot, nodes)) {
+        Ok(Some(served)) => Ok(served),
+        // It has no medium.
+        Ok(None) => return Fate::Kept,
+        Err(error) => Err(error),
+    };
+    let mut own_names = ["id", "node-name"].iter().filter_map(|key| value_of(&own, key));
+    let kind = value_of(&own, "if").unwrap_or("drive");
+    let name = own_names.next().map_or_else(|| names.next(kind), str::to_owned);
+    let aliases = own_names.map(str::to_owned).collect();
+    let named = |served: Served| {
+        let drive = Drive { name: name.clone(), ..served.drive };
+        Served { drive, ..served }
+    };
+    Fate::Disk(Disk { aliases, served: served.map(named), name: name.clone(), is_left_out: false })
+}
+
+/// How the disk of a `-drive` with the keys `keys` is served, without its name; `None` if it has no
+/// medium.
+///
+/// Error: [`CommandLineError::Argument`](crate::CommandLineError::Argument) for a disk that cannot
+/// be served.
+fn served_drive(
+    argument: &Argument,
+    mut keys: DriveKeys,
+    snapshot: bool,
+    nodes: &BlockNodes,
+) -> Result<Option<Served>> {
     let file = value_of(&keys, "file").or_else(|| value_of(&keys, "file.filename"));
-    let remote = value_of(&keys, "file.driver") == Some(NBD);
+    let protocol = value_of(&keys, "file.driver");
+    let remote = protocol == Some(NBD);
+    let format = value_of(&keys, "format").or_else(|| value_of(&keys, "driver")).map(str::to_owned);
     let image = match file.filter(|file| !file.is_empty()) {
         _ if remote => export_address(&keys, "file."),
-        None => return Ok(Fate::Kept),
+        None => match protocol.or(format.as_deref()) {
+            Some(driver) if !matches!(driver, "raw" | "qcow2") => {
+                return Err(remote_drive_error(argument, driver));
+            }
+            _ => return Ok(None),
+        },
         Some(file) => local_path(argument, file)?,
     };
-    if let Some(protocol) = value_of(&keys, "file.driver").filter(|d| !remote && !is_local(d)) {
+    if let Some(protocol) = protocol.filter(|d| !remote && !is_local(d)) {
         return Err(remote_drive_error(argument, protocol));
     }
     let backing = backing_of(argument, nodes, NodeKeys::whole(&keys))?;
+    let slice = Slice::of(format.as_deref().unwrap_or_default(), |key| value_of(&keys, key));
     let temporary = snapshot || is_on(&keys, "snapshot");
-    let format = value_of(&keys, "format").or_else(|| value_of(&keys, "driver")).map(str::to_owned);
     if let Some(writeback) = cache(argument, &keys)? {
         keys.extend(writeback);
     }
-    let id = value_of(&keys, "id").or_else(|| value_of(&keys, "node-name")).map(str::to_owned);
-    let kind = value_of(&keys, "if").unwrap_or("drive").to_owned();
     let mut kept = Vec::new();
     for (key, value) in keys {
         if is_one_of(&key, KEPT, KEPT_PREFIXES) {
             kept.push((key, value));
-        } else if !is_one_of(&key, OPENING, OPENING_PREFIXES) {
+        } else if !is_one_of(&key, OPENING, OPENING_PREFIXES)
+            && !(slice.is_some() && SLICE.contains(&key.as_str()))
+        {
             return Err(unknown_key_error(argument, &key));
         }
     }
-    let name = id.unwrap_or_else(|| names.next(&kind));
-    let drive = Drive { name, image, format, temporary, remote, backing };
-    Ok(Fate::Served(drive, kept, Place::Drive))
+    let name = String::new();
+    let drive = Drive { name, image, format, temporary, remote, backing, slice };
+    Ok(Some(Served { drive, kept, place: Place::Drive }))
 }
 
 /// The keys of a `-drive`; those in `file=json:{...}` as if they stood beside it.

@@ -8,7 +8,15 @@ fn line(words: &[&str]) -> Vec<Argument> {
 }
 
 fn server() -> DiskServer {
-    DiskServer { socket: "/run/d.sock".into(), prefix: "a/".into() }
+    DiskServer { prefix: "a/".into(), ..DiskServer::at("/run/d.sock".into()) }
+}
+
+/// The line in which `names` stay with QEMU.
+fn left_out(words: &[&str], names: &[&str]) -> String {
+    let server = DiskServer { left_out: DiskNames::of(names.iter().copied()), ..server() };
+    let words: Vec<String> =
+        rewrite_drives(&line(words), &server).unwrap().iter().flat_map(Argument::words).collect();
+    words.join(" ")
 }
 
 fn rewritten(words: &[&str]) -> String {
@@ -112,6 +120,10 @@ fn disks_that_cannot_be_served_are_refused_with_a_fix() {
         &["-drive", "file=json:{},if=virtio"],
         &["-drive", "file=a,encrypt.key-secret=s"],
         &["-drive", "file=a,offset=512"],
+        &["-drive", "file=a,format=qcow2,offset=512"],
+        &["-drive", "driver=null-co,size=1M,id=d"],
+        &["-drive", "file.driver=vvfat,file.dir=/tmp,file.rw=on,id=d"],
+        &["-blockdev", "driver=luks,node-name=n,key-secret=s,file.driver=file,file.filename=a"],
         &["-blockdev", "driver=rbd,node-name=n,pool=p,image=i"],
         &["-blockdev", "driver=qcow2,node-name=n,file=gone"],
         &["-blockdev", "driver=qcow2,node-name=n,backing=b,file.driver=file,file.filename=a"],
@@ -146,7 +158,7 @@ fn images_beneath_a_disk_are_those_that_the_line_names() {
     let text = rewritten(&words("virtio-blk,drive=d"));
     assert!(!text.contains("s1") && !text.contains("f2") && !text.contains("s2"), "{text}");
     let text = rewritten(&words("virtio-blk,drive=f2"));
-    assert!(!text.contains("s1") && text.contains("f2") && text.contains("s2"), "{text}");
+    assert!(!text.contains("s1") && text.contains("f2") && text.contains("/i/base"), "{text}");
 
     for (text, expected) in [
         ("qcow2,node-name=d,file.driver=file,file.filename=a", Backing::default()),
@@ -183,12 +195,179 @@ fn a_disk_inside_a_filter_or_inside_json_is_served() {
     assert!(!rewritten(&["-drive", drive]).contains("filename"));
 }
 
+#[test]
+fn a_disk_that_is_left_out_stays_as_the_line_says() {
+    let served = "file=a,format=raw,if=none,id=e";
+    for words in [
+        &["-drive", "file=fat:rw:/tmp,id=d"][..],
+        &["-drive", "file=nbd://host/x,if=virtio,id=d"],
+        &["-drive", "file=enc.qcow2,format=qcow2,encrypt.key-secret=s,if=none,node-name=d"],
+        &["-drive", "file=a.vmdk,format=vmdk,id=d"],
+        &["-drive", "driver=null-co,size=1M,id=d"],
+        &["-drive", "file=b.raw,format=raw,id=d"],
+        &["-blockdev", "null-co,node-name=d,size=1M"],
+        &["-blockdev", "nbd,node-name=d,path=/s"],
+        &[
+            "-blockdev",
+            "luks,node-name=d,key-secret=s,file=f",
+            "-blockdev",
+            "file,node-name=f,filename=a",
+        ],
+        &["-blockdev", "vmdk,node-name=d,file=f", "-blockdev", "file,node-name=f,filename=a"],
+        // The filter above it, the images beneath it, and what is written inside.
+        &[
+            "-blockdev",
+            "throttle,node-name=d,throttle-group=g,file=f",
+            "-blockdev",
+            "nbd,node-name=f,path=/s",
+        ],
+        &[
+            "-blockdev",
+            "throttle,node-name=t,throttle-group=g,file=d",
+            "-blockdev",
+            "nbd,node-name=d,path=/s",
+        ],
+        &[
+            "-blockdev",
+            r#"{"driver":"throttle","node-name":"d","throttle-group":"g","file":{"driver":"luks","key-secret":"s"}}"#,
+        ],
+        &[
+            "-blockdev",
+            "file,node-name=f1,filename=a",
+            "-blockdev",
+            "file,node-name=f2,filename=b",
+            "-blockdev",
+            "qcow2,node-name=b,file=f2",
+            "-blockdev",
+            "qcow2,node-name=d,file=f1,backing=b",
+        ],
+        &[
+            "-blockdev",
+            "quorum,node-name=d,vote-threshold=1,children.0=q",
+            "-blockdev",
+            "raw,node-name=q,file.driver=file,file.filename=a",
+        ],
+    ] {
+        assert_eq!(left_out(words, &["d"]), words.join(" "));
+        let with_another = [words, &["-drive", served]].concat();
+        let text = left_out(&with_another, &["d"]);
+        assert!(text.starts_with(&words.join(" ")) && text.contains("export=a/e"), "{text}");
+        let all = DiskServer { left_out: DiskNames::All, ..server() };
+        assert_eq!(rewrite_drives(&line(&with_another), &all).unwrap(), line(&with_another));
+        let found = line_drives(&line(words)).unwrap();
+        let of_name = found.iter().filter(|disk| disk.is_in(&DiskNames::of(["d"]))).count();
+        assert_eq!(of_name, 1, "{words:?}: {found:?}");
+    }
+}
+
+#[test]
+fn images_that_a_served_disk_shares_with_one_that_is_left_out_stay() {
+    let words = [
+        "-blockdev",
+        "file,node-name=base-file,filename=base",
+        "-blockdev",
+        "qcow2,node-name=base,file=base-file,read-only=on",
+        "-blockdev",
+        "qcow2,node-name=d,file.driver=file,file.filename=a,backing=base",
+        "-blockdev",
+        "qcow2,node-name=e,file.driver=file,file.filename=b,backing=base",
+    ];
+    let text = left_out(&words, &["d"]);
+    assert!(text.starts_with(&words[..6].join(" ")) && text.ends_with("node-name=e"), "{text}");
+    assert!(!rewritten(&words).contains("base"));
+}
+
+#[test]
+fn a_drive_that_is_left_out_keeps_the_overlay_of_snapshot() {
+    let words = ["-snapshot", "-drive", "file=a,id=d", "-drive", "file=b,id=e"];
+    let text = left_out(&words, &["d"]);
+    assert!(text.starts_with("-snapshot -drive file=a,id=d -drive"), "{text}");
+    assert!(text.contains("snapshot=off") && text.contains("export=a/e"), "{text}");
+    assert!(!rewritten(&words).contains("snapshot"));
+}
+
+#[test]
+fn a_slice_of_an_image_stays_a_slice_of_what_is_served() {
+    let export = "driver=nbd,file.server.type=unix,file.server.path=/run/d.sock,file.export=a/d,file.reconnect-delay=86400";
+    let drive = "file=a,format=raw,offset=512,size=1024,if=none,id=d";
+    let node = r#"{"driver":"raw","node-name":"d","offset":512,"size":1024,"file":{"driver":"file","filename":"a"}}"#;
+    let inner = format!(
+        "throttle,node-name=d,throttle-group=g,{}",
+        "file.driver=raw,file.offset=512,file.size=1024,file.file.driver=file,file.file.filename=a"
+    );
+    let inner_export =
+        export.replace("file.", "file.file.").replace("driver=", "file.file.driver=");
+    for (words, expected) in [
+        (
+            ["-drive", drive],
+            format!(
+                "-drive format=raw,offset=512,size=1024,file.{export},discard=unmap,if=none,id=d"
+            ),
+        ),
+        (
+            ["-blockdev", node],
+            format!(
+                "-blockdev driver=raw,offset=512,size=1024,file.{export},file.discard=unmap,discard=unmap,node-name=d"
+            ),
+        ),
+        (
+            ["-blockdev", &inner],
+            format!(
+                "-blockdev file.driver=raw,file.offset=512,file.size=1024,{inner_export},file.file.discard=unmap,file.discard=unmap,discard=unmap,driver=throttle,node-name=d,throttle-group=g"
+            ),
+        ),
+    ] {
+        assert_eq!(rewritten(&words), expected);
+        let slice = drives(&line(&words)).unwrap()[0].slice.clone().unwrap();
+        assert_eq!((slice.offset.as_deref(), slice.size.as_deref()), (Some("512"), Some("1024")));
+        // A server of the slice itself.
+        let cut = DiskServer { cut_slices: DiskNames::of(["d"]), ..server() };
+        let text = rewrite_drives(&line(&words), &cut).unwrap()[0].words().join(" ");
+        assert!(!text.contains("512") && text.contains("export=a/d"), "{text}");
+    }
+    assert_eq!(drives(&line(&["-drive", "file=a,format=raw"])).unwrap()[0].slice, None);
+}
+
+#[test]
+fn an_image_above_a_served_one_is_not_served() {
+    let export = r#"{"driver":"nbd","server":{"type":"unix","path":"/run/d.sock"},"export":"a/d"}"#;
+    let is = |file: &str| is_served(file, Path::new("/run/d.sock"));
+    assert!(
+        is("nbd+unix:///a%2Fd?socket=/run/d.sock") && is("nbd+unix:///d?socket=%2Frun%2Fd.sock")
+    );
+    for served in [
+        format!("json:{export}"),
+        format!(r#"json:{{"driver":"raw","offset":512,"file":{export}}}"#),
+        format!(r#"json:{{"throttle-group":"g","driver":"throttle","file":{export}}}"#),
+        format!(r#"json:{{"driver":"blkreplay","image":{{"driver":"raw","file":{export}}}}}"#),
+        format!(r#"json:{{"driver":"mirror_top","backing":{export}}}"#),
+    ] {
+        assert!(is(&served), "{served}");
+        assert!(!is_served(&served, Path::new("/run/e.sock")), "{served}");
+    }
+    let own = r#"{"driver":"file","filename":"/i/snap"}"#;
+    for other in [
+        format!(
+            r#"json:{{"driver":"qcow2","backing":{{"driver":"raw","file":{export}}},"file":{own}}}"#
+        ),
+        format!(r#"json:{{"backing":{export},"driver":"qcow2","file":{own}}}"#),
+        format!(r#"json:{{"driver":"qcow2","file":"/run/d.sock","backing":{export}}}"#),
+        "/run/d.sock".into(),
+        "json:{".into(),
+        "json:[]".into(),
+    ] {
+        assert!(!is(&other), "{other}");
+    }
+}
+
 proptest! {
     #[test]
     fn no_line_panics(values in prop::collection::vec("(file=|id=|if=|a|,|=|\\{|\\}|\"|driver|:|raw){0,8}", 0..5)) {
         let words: Vec<String> = values.into_iter().flat_map(|v| ["-drive".into(), v.clone(), "-blockdev".into(), v]).collect();
         if let Ok(arguments) = options::parse(&words) {
             let _ = rewrite_drives(&arguments, &server());
+            let left_out = DiskNames::of(["a", "raw"]);
+            let _ = rewrite_drives(&arguments, &DiskServer { left_out, ..server() });
         }
     }
 }

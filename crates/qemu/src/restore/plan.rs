@@ -17,7 +17,7 @@ use crate::binary::{self, QemuIdentity};
 use crate::{Error, Result, stream};
 use keyframe_machine::Accelerator;
 use keyframe_qemu_cmdline::{
-    Argument, HostProbe, LineUse, LineWord, NoHost, RestorableLine, check_added, empty_drives,
+    Argument, HostProbe, LineUse, LineWord, NoHost, RestorableLine, check_added,
     has_accelerator_choice, moved_user_networks, named_accelerator, options, plan_backends,
     restorable_line, rewrite_drives, with_accelerator, without_accelerator,
 };
@@ -77,7 +77,7 @@ impl Plan {
             spawned,
             lazy,
             elsewhere,
-            rehearsed_disks,
+            rehearsal,
         } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
@@ -97,10 +97,9 @@ impl Plan {
         notes.extend(removed);
         let mut kept = kept;
         notes.extend(name_stand_ins(&mut kept, &host.directory, &source.ram));
-        let kept = match (&disks, &rehearsed_disks) {
-            (Some(server), _) => rewrite_drives(&kept, server)?,
-            (None, Some(sizes)) => empty_drives(&kept, sizes)?,
-            (None, None) => kept,
+        let kept = match &disks {
+            Some(server) => rewrite_drives(&kept, server)?,
+            None => kept,
         };
         let line = match accelerator {
             Some(_) => plan_backends(&without_accelerator(&kept), &source.ram)?,
@@ -136,7 +135,7 @@ impl Plan {
             moved_networks,
             choice,
             notes,
-            is_rehearsal: rehearsed_disks.is_some(),
+            is_rehearsal: rehearsal,
         })
     }
 

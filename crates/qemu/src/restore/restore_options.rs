@@ -3,7 +3,6 @@
 use super::Lineage;
 use crate::DiskServer;
 use keyframe_machine::Accelerator;
-use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 /// The options of a restore.
@@ -42,10 +41,9 @@ pub struct RestoreOptions {
     /// True if the plan only shows that another host could restore the VM: this host's files,
     /// ports and interfaces do not count.
     pub elsewhere: bool,
-    /// For a rehearsal, whose VM never runs: the sizes in bytes of the disks that the guest can
-    /// write to, by name. QEMU gets empty disks of these sizes, and RAM is loaded only as far as
-    /// the devices need it. `None` for a restore.
-    pub rehearsed_disks: Option<BTreeMap<String, u64>>,
+    /// True for a rehearsal, whose VM never runs: RAM is loaded only as far as the devices need it
+    /// while they are loaded.
+    pub rehearsal: bool,
 }
 
 /// The end of a replay.

@@ -13,10 +13,13 @@
 //! QEMU goes back to no internal snapshot (`loadvm`) of a disk that has a bitmap, and leaves the VM
 //! paused. So a disk with such snapshots has none: each of its checkpoints is complete.
 //!
+//! After an external snapshot, a mirror, a commit or a change of a disk's size by another client, the
+//! next checkpoint is complete; after a change of the size it is the first of another run.
+//!
 //! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no
 //! complete checkpoint sealed or under way, the next one is complete.
 
-use super::qemu_disk::{QemuDisk, require_same};
+use super::qemu_disk::{DiskChanges, QemuDisk, follow, require_same};
 use crate::error::{DiskError, Error, Result};
 use crate::event::{SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
@@ -103,6 +106,8 @@ pub struct FleecedDiskCapture {
     have_snapshots: bool,
     /// True if a checkpoint was captured in this run.
     has_captured: bool,
+    /// A disk has another size than in the present run.
+    needs_new_run: bool,
     open: Option<Open>,
     in_flight: BTreeMap<u64, Pending>,
     events: SharedEventSink,
@@ -143,6 +148,7 @@ impl FleecedDiskCapture {
             based: false,
             have_snapshots: false,
             has_captured: false,
+            needs_new_run: false,
             open: None,
             in_flight,
             events,
@@ -168,6 +174,7 @@ impl FleecedDiskCapture {
     /// does not answer, or a file cannot be made.
     pub fn begin(&mut self, members: &mut [Member]) -> Result<FleecedCut, BoxError> {
         self.close_when_read(members)?;
+        self.follow(members)?;
         self.have_snapshots = require_same(&self.disks, members)?.have_snapshots;
         self.require_space()?;
         let cut = FleecedCut(Arc::default());
@@ -177,6 +184,25 @@ impl FleecedDiskCapture {
             self.close(members);
         }
         added.map(|()| cut)
+    }
+
+    /// Follows disks over other images or of other sizes: the next checkpoint is complete. Error: a
+    /// disk has another size, for which another run has to begin; QEMU does not answer.
+    fn follow(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        let changes = follow(&mut self.disks, members)?;
+        if changes == DiskChanges::default() {
+            return Ok(());
+        }
+        self.metas = self.disks.iter().map(|disk| disk.meta.clone()).collect();
+        self.in_flight.clear();
+        self.start_anew(members);
+        self.needs_new_run |= changes.have_other_size;
+        if self.needs_new_run { Err(DiskError::OtherSize.into()) } else { Ok(()) }
+    }
+
+    /// Returns true once after a disk was found to have another size.
+    pub fn takes_new_run(&mut self) -> bool {
+        std::mem::take(&mut self.needs_new_run)
     }
 
     /// Checks that the file system has room for scratch files: a guest's write fails if QEMU cannot

@@ -16,7 +16,7 @@ use crate::error::{CloneObstacle, DiskError, Result};
 use crate::event::SharedEventSink;
 use crate::launch::StartedVm;
 use keyframe_disk::ImageFormat;
-use keyframe_qemu::{Drive, LineDisk, Vm, fleece};
+use keyframe_qemu::{DiskNames, Drive, LineDisk, LineDrive, Vm, fleece};
 use keyframe_store::{BaseMeta, DiskMeta, Store};
 use keyframe_vm_disks::base_image;
 use std::path::Path;
@@ -46,9 +46,28 @@ pub struct ExcludedDisks(pub Vec<String>);
 
 impl ExcludedDisks {
     fn has(&self, disk: &QemuDisk) -> bool {
-        self.0
-            .iter()
-            .any(|name| name == "all" || *name == disk.meta.name || *name == disk.node.device)
+        let node = &disk.node;
+        let is = |name: &String| {
+            name == "all"
+                || *name == disk.meta.name
+                || *name == node.device
+                || *name == node.node
+                || disk.aliases.contains(name)
+        };
+        self.0.iter().filter(|name| !name.is_empty()).any(is)
+    }
+
+    /// Returns the names that the disks have on the command line of a VM, whose disks have the
+    /// prefix `prefix` in checkpoints.
+    pub fn in_line(&self, prefix: &str) -> DiskNames {
+        if self.0.iter().any(|name| name == "all") {
+            return DiskNames::All;
+        }
+        let of_line = |name: &String| {
+            let own = name.strip_prefix(prefix).filter(|_| !prefix.is_empty()).map(str::to_owned);
+            [name.clone()].into_iter().chain(own)
+        };
+        DiskNames::of(self.0.iter().filter(|name| !name.is_empty()).flat_map(of_line))
     }
 }
 
@@ -65,6 +84,8 @@ pub fn for_launch(way: DiskMethod, drives: &[Drive]) -> Result<DiskMethod> {
                     Some(CloneObstacle::Temporary(drive.name.clone()))
                 } else if drive.remote {
                     Some(CloneObstacle::NoFile(drive.name.clone()))
+                } else if drive.slice.is_some() {
+                    Some(CloneObstacle::Slice(drive.name.clone()))
                 } else {
                     super::clones::objection(&drive.image, format_of(drive), false)
                 };
@@ -93,18 +114,20 @@ pub fn own(
     leave_out: &ExcludedDisks,
     events: &SharedEventSink,
 ) -> Result<Option<Box<dyn DiskCapture>>> {
-    let mut disks = Vec::new();
+    // An engine that was killed may have left nodes above the disks.
+    found.iter_mut().try_for_each(|one| fleece::sweep(one.vm.qmp()).map(drop))?;
+    let mut disks = all_disks(found, is_group)?;
     for (member, one) in found.iter_mut().enumerate() {
-        let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
-        // An engine that was killed may have left nodes above the disks.
-        fleece::sweep(one.vm.qmp())?;
-        let mut of_vm = disks_of(&mut one.vm, &one.directory, member, &prefix)?;
-        one.vm.mind_disks(of_vm.iter().map(|disk| disk.node.clone()).collect());
-        disks.append(&mut of_vm);
+        let of_vm = disks.iter().filter(|disk| disk.member == member);
+        one.vm.mind_disks(of_vm.map(|disk| disk.node.clone()).collect());
     }
     leave(&mut disks, leave_out)?;
     if disks.is_empty() {
         return Ok(None);
+    }
+    let mut captured = disks.iter().filter(|disk| !disk.left_out);
+    if let Some(error) = captured.find_map(|disk| disk.refused.clone()) {
+        return Err(keyframe_qemu::Error::from(error).into());
     }
     for one in found.iter_mut() {
         if let Some(job) = fleece::other_job(one.vm.qmp())? {
@@ -119,6 +142,9 @@ pub fn own(
         if disk.remote {
             return Some(CloneObstacle::NoFile(disk.meta.name.clone()));
         }
+        if disk.is_slice {
+            return Some(CloneObstacle::Slice(disk.meta.name.clone()));
+        }
         super::clones::objection(&disk.image, disk.format, way == DiskMethod::Auto)
     });
     match (way, objection) {
@@ -131,6 +157,44 @@ pub fn own(
             fleeced((store, run_dir), disks, found, events).map(Some)
         }
     }
+}
+
+/// Adds the disks that are left out, which QEMU has opened, to the captured disks `served`. `None`
+/// if the guests can write to no disk. Error: QEMU does not answer.
+pub fn beside_served(
+    (store, name): (&Store, &str),
+    (found, is_group): (&mut [StartedVm], bool),
+    served: Option<Box<dyn DiskCapture>>,
+    leave_out: &ExcludedDisks,
+    events: &SharedEventSink,
+) -> Result<Option<Box<dyn DiskCapture>>> {
+    if leave_out.0.is_empty() {
+        return Ok(served);
+    }
+    let mut disks = all_disks(found, is_group)?;
+    disks.retain(|disk| leave_out.has(disk));
+    leave(&mut disks, leave_out)?;
+    for (member, one) in found.iter_mut().enumerate() {
+        let of_vm = disks.iter().filter(|disk| disk.member == member);
+        one.vm.mind_disks(of_vm.map(|disk| disk.node.clone()).collect());
+    }
+    match served {
+        Some(mut served) => {
+            served.leave_out(disks.into_iter().map(|disk| disk.meta).collect());
+            Ok(Some(served))
+        }
+        None if disks.is_empty() => Ok(None),
+        None => cloned(store, name, disks, events).map(Some),
+    }
+}
+
+fn all_disks(found: &mut [StartedVm], is_group: bool) -> Result<Vec<QemuDisk>> {
+    let mut disks = Vec::new();
+    for (member, one) in found.iter_mut().enumerate() {
+        let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
+        disks.append(&mut disks_of(&mut one.vm, &one.directory, member, &prefix)?);
+    }
+    Ok(disks)
 }
 
 fn cloned(
@@ -178,18 +242,29 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
             base: BaseMeta::blank(),
             ..DiskMeta::default()
         };
-        let format = if drive.remote { Some(ImageFormat::Raw) } else { format_of(&drive) };
+        let LineDrive { aliases, drive, .. } = drive;
+        let (drive, refused) = match drive {
+            Ok(drive) => (Some(drive), None),
+            Err(error) => (None, Some(error)),
+        };
+        let is = |property: fn(&Drive) -> bool| drive.as_ref().is_some_and(property);
         // With -snapshot QEMU writes to a file of its own.
-        let (temporary, remote) = (drive.temporary, drive.remote);
-        let image = drive.image;
+        let (temporary, remote) = (is(|drive| drive.temporary), is(|drive| drive.remote));
+        let is_slice = is(|drive| drive.slice.is_some());
+        let format =
+            if remote { Some(ImageFormat::Raw) } else { drive.as_ref().and_then(format_of) };
+        let image = drive.map_or_else(|| node.file.clone().into(), |drive| drive.image);
         disks.push(QemuDisk {
             member,
             node,
             meta,
+            aliases,
+            refused,
             image,
             format,
             temporary,
             remote,
+            is_slice,
             left_out: false,
         });
     }
@@ -199,7 +274,7 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
 /// Marks those that stay out.
 fn leave(disks: &mut [QemuDisk], leave_out: &ExcludedDisks) -> Result<()> {
     for disk in disks.iter_mut().filter(|disk| leave_out.has(disk)) {
-        let format = disk.format.map_or_else(|| "raw".into(), |format| format.to_string());
+        let format = disk.format.map_or_else(|| disk.node.driver.clone(), |f| f.to_string());
         disk.meta.base =
             BaseMeta { path: disk.image.display().to_string(), format, files: Vec::new() };
         disk.meta.left_out = true;

@@ -5,6 +5,7 @@ use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_qemu::WritableNode;
+use keyframe_qemu::cmdline::CommandLineError;
 use keyframe_store::DiskMeta;
 use std::path::PathBuf;
 
@@ -17,6 +18,10 @@ pub struct QemuDisk {
     pub node: WritableNode,
     /// The description of the disk in checkpoints.
     pub meta: DiskMeta,
+    /// Its other names on the command line.
+    pub aliases: Vec<String>,
+    /// The reason why no server could open it, so that no restore could bring it back.
+    pub refused: Option<CommandLineError>,
     /// The image.
     pub image: PathBuf,
     /// Its format; `None` if Keyframe does not read that format.
@@ -25,6 +30,8 @@ pub struct QemuDisk {
     pub temporary: bool,
     /// True if it is an export that only QEMU reads, and not a file.
     pub remote: bool,
+    /// True if the guest sees a part of the image only.
+    pub is_slice: bool,
     /// True if checkpoints leave it out.
     pub left_out: bool,
 }
@@ -34,6 +41,46 @@ pub struct QemuDisk {
 pub struct DisksNow {
     /// True if any of them has internal snapshots.
     pub have_snapshots: bool,
+}
+
+/// What another client has changed of the disks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DiskChanges {
+    /// A disk is over another image: after an external snapshot, a mirror or a commit.
+    pub have_other_image: bool,
+    /// A disk has another size.
+    pub have_other_size: bool,
+}
+
+/// Makes `disks` follow the disks of VMs that another client gave another image or another size.
+/// A disk whose device was plugged in after the VM's start stays as it was: it may be another one.
+pub fn follow(disks: &mut [QemuDisk], members: &mut [Member]) -> Result<DiskChanges, BoxError> {
+    let mut changes = DiskChanges::default();
+    for (number, member) in members.iter_mut().enumerate() {
+        let vm = member.vm.qemu()?;
+        let nodes = vm.writable_nodes()?;
+        let mut has_changed = false;
+        for disk in disks.iter_mut().filter(|disk| disk.member == number) {
+            let same = nodes.iter().find(|node| node.is_same_disk(&disk.node));
+            let now = match same.or_else(|| nodes.iter().find(|n| n.is_in_same_place(&disk.node))) {
+                Some(now) if same.is_some() && now.disk_bytes == disk.node.disk_bytes => continue,
+                Some(now) if vm.is_from_start(now)? => now,
+                _ => continue,
+            };
+            changes.have_other_image |= same.is_none();
+            changes.have_other_size |= now.disk_bytes != disk.node.disk_bytes;
+            // Under a filter of a job, the disk is still the node beneath it.
+            let node = if same.is_some() { disk.node.node.clone() } else { now.node.clone() };
+            disk.node = WritableNode { node, ..now.clone() };
+            disk.meta.disk_bytes = now.disk_bytes;
+            has_changed = true;
+        }
+        if has_changed {
+            let own = disks.iter().filter(|disk| disk.member == number);
+            vm.mind_disks(own.map(|disk| disk.node.clone()).collect());
+        }
+    }
+    Ok(changes)
 }
 
 /// Requires that each VM has the writable disks that it had, on the same nodes over the same

@@ -102,6 +102,11 @@ impl ServedDiskCapture {
         &self.metas
     }
 
+    /// Adds `disks`, which QEMU has opened and no checkpoint holds, after the served ones.
+    pub fn leave_out(&mut self, disks: Vec<DiskMeta>) {
+        self.metas.extend(disks);
+    }
+
     /// Returns the reader of the captured blocks, for the encoder.
     pub fn for_sink(&self) -> ServedDiskReader {
         ServedDiskReader(Arc::clone(&self.shared))

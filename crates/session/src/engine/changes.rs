@@ -15,6 +15,7 @@
 //! directory.
 
 use super::{Arc, CheckpointError, Engine, Event, NotCaptured};
+use keyframe_capture::BoxError;
 
 impl Engine<'_> {
     /// Makes the description of the machines follow their changes. Fails if that is not possible.
@@ -33,6 +34,22 @@ impl Engine<'_> {
                 Err(self.failed(CheckpointError::MachineChanged(findings), 1, false).into())
             }
             Err(error) => Err(self.failed(CheckpointError::LookAtMachine(error), 1, false).into()),
+        }
+    }
+
+    /// Handles a failed preparation of the disks. Begins a new run if they have other sizes.
+    pub(super) fn disks_failed(&mut self, error: BoxError) -> NotCaptured {
+        let has_other_disks =
+            self.machines.storage().is_some_and(|(disks, _)| disks.takes_new_run());
+        if !has_other_disks {
+            return self.failed(CheckpointError::Disks(error), 1, false).into();
+        }
+        match self.begin_anew(true) {
+            Ok(()) => CheckpointError::OtherDisks(error).into(),
+            Err(restart) => {
+                self.given_up = true;
+                self.failed(CheckpointError::Disks(Box::new(restart)), 1, true).into()
+            }
         }
     }
 }

@@ -9,6 +9,7 @@ use crate::error::error_chain;
 use crate::event::shared;
 use crate::rehearsal::NotRestorable;
 use keyframe_capture::EncodeError;
+use keyframe_store::DiskState;
 use keyframe_units::duration_ns;
 
 /// The end of the error that a status shows, if it is the last one.
@@ -125,7 +126,7 @@ impl Engine<'_> {
             return CheckpointError::VmEnded(error).into();
         }
         if matches!(error, CaptureError::OtherRam) {
-            return match self.begin_anew() {
+            return match self.begin_anew(false) {
                 Ok(()) => CheckpointError::OtherRam(error).into(),
                 Err(restart) => {
                     self.given_up = true;
@@ -152,9 +153,9 @@ impl Engine<'_> {
         self.failed(error.into(), 1, false).into()
     }
 
-    /// Tracks the VM's present RAM blocks, which differ from those before, and begins a new run with
-    /// a complete checkpoint.
-    fn begin_anew(&mut self) -> Result<()> {
+    /// Tracks the VM's present RAM blocks, and begins a new run with a complete checkpoint: the RAM
+    /// blocks, or the disks if `has_other_disks` is true, differ from those before.
+    pub(super) fn begin_anew(&mut self, has_other_disks: bool) -> Result<()> {
         let sink = self.end_encoding()?;
         let known = sink.finish().map_err(|e| Error::store(self.store.path(), e))?;
         self.copying.cycle.untrack();
@@ -171,6 +172,7 @@ impl Engine<'_> {
         self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.vm))?;
         let disks = self.machines.disks.as_ref();
         let metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
+        let known = if has_other_disks { DiskState::default() } else { known };
         let run = self
             .writer
             .begin_run_with(&self.name, &self.copying.layout, metas, known)

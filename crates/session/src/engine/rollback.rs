@@ -179,6 +179,9 @@ impl Engine<'_> {
             return Err(another(id, MachineDifference::RamBlocks));
         }
         let disks = self.machines.disks.as_ref().map_or(&[][..], |disks| disks.metas());
+        if let Some(disk) = disks.iter().find(|disk| disk.left_out) {
+            return Err(RollbackError::DiskLeftOut(disk.name.clone()));
+        }
         if !are_same(disks, &target.meta.disks) {
             return Err(another(id, MachineDifference::Disks));
         }

@@ -13,6 +13,9 @@ pub enum CheckpointError {
     /// The VM's disks could not be made ready.
     #[error("prepare the VM's disks")]
     Disks(#[source] BoxError),
+    /// A disk has another size. A new run has begun.
+    #[error("{}; the next checkpoint is complete", error_chain(&**.0))]
+    OtherDisks(BoxError),
     /// The strategy is not possible in this run.
     #[error(transparent)]
     Strategy(Box<Error>),

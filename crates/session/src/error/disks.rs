@@ -52,6 +52,9 @@ pub enum DiskError {
         /// Its image.
         file: String,
     },
+    /// A disk was given another size, and another run has to begin.
+    #[error("a disk of the VM was given another size")]
+    OtherSize,
     /// A disk was unplugged while checkpoints were taken.
     #[error("the VM's disk {disk} ({file}) was unplugged; end the checkpoints and begin anew")]
     Unplugged {
@@ -146,6 +149,9 @@ pub enum CloneObstacle {
     /// The disk is a network export.
     #[error("{0} is no file, but an export that QEMU reaches by NBD")]
     NoFile(String),
+    /// The guest sees a part of the image only.
+    #[error("{0} is a part of an image (offset, size), and a clone is the whole image")]
+    Slice(String),
     /// The image's format cannot be cloned.
     #[error("{} is neither raw nor qcow2", .0.display())]
     Format(PathBuf),

@@ -21,6 +21,9 @@ pub enum RollbackError {
     /// QEMU opens the VM's disk images itself.
     #[error("the VM opens its disk images itself; they cannot go back while it runs")]
     OwnDisks,
+    /// A disk is left out of checkpoints, and QEMU has written to it since.
+    #[error("disk {0} is left out of checkpoints, so it cannot go back")]
+    DiskLeftOut(String),
     /// The checkpoint is of another machine.
     #[error("checkpoint {checkpoint} is another machine's: {difference}")]
     OtherMachine {
@@ -127,6 +130,9 @@ impl RollbackError {
             Self::Libvirt => "end it, and restore the checkpoint".into(),
             Self::OwnDisks => "end it (keyframe stop) and restore the checkpoint; or start it \
                                with: keyframe run --disk served"
+                .into(),
+            Self::DiskLeftOut(_) => "end it (keyframe stop) and restore the checkpoint with \
+                                     --left-out-as-now; or start it without --leave-out-disk"
                 .into(),
             Self::OtherMachine { checkpoint, .. } => {
                 format!("bring it to life beside this VM: keyframe restore {checkpoint}")

@@ -78,6 +78,7 @@ fn checkpoint() -> Vec<String> {
     let restart = Box::new(Error::NoVm);
     let errors = [
         CheckpointError::Disks(boxed("no space")),
+        CheckpointError::OtherDisks(Box::new(DiskError::OtherSize)),
         strategy(),
         CheckpointError::Capture(CaptureError::Torn),
         CheckpointError::VmEnded(CaptureError::Torn),
@@ -110,6 +111,7 @@ fn rollback() -> Vec<String> {
         RollbackError::GivenUp,
         RollbackError::Libvirt,
         RollbackError::OwnDisks,
+        RollbackError::DiskLeftOut("d".into()),
         difference(MachineDifference::Property { property: "machine type", here, there }),
         difference(MachineDifference::RamBlocks),
         difference(MachineDifference::Disks),
@@ -138,6 +140,7 @@ fn disks() -> Vec<String> {
         DiskError::Io { operation: "open", path: image(), source: denied() },
         cloned(CloneObstacle::Temporary(disk())),
         cloned(CloneObstacle::NoFile(disk())),
+        cloned(CloneObstacle::Slice(disk())),
         cloned(CloneObstacle::Format(image())),
         cloned(CloneObstacle::NotRegular(image())),
         cloned(CloneObstacle::NotWhole { path: image(), reason: "is marked as corrupt" }),

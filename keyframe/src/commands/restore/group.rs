@@ -225,7 +225,7 @@ fn plan(
     extra: Vec<OsString>,
     moves: &MovedLans,
 ) -> Result<Plan, Failure> {
-    let disks = group.disks.server(&format!("{}/", member.meta.name));
+    let disks = group.disks.server(group.meta, &format!("{}/", member.meta.name))?;
     // Lazily, one thread starts them all.
     let spawned = (!command.lazy).then_some(rights::trace_only as fn());
     let beside = Beside { disks, lineage: group.lineage, spawned };
