@@ -91,7 +91,8 @@ fn blocker(reason: &str) -> AuditFinding {
         None => format!("QEMU cannot save its state: {reason}"),
     };
     if what.is_none() && reason.contains(" format used by node ") {
-        let fix = "convert the image to raw or qcow2 (qemu-img convert), or start the VM without it";
+        let fix =
+            "convert the image to raw or qcow2 (qemu-img convert), or start the VM without it";
         return refused(name, reason, fix);
     }
     refused(name, reason, "unplug it, or start the VM without it")

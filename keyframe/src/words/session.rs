@@ -29,7 +29,8 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             (Usual, format!("a checkpoint every {}: {why}", output::duration(*interval_ns)))
         }
         Event::NewRun => {
-            let text = "RAM was plugged or a disk resized: a new run begins with a complete checkpoint";
+            let text =
+                "RAM was plugged or a disk resized: a new run begins with a complete checkpoint";
             (Usual, text.into())
         }
         Event::MachineFollowed { changes } => {
