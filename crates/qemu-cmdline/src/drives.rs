@@ -126,7 +126,7 @@ enum Fate {
     Kept,
     Removed,
     /// It is a disk.
-    Disk(Disk),
+    Disk(Box<Disk>),
 }
 
 /// A disk that the guest can write to.

@@ -210,11 +210,12 @@ impl BlockNodes {
             self.whole_node(argument, keys, name)
         };
         let aliases = self.filters_above(name);
-        Fate::Disk(Disk { name: name.into(), aliases, served, is_left_out: false })
+        let name = name.into();
+        Fate::Disk(Box::new(Disk { name, aliases, served, is_left_out: false }))
     }
 
     fn whole_node(&self, argument: &Argument, keys: &DriveKeys, name: &str) -> Result<Served> {
-        let drive = self.drive_at(argument, NodeKeys::whole(keys), name)?;
+        let drive = self.drive_at(argument, &NodeKeys::whole(keys), name)?;
         let kept = node_keys(argument, keys, &drive)?;
         Ok(Served { drive, kept, place: Place::Node })
     }
@@ -237,7 +238,7 @@ impl BlockNodes {
         let name = filter.value("node-name").unwrap_or_default();
         let kept = keys.iter().filter(|(key, _)| !key.starts_with("file.")).cloned().collect();
         let served = || {
-            let drive = self.drive_at(argument, below, name)?;
+            let drive = self.drive_at(argument, &below, name)?;
             node_keys(argument, &inner, &drive)?;
             Ok(Served { drive, kept, place: Place::InFilter })
         };
@@ -253,16 +254,16 @@ impl BlockNodes {
     /// The disk whose topmost node is `node`, called `name`.
     ///
     /// Error: [`CommandLineError::Argument`] for one that cannot be served.
-    fn drive_at(&self, argument: &Argument, node: NodeKeys<'_>, name: &str) -> Result<Drive> {
+    fn drive_at(&self, argument: &Argument, node: &NodeKeys<'_>, name: &str) -> Result<Drive> {
         let driver = node.value("driver").unwrap_or_default();
         let (protocol, image, backing) = if matches!(driver, "raw" | "qcow2") {
-            let below = match self.child(&node, "file") {
+            let below = match self.child(node, "file") {
                 Child::Node(below) => below,
                 Child::Unknown(name) => return Err(unknown_node_error(argument, name)),
                 Child::Unstated | Child::Absent => return Err(remote_drive_error(argument, "")),
             };
             let protocol = below.value("driver").unwrap_or("file");
-            (protocol, below.image(), backing_of(argument, self, NodeKeys::of(&node))?)
+            (protocol, below.image(), backing_of(argument, self, NodeKeys::of(node))?)
         } else {
             (driver, node.image(), Backing::default())
         };
@@ -326,11 +327,13 @@ fn node_keys(argument: &Argument, keys: &DriveKeys, drive: &Drive) -> Result<Dri
     for (key, value) in keys {
         if NODE_KEPT.contains(&key.as_str()) {
             kept.push((key.clone(), value.clone()));
-        } else if !is_one_of(key, OPENING, OPENING_PREFIXES)
-            && !NODE_OPENING.contains(&key.as_str())
-            && !opens_export(key)
-            && !(drive.slice.is_some() && SLICE.contains(&key.as_str()))
-        {
+            continue;
+        }
+        let makes_slice = drive.slice.is_some() && SLICE.contains(&key.as_str());
+        let is_known = is_one_of(key, OPENING, OPENING_PREFIXES)
+            || NODE_OPENING.contains(&key.as_str())
+            || opens_export(key);
+        if !is_known && !makes_slice {
             return Err(unknown_key_error(argument, key));
         }
     }

@@ -89,7 +89,7 @@ pub(super) fn drive_on_index(
     };
     let kept = vec![("index".into(), index.to_string()), ("media".into(), "disk".into())];
     let served = Ok(Served { drive, kept, place: Place::Drive });
-    Fate::Disk(Disk { name, aliases: Vec::new(), served, is_left_out: false })
+    Fate::Disk(Box::new(Disk { name, aliases: Vec::new(), served, is_left_out: false }))
 }
 
 /// What happens to a `-drive`. `snapshot` is true if the line has `-snapshot`.
@@ -118,7 +118,8 @@ pub(super) fn drive_fate(
         let drive = Drive { name: name.clone(), ..served.drive };
         Served { drive, ..served }
     };
-    Fate::Disk(Disk { aliases, served: served.map(named), name: name.clone(), is_left_out: false })
+    let served = served.map(named);
+    Fate::Disk(Box::new(Disk { name, aliases, served, is_left_out: false }))
 }
 
 /// How the disk of a `-drive` with the keys `keys` is served, without its name; `None` if it has no
@@ -159,9 +160,10 @@ fn served_drive(
     for (key, value) in keys {
         if is_one_of(&key, KEPT, KEPT_PREFIXES) {
             kept.push((key, value));
-        } else if !is_one_of(&key, OPENING, OPENING_PREFIXES)
-            && !(slice.is_some() && SLICE.contains(&key.as_str()))
-        {
+            continue;
+        }
+        let makes_slice = slice.is_some() && SLICE.contains(&key.as_str());
+        if !makes_slice && !is_one_of(&key, OPENING, OPENING_PREFIXES) {
             return Err(unknown_key_error(argument, &key));
         }
     }

@@ -106,8 +106,8 @@ pub struct FleecedDiskCapture {
     have_snapshots: bool,
     /// True if a checkpoint was captured in this run.
     has_captured: bool,
-    /// A disk has another size than in the present run.
-    needs_new_run: bool,
+    /// What another client has changed of the disks and the present run does not have.
+    changes: DiskChanges,
     open: Option<Open>,
     in_flight: BTreeMap<u64, Pending>,
     events: SharedEventSink,
@@ -148,7 +148,7 @@ impl FleecedDiskCapture {
             based: false,
             have_snapshots: false,
             has_captured: false,
-            needs_new_run: false,
+            changes: DiskChanges::default(),
             open: None,
             in_flight,
             events,
@@ -196,13 +196,13 @@ impl FleecedDiskCapture {
         self.metas = self.disks.iter().map(|disk| disk.meta.clone()).collect();
         self.in_flight.clear();
         self.start_anew(members);
-        self.needs_new_run |= changes.have_other_size;
-        if self.needs_new_run { Err(DiskError::OtherSize.into()) } else { Ok(()) }
+        self.changes = changes;
+        if changes.have_other_size { Err(DiskError::OtherSize.into()) } else { Ok(()) }
     }
 
     /// Returns true once after a disk was found to have another size.
     pub fn takes_new_run(&mut self) -> bool {
-        std::mem::take(&mut self.needs_new_run)
+        std::mem::take(&mut self.changes).have_other_size
     }
 
     /// Checks that the file system has room for scratch files: a guest's write fails if QEMU cannot

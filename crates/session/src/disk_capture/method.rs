@@ -142,7 +142,7 @@ pub fn own(
         if disk.remote {
             return Some(CloneObstacle::NoFile(disk.meta.name.clone()));
         }
-        if disk.is_slice {
+        if disk.slice.is_some() {
             return Some(CloneObstacle::Slice(disk.meta.name.clone()));
         }
         super::clones::objection(&disk.image, disk.format, way == DiskMethod::Auto)
@@ -250,7 +250,7 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
         let is = |property: fn(&Drive) -> bool| drive.as_ref().is_some_and(property);
         // With -snapshot QEMU writes to a file of its own.
         let (temporary, remote) = (is(|drive| drive.temporary), is(|drive| drive.remote));
-        let is_slice = is(|drive| drive.slice.is_some());
+        let slice = drive.as_ref().and_then(|drive| drive.slice.clone());
         let format =
             if remote { Some(ImageFormat::Raw) } else { drive.as_ref().and_then(format_of) };
         let image = drive.map_or_else(|| node.file.clone().into(), |drive| drive.image);
@@ -264,7 +264,7 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
             format,
             temporary,
             remote,
-            is_slice,
+            slice,
             left_out: false,
         });
     }

@@ -5,7 +5,7 @@ use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_qemu::WritableNode;
-use keyframe_qemu::cmdline::CommandLineError;
+use keyframe_qemu::cmdline::{CommandLineError, Slice};
 use keyframe_store::DiskMeta;
 use std::path::PathBuf;
 
@@ -30,8 +30,8 @@ pub struct QemuDisk {
     pub temporary: bool,
     /// True if it is an export that only QEMU reads, and not a file.
     pub remote: bool,
-    /// True if the guest sees a part of the image only.
-    pub is_slice: bool,
+    /// The part of the image that the guest sees; `None` if it sees all of it.
+    pub slice: Option<Slice>,
     /// True if checkpoints leave it out.
     pub left_out: bool,
 }
