@@ -408,7 +408,7 @@ fn a_disk_that_cannot_be_served_is_left_out_under_run_and_comes_back_as_the_line
     env.ok(&["stop", "--name", "guest"]);
     assert!(vm.wait().success(), "{}", vm.report());
     assert_eq!(std::fs::read(&other).expect("the export's image")[..4096], [b'b'; 4096]);
-    env.refused(&["restore", "--store", &store, &id], 1, &["lacks n", "--left-out-as-now"]);
+    env.refused(&["restore", "--store", &store, &id], 1, &["lacks disks", "--left-out-as-now"]);
     assert_same(&restored_disk(&env, &id, &["--left-out-as-now"]), &at_checkpoint, "disk d");
     let mut restored = env.restore(&id, &["--left-out-as-now"]);
     restored.wait_for_error("is running after");

@@ -62,7 +62,6 @@ fn disks_that_cannot_be_served_are_refused_before_the_guest_runs() {
         1,
         &["vmdk", "qemu-img convert", "readonly=on", "fix:"],
     );
-    run_refused(&env, &drive("format=raw,if=virtio,offset=512"), 1, &["offset", "fix:"]);
     run_refused(&env, &drive("format=qcow2,if=virtio"), 1, &["disk.raw", "qcow2"]);
     run_refused(
         &env,

@@ -10,7 +10,7 @@ use super::vm::{self, DiskExport, DiskExports, Gate, MachineDescription};
 use crate::error::{Error, Result};
 use keyframe_inspect::source_of;
 use keyframe_net::{GateNic, GateRemote};
-use keyframe_qemu::restore::{Plan, RestoreOptions};
+use keyframe_qemu::restore::{Plan, RestoreOptions, RestorePurpose};
 use keyframe_qemu::{DiskServer, Drive, Invocation, LaunchOptions, QemuIdentity, Vm};
 use keyframe_qemu::{MachineShape, NicSockets};
 use keyframe_replication::{GroupId, NodeId, PrimaryStart, ReplicationConfig};
@@ -290,7 +290,8 @@ fn session_options(setup: &FailoverSetup) -> SessionOptions {
 fn refuse_unrestorable(machine: &MachineDescription, has_disks: bool) -> Result<()> {
     let server = DiskServer::at(DISKS_SOCKET.into());
     let disks = has_disks.then_some(server);
-    let options = RestoreOptions { disks, elsewhere: true, ..RestoreOptions::default() };
+    let options =
+        RestoreOptions { disks, purpose: RestorePurpose::OtherHost, ..RestoreOptions::default() };
     Ok(Plan::new(source_of(&machine.spec, &machine.ram), Vec::new(), options).map(drop)?)
 }
 

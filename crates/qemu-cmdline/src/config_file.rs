@@ -63,13 +63,12 @@ pub fn config_options(text: &str) -> Option<Vec<Argument>> {
         if line.is_empty() || line.starts_with('#') {
             continue;
         }
-        match line.strip_prefix('[') {
-            Some(head) => groups.push(Group::of(head.strip_suffix(']')?.trim())?),
-            None => {
-                let (key, value) = line.split_once('=')?;
-                let value = value.trim().strip_prefix('"')?.strip_suffix('"')?;
-                groups.last_mut()?.keys.push((key.trim().into(), value.into()));
-            }
+        if let Some(head) = line.strip_prefix('[') {
+            groups.push(Group::of(head.strip_suffix(']')?.trim())?);
+        } else {
+            let (key, value) = line.split_once('=')?;
+            let value = value.trim().strip_prefix('"')?.strip_suffix('"')?;
+            groups.last_mut()?.keys.push((key.trim().into(), value.into()));
         }
     }
     Some(groups.into_iter().map(Group::into_argument).collect())

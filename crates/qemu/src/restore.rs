@@ -32,7 +32,7 @@ pub use keyframe_qemu_cmdline::{CloneConsole, CloneLine, CloneOptions, clone_lin
 pub use keyframe_vmm::RestoreSource;
 pub use plan::{Plan, backends_as_made};
 pub use prepared::{Prepared, PreparedRam, prepare};
-pub use restore_options::{RestoreOptions, Until};
+pub use restore_options::{RestoreOptions, RestorePurpose, Until};
 pub use shared::{SharedRam, start_shared};
 
 use crate::lifetime::Lifetime;

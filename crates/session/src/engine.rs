@@ -8,6 +8,7 @@ mod changes;
 mod disk_outage;
 mod ending;
 mod guest_end;
+mod inputs;
 mod outcome;
 mod report;
 mod rollback;
@@ -38,6 +39,7 @@ use crate::control::{
 };
 use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
 use crate::run_dir::RunDir;
+use inputs::{EncoderObserver, EngineInputs};
 use keyframe_capture::{CaptureError, CapturePhase, EncodeReport, SettledReport};
 use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::Cadence;
@@ -92,30 +94,6 @@ struct BrokenRun {
     error: Error,
     /// False if the guests of launched VMs have not run.
     has_begun: bool,
-}
-
-/// Called by the encoder's thread at each phase of a checkpoint.
-type EncoderObserver = Arc<dyn Fn(CapturePhase) + Send + Sync>;
-
-/// The inputs of an engine from its process. Tests provide their own.
-struct EngineInputs {
-    /// Set by the signals that ask for an end.
-    interrupted: Arc<AtomicBool>,
-    encoder_observer: EncoderObserver,
-}
-
-impl EngineInputs {
-    /// The signals of this process, and the fault of `options`.
-    fn of_process(options: &SessionOptions) -> Result<Self> {
-        let interrupted = crate::interrupt::interruption_or_hangup()?;
-        let fault = options.fault.clone();
-        let observer = move |phase| {
-            if let Some(fault) = &fault {
-                fault.reached(phase);
-            }
-        };
-        Ok(Self { interrupted, encoder_observer: Arc::new(observer) })
-    }
 }
 
 /// The engine of a run: takes the checkpoints of its VMs, and answers requests.

@@ -52,15 +52,22 @@ pub struct Member {
     /// In which state it stands still. `None` if that is not known yet.
     standing: Option<RunState>,
     shut_down: bool,
-    /// Stopped for want of space for a write of its guest.
-    waits_for_space: bool,
+    /// Why it stands still although its user wants it to run; `None` if it does not.
+    halt: Option<Halt>,
     guest_end: Option<SeenEnd>,
     ended: Option<ExitStatus>,
     /// The result of stopping the VM, during a pause.
     stopped: Option<StopOutcome>,
     watchdog: WatchdogHealth,
-    /// Paused by [`Machines::suspend`].
-    is_suspended: bool,
+}
+
+/// Why a VM stands still although its user wants it to run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Halt {
+    /// QEMU has stopped it for want of space for a write of its guest.
+    Space,
+    /// [`Machines::suspend`] has paused it.
+    Suspended,
 }
 
 impl Member {
@@ -73,12 +80,11 @@ impl Member {
             runs,
             standing: None,
             shut_down: false,
-            waits_for_space: false,
+            halt: None,
             guest_end: None,
             ended: None,
             stopped: None,
             watchdog: WatchdogHealth::default(),
-            is_suspended: false,
         }
     }
 
@@ -191,7 +197,7 @@ impl Machines {
     /// first, and then waits for its disks.
     pub fn suspend(&mut self) {
         for member in self.members.iter_mut().filter(|m| m.runs && m.ended.is_none()) {
-            member.is_suspended = true;
+            member.halt = Some(Halt::Suspended);
             let _ = member.vm.vm_mut().stop();
             member.runs = false;
         }
@@ -199,8 +205,10 @@ impl Machines {
 
     /// Resumes the VMs that [`Machines::suspend`] paused.
     pub fn go_on(&mut self) {
-        for member in self.members.iter_mut().filter(|m| m.is_suspended && m.ended.is_none()) {
-            member.is_suspended = false;
+        for member in
+            self.members.iter_mut().filter(|m| m.halt == Some(Halt::Suspended) && m.ended.is_none())
+        {
+            member.halt = None;
             member.runs = member.vm.vm_mut().resume().is_ok();
         }
     }
@@ -208,14 +216,14 @@ impl Machines {
     /// Returns true if a VM was stopped for want of space for a write of its guest, and still stands.
     pub fn wait_for_space(&self) -> bool {
         let io_error = RunState::Other("io-error".into());
-        let stands = |m: &&Member| m.waits_for_space && !m.runs && m.ended.is_none();
+        let stands = |m: &&Member| m.halt == Some(Halt::Space) && !m.runs && m.ended.is_none();
         self.members.iter().filter(stands).any(|m| m.standing.as_ref() == Some(&io_error))
     }
 
     /// Resumes the VMs that were stopped for want of space. Their guests' writes are repeated. Error:
     /// a VM does not answer.
     pub fn repeat_writes(&mut self) -> Result<()> {
-        for member in self.members.iter_mut().filter(|m| m.waits_for_space && !m.runs) {
+        for member in self.members.iter_mut().filter(|m| m.halt == Some(Halt::Space) && !m.runs) {
             member.vm.vm_mut().resume()?;
         }
         Ok(())
@@ -232,8 +240,11 @@ impl Machines {
                 match event {
                     VmEvent::Paused => member.runs = false,
                     VmEvent::ShutDown => (member.runs, member.shut_down) = (false, true),
-                    VmEvent::Resumed => (member.runs, member.waits_for_space) = (true, false),
-                    VmEvent::DiskFull => member.waits_for_space = true,
+                    VmEvent::Resumed => {
+                        member.runs = true;
+                        member.halt = member.halt.filter(|halt| *halt != Halt::Space);
+                    }
+                    VmEvent::DiskFull => member.halt = Some(Halt::Space),
                     VmEvent::GuestEnded(end) => {
                         (member.runs, member.shut_down) = (false, true);
                         member.note_end(end, true);

@@ -25,7 +25,7 @@ use keyframe_inspect::guest_memory::CheckpointRam;
 use keyframe_inspect::source_of;
 use keyframe_qemu::DiskServer;
 use keyframe_qemu::cmdline::{CloneOptions, clone_line, options, rehearsal_obstacle};
-use keyframe_qemu::restore::{self, Plan, RestoreOptions};
+use keyframe_qemu::restore::{self, Plan, RestoreOptions, RestorePurpose};
 use keyframe_store::{CheckpointId, Meta, Store};
 use keyframe_units::elapsed_ns;
 use keyframe_vm_disks::restored;
@@ -135,19 +135,17 @@ fn plan(meta: &Meta, place: &Path, log: &Path) -> Result<keyframe_qemu::Result<P
     machine.user_command = own.words;
     let disks = meta.disks.iter().map(|disk| (disk.name.clone(), disk.disk_bytes));
     let disks = disks.collect::<BTreeMap<_, _>>();
+    let has_disks = !disks.is_empty();
     let server = match restored::server(meta, place.join("disks"), "") {
-        Ok(server) => {
-            (!disks.is_empty()).then(|| DiskServer { empty_disks: Some(disks), ..server })
-        }
+        Ok(server) => has_disks.then_some(DiskServer { empty_disks: Some(disks), ..server }),
         Err(error) => return Err(crate::error::error_chain(&error)),
     };
     let options = RestoreOptions {
         paused: true,
         lazy: true,
-        elsewhere: true,
         log: Some(log.into()),
         disks: server,
-        rehearsal: true,
+        purpose: RestorePurpose::Rehearsal,
         ..RestoreOptions::default()
     };
     Ok(Plan::new(source_of(&machine, &meta.ram), none.map(Into::into).to_vec(), options))

@@ -65,11 +65,25 @@ impl PackShape {
             live_records: found,
             head_bytes: self.start,
             is_dense: self.is_dense,
-            untouchable: found < live.len(),
-            is_open: false,
+            standing: if found < live.len() {
+                PackStanding::Untouchable
+            } else {
+                PackStanding::Free
+            },
             holds_none: self.entries.is_empty() && self.closed,
         }
     }
+}
+
+/// Whether a pack can go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum PackStanding {
+    /// It can.
+    Free,
+    /// A writer at work writes to it. It stays as it is.
+    Open,
+    /// It lacks needed records, or cannot be read. It stays as it is.
+    Untouchable,
 }
 
 /// How much of a pack checkpoints need.
@@ -84,15 +98,18 @@ pub struct PackUsage {
     pub head_bytes: u64,
     /// True if the pack was recompressed.
     pub is_dense: bool,
-    /// True if a writer writes to the pack, or it lacks needed records. Then it stays as it is.
-    pub untouchable: bool,
-    /// True if a writer at work writes to the pack.
-    pub is_open: bool,
+    /// Whether the pack can go.
+    pub standing: PackStanding,
     /// True if the pack has no records and only keeps its number from being used again.
     pub holds_none: bool,
 }
 
 impl PackUsage {
+    /// Returns true if the pack stays as it is.
+    pub fn is_untouchable(&self) -> bool {
+        self.standing != PackStanding::Free
+    }
+
     /// Returns the number of bytes that moving its live records would free.
     pub fn unused_bytes(&self) -> u64 {
         // Header, dictionary, footer, and the zeros before it.

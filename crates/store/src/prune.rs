@@ -26,7 +26,7 @@ mod live;
 mod rewrite;
 
 use crate::open_store::OpenStore;
-use crate::pack_shape::{PackShape, PackUsage};
+use crate::pack_shape::{PackShape, PackStanding, PackUsage};
 use crate::tuning::Tuning;
 use crate::{Result, Store};
 use keyframe_store_backend::layout;
@@ -272,14 +272,15 @@ impl Prune<'_> {
             let usage = match PackShape::of(self.inner, *number)? {
                 Some(shape) => {
                     let mut usage = shape.usage(wanted);
-                    if usage.untouchable {
+                    if usage.is_untouchable() {
                         let object = self.inner.backend.describe(&layout::pack(*number));
                         self.report
                             .damaged
                             .push(format!("{object}: lacks records that checkpoints need"));
                     }
-                    usage.is_open = at_work && !shape.closed;
-                    usage.untouchable |= usage.is_open;
+                    if at_work && !shape.closed {
+                        usage.standing = PackStanding::Open;
+                    }
                     usage
                 }
                 // A pack without a header: its writer died.
@@ -290,8 +291,11 @@ impl Prune<'_> {
                     live_records: 0,
                     head_bytes: 0,
                     is_dense: false,
-                    is_open: false,
-                    untouchable: at_work || !wanted.is_empty(),
+                    standing: if at_work || !wanted.is_empty() {
+                        PackStanding::Untouchable
+                    } else {
+                        PackStanding::Free
+                    },
                     holds_none: false,
                 },
             };
@@ -312,7 +316,7 @@ impl Prune<'_> {
     /// Whether the pack to which a run at work writes has more unused bytes than may stay.
     fn wants_open_pack(&self, plan: &Plan) -> bool {
         let all_bytes: u64 = plan.packs.iter().map(|usage| usage.len_bytes).sum();
-        let open = plan.packs.iter().filter(|usage| usage.is_open);
+        let open = plan.packs.iter().filter(|usage| usage.standing == PackStanding::Open);
         let unused_bytes: u64 = open.map(PackUsage::unused_bytes).sum();
         unused_bytes > 0 && unused_bytes as f64 > self.options.max_unused * all_bytes as f64
     }

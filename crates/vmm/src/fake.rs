@@ -129,15 +129,22 @@ enum OneCommand {
     Holds { ran: bool },
 }
 
+/// What happens when the guest ends.
+#[derive(Clone, Copy, Default)]
+struct AtGuestEnd {
+    /// The VMM stands still then.
+    is_held: bool,
+    /// It has ended.
+    has_ended: bool,
+}
+
 /// The state that the VM, its watchdog and the test share.
 struct FakeState {
     runs: bool,
     exit: Option<ExitStatus>,
     monitor_lost: bool,
     ran_meanwhile: bool,
-    /// Stands still when the guest ends.
-    is_held: bool,
-    has_guest_ended: bool,
+    at_end: AtGuestEnd,
     one_command: OneCommand,
     watchdog: WatchdogState,
     events: VecDeque<VmEvent>,
@@ -188,10 +195,10 @@ impl FakeState {
 
     /// The guest ends. The VMM ends with it, unless it is held.
     fn end_guest(&mut self, end: GuestEnd) {
-        self.has_guest_ended = true;
+        self.at_end.has_ended = true;
         self.events.push_back(VmEvent::GuestEnded(end));
         self.pause();
-        if !self.is_held {
+        if !self.at_end.is_held {
             self.end(0);
         }
     }
@@ -262,8 +269,7 @@ impl FakeVm {
             exit: None,
             monitor_lost: false,
             ran_meanwhile: false,
-            is_held: false,
-            has_guest_ended: false,
+            at_end: AtGuestEnd::default(),
             one_command: OneCommand::Missing,
             watchdog: WatchdogState::default(),
             events: VecDeque::new(),
@@ -458,14 +464,14 @@ impl Vmm for FakeVm {
     }
 
     fn hold_end(&mut self) -> Result<bool, VmmError> {
-        lock(&self.shared).is_held = true;
+        lock(&self.shared).at_end.is_held = true;
         Ok(true)
     }
 
     fn release_end(&mut self) -> Result<(), VmmError> {
         let mut state = lock(&self.shared);
-        state.is_held = false;
-        if state.has_guest_ended {
+        state.at_end.is_held = false;
+        if state.at_end.has_ended {
             state.end(0);
         }
         Ok(())

@@ -10,6 +10,31 @@ use keyframe_session::{Event, GuestEnd};
 use keyframe_store::CheckpointId;
 use std::sync::Once;
 
+/// The line for an event of a rehearsal.
+fn rehearsal(event: &Event) -> Option<(Importance, String)> {
+    Some(match event {
+        Event::Rehearsed { took_ns } => {
+            let took = output::duration(*took_ns);
+            (
+                Detail,
+                format!("a restore was rehearsed in {took}: a second QEMU took the checkpoint"),
+            )
+        }
+        Event::NotRehearsed { reason } => {
+            (Detail, format!("a restore was not rehearsed: {reason}"))
+        }
+        Event::RehearsalFailed { error } => {
+            let text = format!(
+                "warning: a rehearsal of a restore failed, perhaps for a reason of this host; try \
+                 `keyframe restore latest --paused`: {}",
+                chain(&**error)
+            );
+            (Always, text)
+        }
+        _ => return None,
+    })
+}
+
 /// The line for `event`, and its importance. `None` if the event has no line.
 pub fn line(event: &Event) -> Option<(Importance, String)> {
     let said = match event {
@@ -28,23 +53,8 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
         Event::IntervalTuned { interval_ns, why } => {
             (Usual, format!("a checkpoint every {}: {why}", output::duration(*interval_ns)))
         }
-        Event::Rehearsed { took_ns } => {
-            let took = output::duration(*took_ns);
-            (
-                Detail,
-                format!("a restore was rehearsed in {took}: a second QEMU took the checkpoint"),
-            )
-        }
-        Event::NotRehearsed { reason } => {
-            (Detail, format!("a restore was not rehearsed: {reason}"))
-        }
-        Event::RehearsalFailed { error } => {
-            let text = format!(
-                "warning: a rehearsal of a restore failed, perhaps for a reason of this host; try \
-                 `keyframe restore latest --paused`: {}",
-                chain(&**error)
-            );
-            (Always, text)
+        Event::Rehearsed { .. } | Event::NotRehearsed { .. } | Event::RehearsalFailed { .. } => {
+            return rehearsal(event);
         }
         Event::NewRun => {
             let text =

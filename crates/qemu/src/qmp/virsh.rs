@@ -193,7 +193,7 @@ impl Virsh {
             alone.out.fill(&self.name)?;
         }
         let complaint = alone.errors.text(&self.name);
-        self.answer_in(&alone.out.bytes, complaint, operation)
+        self.answer_in(&alone.out.bytes, &complaint, operation)
     }
 
     /// The answer in what a virsh printed; QEMU's form of an error if libvirt refused the command.
@@ -202,7 +202,7 @@ impl Virsh {
     fn answer_in(
         &self,
         said: &[u8],
-        complaint: String,
+        complaint: &str,
         operation: &str,
     ) -> Result<serde_json::Map<String, Value>> {
         match answer(&String::from_utf8_lossy(said)) {
@@ -269,7 +269,7 @@ impl Virsh {
             self.asked.pop_front();
             let said: Vec<u8> = self.shell.out.bytes.drain(..at + end.len()).collect();
             let complaint = self.shell.errors.text(&self.name);
-            let answer = self.answer_in(&said, complaint, operation)?;
+            let answer = self.answer_in(&said, &complaint, operation)?;
             self.ready.push_back(with_id(answer, id));
         }
         if self.shell.out.ended && self.ready.is_empty() {

@@ -12,7 +12,7 @@
 
 use super::host_probe::PresentHost;
 use super::stand_in::name_stand_ins;
-use super::{Lineage, RestoreOptions, RestoreSource, Until};
+use super::{Lineage, RestoreOptions, RestorePurpose, RestoreSource, Until};
 use crate::binary::{self, QemuIdentity};
 use crate::{Error, Result, stream};
 use keyframe_machine::Accelerator;
@@ -76,8 +76,7 @@ impl Plan {
             added,
             spawned,
             lazy,
-            elsewhere,
-            rehearsal,
+            purpose,
         } = options;
         let mut notes = Vec::new();
         let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
@@ -85,7 +84,7 @@ impl Plan {
         let kept = options::parse(source.machine.user_command.get(1..).unwrap_or_default())?;
         let working_directory = Some(source.machine.directory()).filter(|dir| dir.is_dir());
         let host = PresentHost { directory: working_directory.clone().unwrap_or_default() };
-        let probe: &dyn HostProbe = if elsewhere { &NoHost } else { &host };
+        let probe: &dyn HostProbe = if purpose == RestorePurpose::Run { &host } else { &NoHost };
         let line_use = if replays.is_some() || icount_shift.is_some() {
             LineUse::Replay
         } else {
@@ -135,7 +134,7 @@ impl Plan {
             moved_networks,
             choice,
             notes,
-            is_rehearsal: rehearsal,
+            is_rehearsal: purpose == RestorePurpose::Rehearsal,
         })
     }
 

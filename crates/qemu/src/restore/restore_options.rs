@@ -38,12 +38,22 @@ pub struct RestoreOptions {
     pub spawned: Option<fn()>,
     /// True for a restore by [`super::start_lazy`].
     pub lazy: bool,
-    /// True if the plan only shows that another host could restore the VM: this host's files,
-    /// ports and interfaces do not count.
-    pub elsewhere: bool,
-    /// True for a rehearsal, whose VM never runs: RAM is loaded only as far as the devices need it
-    /// while they are loaded.
-    pub rehearsal: bool,
+    /// The purpose of the restore.
+    pub purpose: RestorePurpose,
+}
+
+/// The purpose of a restore.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RestorePurpose {
+    /// The VM runs here.
+    #[default]
+    Run,
+    /// The plan only shows that another host could restore the VM: this host's files, ports and
+    /// interfaces do not count.
+    OtherHost,
+    /// The VM never runs. RAM is loaded only as far as the devices need it while they are loaded,
+    /// and this host's files, ports and interfaces do not count.
+    Rehearsal,
 }
 
 /// The end of a replay.

@@ -35,7 +35,7 @@ impl Engine<'_> {
     pub(super) fn capture_guest_end(&mut self) -> bool {
         let Some((vm, end)) = self.machines.newly_ended() else { return false };
         let tag = tag(&vm, end);
-        let sealed = if self.given_up { None } else { self.capture_tagged(tag.clone()) };
+        let sealed = if self.given_up { None } else { self.capture_tagged(&tag) };
         let finished = self.machines.finish_ends();
         tell_failed(&*self.options.events, Step::FinishGuestEnd, finished);
         let last = sealed.map(|id| (id, tag));
@@ -44,14 +44,14 @@ impl Engine<'_> {
     }
 
     /// Takes a checkpoint with this tag and waits until it is sealed. An event tells a failure.
-    fn capture_tagged(&mut self, tag: String) -> Option<keyframe_store::CheckpointId> {
+    fn capture_tagged(&mut self, tag: &str) -> Option<keyframe_store::CheckpointId> {
         let interrupted = std::sync::Arc::clone(&self.interrupted);
         let is_interrupted = move || interrupted.load(Ordering::Relaxed);
         let idle = |engine: &mut Self| {
             (engine.copying.cycle.in_flight() == 0 || is_interrupted()).then_some(())
         };
         self.handle_reports_until(idle).ok()?;
-        let seq = self.capture(CheckpointReason::GuestEnd, Some(&tag), None).ok()?;
+        let seq = self.capture(CheckpointReason::GuestEnd, Some(tag), None).ok()?;
         let (sender, sealed) = channel();
         self.takers.insert(seq, Taker::Engine(sender));
         let outcome = self.handle_reports_until(|_| match sealed.try_recv() {

@@ -41,8 +41,11 @@ impl Machines {
 
     /// Undoes [`Machines::hold_ends`]. VMMs whose guests have ended end. Returns the first error.
     pub fn release_ends(&mut self) -> Result<()> {
-        let living = self.members.iter_mut().filter(|m| m.ended.is_none());
-        living.fold(Ok(()), |all, member| all.and(member.vm.release_end()))
+        let mut result = Ok(());
+        for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
+            result = result.and(member.vm.release_end());
+        }
+        result
     }
 
     /// The first VM whose guest has ended or failed, whose VMM is still there, and which has no last

@@ -247,7 +247,10 @@ impl PackWriter {
             return Ok(());
         }
         pack.buffer.clear();
-        let first = pack.entries.first().map_or(pack.flushed, |entry| entry.offset());
+        let first = pack
+            .entries
+            .first()
+            .map_or(pack.flushed, keyframe_store_format::pack::PackEntry::offset);
         let keep = if pack.sealed > 0 { pack.sealed } else { first.min(pack.flushed) };
         let cut = pack.file.truncate(keep);
         (pack.flushed, pack.synced) = (keep, pack.synced.min(keep));

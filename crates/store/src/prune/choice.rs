@@ -13,8 +13,9 @@ use std::collections::BTreeSet;
 /// stay, at most the part `max_unused` (0 to 1) is unused then.
 pub fn choose(packs: &[PackUsage], max_unused: f64) -> Vec<u32> {
     let newest = packs.iter().map(|pack| pack.number).max();
-    let may_go =
-        |pack: &&PackUsage| !(pack.untouchable || pack.holds_none && Some(pack.number) == newest);
+    let may_go = |pack: &&PackUsage| {
+        !(pack.is_untouchable() || pack.holds_none && Some(pack.number) == newest)
+    };
     let (dead, mut partly): (Vec<&PackUsage>, Vec<&PackUsage>) =
         packs.iter().filter(may_go).partition(|pack| pack.live_records == 0);
     let mut victims: Vec<u32> = dead.iter().map(|pack| pack.number).collect();
@@ -38,7 +39,7 @@ pub fn choose(packs: &[PackUsage], max_unused: f64) -> Vec<u32> {
 pub fn to_recompress(packs: &[PackUsage], victims: &[u32], bytes_max: u64) -> Vec<u32> {
     let mut left = bytes_max;
     let may_go = |pack: &&PackUsage| {
-        !(pack.untouchable
+        !(pack.is_untouchable()
             || pack.is_dense
             || pack.live_records == 0
             || victims.contains(&pack.number))
@@ -84,6 +85,7 @@ pub fn rounds(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pack_shape::PackStanding;
     use proptest::prelude::*;
 
     fn usage(number: u32, len_bytes: u64, live_bytes: u64) -> PackUsage {
@@ -95,8 +97,7 @@ mod tests {
             live_records,
             head_bytes: 64,
             is_dense: false,
-            untouchable: false,
-            is_open: false,
+            standing: PackStanding::Free,
             holds_none: false,
         }
     }
@@ -125,16 +126,17 @@ mod tests {
             bytes_max in 1u64..200_000,
         ) {
             let of = |(number, (len, part, untouchable)): (u32, (u64, f64, bool))| PackUsage {
-                untouchable, ..usage(number, len, ((len - 192) as f64 * part) as u64)
+                standing: if untouchable { PackStanding::Untouchable } else { PackStanding::Free },
+                ..usage(number, len, ((len - 192) as f64 * part) as u64)
             };
             let packs: Vec<PackUsage> = (1..).zip(packs).map(of).collect();
             let victims = choose(&packs, max);
             let goes = |pack: &&PackUsage| victims.contains(&pack.number);
-            prop_assert!(packs.iter().filter(goes).all(|pack| !pack.untouchable));
-            let dead = |pack: &&PackUsage| pack.live_records == 0 && !pack.untouchable;
+            prop_assert!(packs.iter().filter(goes).all(|pack| !pack.is_untouchable()));
+            let dead = |pack: &&PackUsage| pack.live_records == 0 && !pack.is_untouchable();
             prop_assert!(packs.iter().filter(dead).all(|pack| goes(&pack)));
             let live: u64 = packs.iter().map(|pack| pack.live_bytes).sum();
-            let stays = packs.iter().filter(|pack| !goes(pack) && !pack.untouchable);
+            let stays = packs.iter().filter(|pack| !goes(pack) && !pack.is_untouchable());
             let unused: u64 = stays.map(PackUsage::unused_bytes).sum();
             prop_assert!(unused as f64 <= max * (live + unused) as f64 + 1e-6, "{} of {}", unused, live);
             let rounds = rounds(&packs, &victims, bytes_max, 1000);

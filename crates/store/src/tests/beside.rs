@@ -244,7 +244,7 @@ fn loaded_with_a_forget_and_a_prune_at(at: u64, seed: u64) -> bool {
     let known = guest.end();
     let loaded = known.keys().copied().nth(3).unwrap();
     let elsewhere = on(&medium).unwrap();
-    let others = BTreeSet::from_iter(known.keys().copied().take(4));
+    let others = known.keys().copied().take(4).collect::<BTreeSet<_>>();
     let hook = move || {
         elsewhere.forget(&others).unwrap();
         let options = PruneOptions { max_unused: 0.0, ..PruneOptions::default() };

@@ -72,7 +72,7 @@ impl FakeControl {
 
     /// Returns true if the VMM stands still when the guest ends.
     pub fn is_held(&self) -> bool {
-        lock(&self.shared).is_held
+        lock(&self.shared).at_end.is_held
     }
 
     /// Makes all operations on the monitor fail from here on; the guest runs on.
