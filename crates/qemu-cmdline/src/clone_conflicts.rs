@@ -88,24 +88,38 @@ pub fn clone_line(
     Ok(CloneLine { words: out, notes: maker.notes, consoles: maker.consoles })
 }
 
+/// The networks that a clone replaces by one with the same offloads, or keeps.
+const HARMLESS_NETWORKS: &[&str] =
+    &["user", "tap", "hubport", "socket", "stream", "dgram", "vde", "l2tpv3", "none"];
+
 /// Returns the first argument of a line that a second QEMU cannot have beside the VM's own, or not
 /// without a display; `None` if there is none.
 pub fn rehearsal_obstacle(line: &[Argument]) -> Option<&Argument> {
     let is_obstacle = |argument: &&Argument| {
         let keys = properties(argument.value(), "driver").unwrap_or_default();
         let driver = value_of(&keys, "driver").unwrap_or_default();
+        let has = |word: &str| argument.value().contains(word);
         match argument.name() {
-            // One program serves one VM at such a socket, or the kernel gives a number once.
+            // One program serves one VM at such a socket, or the kernel gives a number once. The
+            // file of -readconfig may name such sockets.
             "tpmdev" | "net" => argument.value() != "none",
+            "readconfig" | "spice" => true,
             "device" => {
-                driver.starts_with("vhost-")
-                    || driver.starts_with("usb-redir")
-                    || driver.starts_with("ivshmem-doorbell")
+                ["vhost-", "usb-redir", "usb-host", "ivshmem-doorbell"]
+                    .iter()
+                    .any(|prefix| driver.starts_with(prefix))
                     || driver.contains("-gl")
             }
-            "object" => argument.value().contains("vhost"),
-            "netdev" => argument.value().contains("vhost-user"),
-            "display" => argument.value().contains("egl") || argument.value().contains("gl="),
+            "object" => ["vhost", "input-linux", "dbus-vmstate"].iter().any(|kind| has(kind)),
+            // The guest may use offloads that a hub does not have.
+            "netdev" | "nic" => {
+                let keys = properties(argument.value(), "type").unwrap_or_default();
+                let kind = value_of(&keys, "type").unwrap_or_default();
+                let is_card_of_tap = argument.name() == "nic" && kind == "tap";
+                is_card_of_tap || !HARMLESS_NETWORKS.contains(&kind)
+            }
+            "display" => ["egl", "gl=", "vnc", "spice", "dbus"].iter().any(|word| has(word)),
+            "audiodev" => ["spice", "dbus", "jack"].iter().any(|kind| has(kind)),
             _ => false,
         }
     };

@@ -6,18 +6,20 @@
 //!     size = "128M"
 //! ```
 //!
+//! A file with a secret stays a file, because every user of the host can read a command line.
+//!
 //! A line without such files shows all disks, memory and devices. It also makes the same machine after
 //! the file was changed.
 
 use crate::options::{Argument, escape};
 
 /// The groups whose option has another name.
-const OTHER_NAMES: &[(&str, &str)] = &[("memory", "m"), ("smp-opts", "smp"), ("boot-opts", "boot")];
+const OTHER_NAMES: &[(&str, &str)] =
+    &[("memory", "m"), ("smp-opts", "smp"), ("boot-opts", "boot"), ("acpi", "acpitable")];
 
 /// The groups whose option has the same name.
 const GROUPS: &[&str] = &[
     "accel",
-    "acpi",
     "audiodev",
     "chardev",
     "device",
@@ -56,7 +58,7 @@ const FIRST: &[(&str, &str)] = &[
 ];
 
 /// Returns the options that the configuration file with this text stands for; `None` if it has a
-/// line or a group that is not known here.
+/// line or a group that is not known here, or a secret.
 pub fn config_options(text: &str) -> Option<Vec<Argument>> {
     let mut groups: Vec<Group> = Vec::new();
     for line in text.lines().map(str::trim) {
@@ -70,6 +72,9 @@ pub fn config_options(text: &str) -> Option<Vec<Argument>> {
             let value = value.trim().strip_prefix('"')?.strip_suffix('"')?;
             groups.last_mut()?.keys.push((key.trim().into(), value.into()));
         }
+    }
+    if groups.iter().any(Group::has_secret) {
+        return None;
     }
     Some(groups.into_iter().map(Group::into_argument).collect())
 }
@@ -93,6 +98,12 @@ impl Group {
         };
         let keys = id.map(|id| ("id".to_owned(), id.to_owned())).into_iter().collect();
         Some(Self { option: option.into(), keys })
+    }
+
+    fn has_secret(&self) -> bool {
+        self.keys.iter().any(|(key, value)| {
+            key.contains("password") || (key == "qom-type" && value.starts_with("secret"))
+        })
     }
 
     fn into_argument(self) -> Argument {
@@ -135,6 +146,7 @@ mod tests {
     #[test]
     fn what_is_not_known_is_left_to_qemu() {
         for text in [
+            "[object \"s\"]\nqom-type = \"secret\"\ndata = \"x\"",
             "[plugin]\n",
             "a = \"b\"",
             "[device \"x]\n",

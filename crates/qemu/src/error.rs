@@ -306,7 +306,10 @@ impl Error {
             | Self::Stream(_)
             | Self::Source { .. }
             | Self::CommandLine(CommandLineError::RamLayout { .. }) => true,
-            Self::Exited { when, .. } => *when == crate::restore::WHILE_LOADING,
+            // A QEMU that was killed ends otherwise.
+            Self::Exited { when, status } => {
+                *when == crate::restore::WHILE_LOADING && status.code() == Some(1)
+            }
             _ => false,
         }
     }

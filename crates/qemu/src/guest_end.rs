@@ -77,8 +77,8 @@ impl EndHold {
     /// Has QEMU end at them again, as its line says. Ends a QEMU whose guest has ended meanwhile.
     pub(crate) fn release(self, qmp: &mut Qmp) -> Result<()> {
         self.set_action(qmp, "poweroff")?;
-        // The guest's end and this query are in one thread of QEMU: it has ended before, and this
-        // sees it, or it ends QEMU.
+        // QEMU handles the guest's end and this query in one thread. So the query shows an earlier
+        // end, and a later end ends QEMU.
         if self.is_end(&qmp.status()?) { qmp.quit() } else { Ok(()) }
     }
 

@@ -1,7 +1,7 @@
 //! Devices that QEMU saves nothing of. Their registers are lost in each restore: the guest finds the
 //! device as after a reset.
 //!
-//! QEMU does not tell it of a running machine. So `scripts/stateless-devices` finds them with real
+//! A running QEMU does not report such devices. So `scripts/stateless-devices` finds them with real
 //! QEMUs, and `stateless_devices.tsv` lists them. The third column says what a guest loses; it is `-`
 //! for a device without registers of its own, of which a restore loses nothing. A listed device counts
 //! on every version of QEMU.

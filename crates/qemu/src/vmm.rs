@@ -235,7 +235,10 @@ fn vm_event(event: &QmpEvent) -> Option<VmEvent> {
         }),
         QmpEvent::DiskError { no_space: true, stops: true } => Some(VmEvent::DiskFull),
         QmpEvent::GuestPanicked => Some(VmEvent::GuestFailed(GuestEnd::Panicked)),
-        QmpEvent::Watchdog { .. } => Some(VmEvent::GuestFailed(GuestEnd::WatchdogExpired)),
+        // After a reset the guest begins anew, and the state that failed is gone.
+        QmpEvent::Watchdog { action } if matches!(&**action, "poweroff" | "pause" | "shutdown") => {
+            Some(VmEvent::GuestFailed(GuestEnd::WatchdogExpired))
+        }
         _ => None,
     }
 }

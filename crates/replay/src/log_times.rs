@@ -96,8 +96,12 @@ fn record_times(
 
 /// True if the file system of the log has no room for QEMU's next write.
 fn is_full(log: &Path) -> bool {
-    rustix::fs::statvfs(log)
-        .is_ok_and(|place| place.f_bfree.saturating_mul(place.f_frsize) < WRITE_BYTES)
+    // The reserve of the file system is for root's processes, and QEMU runs as this one does.
+    let is_root = rustix::process::geteuid().is_root();
+    rustix::fs::statvfs(log).is_ok_and(|place| {
+        let blocks = if is_root { place.f_bfree } else { place.f_bavail };
+        blocks.saturating_mul(place.f_frsize) < WRITE_BYTES
+    })
 }
 
 /// A line of the file of a log's times, `REC/times`: how long the log was at a time.

@@ -37,7 +37,7 @@ pub enum Event {
         /// The delay with which it began, in nanoseconds.
         backlog_ns: u64,
     },
-    /// A second QEMU has loaded the first checkpoint, so its restore will not fail by the machine.
+    /// A second QEMU has loaded the first checkpoint, so QEMU accepts its machine and its devices.
     Rehearsed {
         /// The time that it took, in nanoseconds.
         took_ns: u64,

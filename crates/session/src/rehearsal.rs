@@ -39,7 +39,7 @@ const MESSAGE_BYTES_MAX: usize = 400;
 
 /// QEMU refuses to load a checkpoint that it has just saved.
 #[derive(Debug, thiserror::Error)]
-#[error("no restore could bring it back: {}{said}", crate::error::error_chain(.source))]
+#[error("QEMU cannot load the checkpoint that it has just saved: {}{said}", crate::error::error_chain(.source))]
 pub struct NotRestorable {
     /// QEMU's error.
     #[source]
@@ -96,9 +96,12 @@ impl Rehearsal {
         };
         match restored {
             Ok(mut restored) => {
-                // It is ended in any case: by its lifetime if not by this.
+                // If this fails, dropping `restored` ends QEMU.
                 let _ = restored.kill();
                 Ok(Outcome::Loaded)
+            }
+            Err(error @ keyframe_qemu::Error::Memory { .. }) => {
+                Ok(Outcome::Omitted(crate::error::error_chain(&error)))
             }
             Err(error) if error.is_of_checkpoint() => {
                 Err(NotRestorable { source: Box::new(error), said: said(&log) })

@@ -269,7 +269,8 @@ impl CheckpointSink for StoreSink {
         if let Some(rehearsal) = self.rehearsal.take()
             && let Err(error) = rehearsal.of(sealed.id)
         {
-            self.run.retract(sealed.id)?;
+            // If the checkpoint cannot be removed, the reason to do so says more.
+            let _ = self.run.retract(sealed.id);
             return Err(error.into());
         }
         Ok(sealed)

@@ -11,8 +11,8 @@
 //! Numbers are not used again. A copy is verified before it replaces a record. A run may be at work: it
 //! confirms that it needs a pack no longer ([`crate::moves`]). What is not confirmed in time is left to
 //! the next prune. If the pack that a run writes to has too much unused, the run is asked to close it
-//! first, by moves that move nothing. Left to the next prune are also packs with a damaged record that
-//! is needed. A reader with a loaded checkpoint has its packs open. A reader that is loading one reads
+//! first, by moves that move nothing. Packs with a needed record that is damaged are left to the next
+//! prune, too. A reader with a loaded checkpoint has its packs open. A reader that is loading one reads
 //! the maps again if a pack has gone.
 //!
 //! A recompressing prune compresses the copies with zstd and a dictionary

@@ -351,7 +351,10 @@ impl Run {
             return Ok(());
         }
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
-        follow::follow_prune(&self.inner, session, &mut self.progress)
+        let followed = follow::follow_prune(&self.inner, session, &mut self.progress);
+        // A failure may have cut off records of the checkpoint in progress.
+        self.broken |= followed.is_err() && !self.progress.is_empty();
+        followed
     }
 
     /// Removes the checkpoint `id`, which this run has sealed, with its tags. The caller seals no

@@ -50,7 +50,7 @@ pub enum VmEvent {
     /// The virtual CPUs were stopped because there was no space for a write of the guest. The write is
     /// repeated when the VM is resumed.
     DiskFull,
-    /// The guest has failed in this way. Whether the VMM ends for it, further events tell.
+    /// The guest has failed in this way. Later events say whether the VMM ends.
     GuestFailed(GuestEnd),
 }
 

@@ -17,7 +17,7 @@ fn rehearsal(event: &Event) -> Option<(Importance, String)> {
             let took = output::duration(*took_ns);
             (
                 Detail,
-                format!("a restore was rehearsed in {took}: a second QEMU took the checkpoint"),
+                format!("a restore was rehearsed in {took}: a second QEMU loaded the checkpoint"),
             )
         }
         Event::NotRehearsed { reason } => {

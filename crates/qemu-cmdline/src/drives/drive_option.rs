@@ -10,7 +10,7 @@ use super::{
 use crate::Result;
 use crate::drives::Drive;
 use crate::options::{self, Argument, is_on, value_of};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Keys of `-drive` that tell how QEMU opens the image. They have no meaning for a served disk.
 pub(super) const OPENING: &[&str] = &[
@@ -59,13 +59,29 @@ const KEPT_PREFIXES: &[&str] = &["throttling", "bps", "iops", "stats-"];
 
 /// Generates names for drives without an id.
 #[derive(Default)]
-pub(super) struct GeneratedNames(BTreeMap<String, u32>);
+pub(super) struct GeneratedNames {
+    counts: BTreeMap<String, u32>,
+    /// The units of `if=virtio` that are taken.
+    virtio_units: BTreeSet<u32>,
+}
 
 impl GeneratedNames {
     fn next(&mut self, kind: &str) -> String {
-        let count = self.0.entry(kind.into()).or_default();
+        let count = self.counts.entry(kind.into()).or_default();
         *count += 1;
         format!("{kind}-{}", *count - 1)
+    }
+
+    /// Takes the unit that QEMU gives a `-drive` with these keys, and returns QEMU's own name for the
+    /// drive. `None` for a drive with an id, or without `if=virtio`.
+    fn virtio(&mut self, keys: &DriveKeys) -> Option<String> {
+        if value_of(keys, "if") != Some("virtio") {
+            return None;
+        }
+        let given = ["index", "unit"].iter().find_map(|key| value_of(keys, key)?.parse().ok());
+        let unit = given.or_else(|| (0..).find(|unit| !self.virtio_units.contains(unit)))?;
+        self.virtio_units.insert(unit);
+        value_of(keys, "id").is_none().then(|| format!("virtio{unit}"))
     }
 }
 
@@ -100,6 +116,7 @@ pub(super) fn drive_fate(
     names: &mut GeneratedNames,
 ) -> Fate {
     let own = options::keys(argument.value(), "file");
+    let of_qemu = names.virtio(&own);
     let keys = drive_keys(argument);
     if is_read_only_drive(keys.as_ref().unwrap_or(&own)) {
         return Fate::Kept;
@@ -113,7 +130,7 @@ pub(super) fn drive_fate(
     let mut own_names = ["id", "node-name"].iter().filter_map(|key| value_of(&own, key));
     let kind = value_of(&own, "if").unwrap_or("drive");
     let name = own_names.next().map_or_else(|| names.next(kind), str::to_owned);
-    let aliases = own_names.map(str::to_owned).collect();
+    let aliases = own_names.map(str::to_owned).chain(of_qemu).collect();
     let named = |served: Served| {
         let drive = Drive { name: name.clone(), ..served.drive };
         Served { drive, ..served }

@@ -18,6 +18,8 @@ use std::time::Duration;
 
 /// The time between two looks whether there is space again.
 const LOOK_FOR_SPACE: Duration = Duration::from_secs(1);
+/// The time after which a stop for want of space is another one.
+const FORGET_STOP: Duration = Duration::from_secs(10);
 /// The space with which a stopped VM is resumed, in bytes.
 const SPACE_BYTES_MIN: u64 = 4 << 20;
 
@@ -50,7 +52,8 @@ impl Engine<'_> {
     pub(super) fn look_for_space(&mut self) {
         let are_served = self.machines.disks.as_ref().is_some_and(|disks| disks.are_in_store());
         if !are_served || !self.machines.wait_for_space() {
-            self.space_looked_at = None;
+            // A VM that stops again at once is resumed only after some time.
+            self.space_looked_at = self.space_looked_at.filter(|at| at.elapsed() < FORGET_STOP);
             return;
         }
         if self.space_looked_at.is_none() {

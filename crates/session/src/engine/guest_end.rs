@@ -54,10 +54,13 @@ impl Engine<'_> {
         let seq = self.capture(CheckpointReason::GuestEnd, Some(tag), None).ok()?;
         let (sender, sealed) = channel();
         self.takers.insert(seq, Taker::Engine(sender));
+        let interrupted = std::sync::Arc::clone(&self.interrupted);
         let outcome = self.handle_reports_until(|_| match sealed.try_recv() {
             Ok(outcome) => Some(outcome.ok()),
             Err(std::sync::mpsc::TryRecvError::Disconnected) => Some(None),
-            Err(std::sync::mpsc::TryRecvError::Empty) => None,
+            Err(std::sync::mpsc::TryRecvError::Empty) => {
+                interrupted.load(Ordering::Relaxed).then_some(None)
+            }
         });
         outcome.ok().flatten()
     }

@@ -21,11 +21,11 @@ impl Member {
     }
 
     /// Notes an end. A panic that ends the VMM comes as two events, of which the first one tells
-    /// more.
+    /// more. An end after the last checkpoint of an earlier one is another end: the guest ran on.
     pub(super) fn note_end(&mut self, end: GuestEnd, is_final: bool) {
         match &mut self.guest_end {
-            Some(seen) if is_final && !seen.is_final => seen.is_final = true,
-            Some(seen) if seen.is_final => {}
+            Some(seen) if !seen.is_done && is_final => seen.is_final = true,
+            Some(seen) if !seen.is_done && seen.is_final => {}
             seen => *seen = Some(SeenEnd { end, is_final, is_done: false }),
         }
     }
@@ -39,7 +39,7 @@ impl Machines {
         }
     }
 
-    /// Undoes [`Machines::hold_ends`]. VMMs whose guests have ended end. Returns the first error.
+    /// Undoes [`Machines::hold_ends`]. Ends each VMM whose guest has ended. Returns the first error.
     pub fn release_ends(&mut self) -> Result<()> {
         let mut result = Ok(());
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {

@@ -33,8 +33,9 @@ pub fn follow_prune(
     let mut all = Vec::new();
     progress.repoint(&mut |to| all.push(*to));
     let places = new_places(store, session, all, &moves)?;
-    progress.repoint(&mut |to| *to = places.get(to).copied().unwrap_or(*to));
+    // A failed sync cuts the pack, and the new places with it.
     session.packs.sync()?;
+    progress.repoint(&mut |to| *to = places.get(to).copied().unwrap_or(*to));
     store.put_seen(moves.generation)?;
     session.moves = Some(moves);
     Ok(())

@@ -101,6 +101,11 @@ impl RunProgress {
         self.clear();
     }
 
+    /// Returns true if nothing was put since the last seal.
+    pub fn is_empty(&self) -> bool {
+        self.puts.all.is_empty() && self.undo_blocks.is_empty()
+    }
+
     /// Makes the checkpoint in progress the last seal.
     pub fn seal(&mut self) {
         self.is_first = false;
