@@ -71,6 +71,10 @@ pub enum WatchedMonitor {
     },
 }
 
+/// How often it is looked whether an engine that closed its descriptors has ended.
+const ENGINE_LOOKS: u32 = 100;
+const ENGINE_LOOK_EVERY: Duration = Duration::from_millis(50);
+
 /// The first of the words that name the pipe.
 const PIPE: &str = "pipe";
 /// The first of the words that name the ends of the guest.
@@ -287,7 +291,7 @@ impl Reach {
     /// on the VM's disks: a job of its would fill the disk of its scratch file.
     pub fn forget_engine(&mut self) -> Result<()> {
         let Self::Own(qmp, set) = self else { return Ok(()) };
-        let swept = match statefile::has_engine(qmp) {
+        let swept = match has_other_engine(qmp) {
             Ok(true) => Ok(()),
             Ok(false) => fleece::sweep(qmp).map(drop),
             Err(error) => Err(error),
@@ -316,6 +320,18 @@ impl Shared {
             Err(e) => Err(Error::io("write to the engine's monitor")(e)),
         }
     }
+}
+
+/// Returns true if an engine lives that has given a file to QEMU. The one that has just died is asked
+/// for again: its descriptors are closed a moment before the kernel shows its end.
+fn has_other_engine(qmp: &mut Qmp) -> Result<bool> {
+    for _ in 0..ENGINE_LOOKS {
+        if !statefile::has_engine(qmp)? {
+            return Ok(false);
+        }
+        std::thread::sleep(ENGINE_LOOK_EVERY);
+    }
+    statefile::has_engine(qmp)
 }
 
 fn gone() -> Error {
