@@ -79,7 +79,8 @@ impl GeneratedNames {
             return None;
         }
         let given = ["index", "unit"].iter().find_map(|key| value_of(keys, key)?.parse().ok());
-        let unit = given.or_else(|| (0..).find(|unit| !self.virtio_units.contains(unit)))?;
+        let unit =
+            given.or_else(|| (0..u32::MAX).find(|unit| !self.virtio_units.contains(unit)))?;
         self.virtio_units.insert(unit);
         value_of(keys, "id").is_none().then(|| format!("virtio{unit}"))
     }
