@@ -31,7 +31,7 @@ fn a_second_qemu_takes_the_first_checkpoint_and_leaves_nothing() {
         env.start(&["--interval", "300ms", "--name", "guest", "--verbose"], &guest(&env, &extra));
     run.wait_for("KF READY");
     run.wait_for_error("a restore was rehearsed");
-    // It is said before the first checkpoint is.
+    // The run tells of the rehearsal before it tells of the first checkpoint.
     assert!(!run.errors().contains("checkpoint 1 "), "{}", run.report());
     wait_until("checkpoints follow", || env.list().len() >= 3);
     wait_for_hashes(&mut run);

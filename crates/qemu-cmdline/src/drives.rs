@@ -212,10 +212,10 @@ fn served(served: Served, server: &DiskServer, keeps_snapshot: bool) -> Result<A
     let Served { drive, kept, place } = served;
     // The prefix of the keys of the disk's own node.
     let (option, node) = match place {
-        Place::Drive | Place::Node => ("drive", ""),
+        Place::Drive => ("drive", ""),
+        Place::Node => ("blockdev", ""),
         Place::InFilter => ("blockdev", "file."),
     };
-    let option = if place == Place::Node { "blockdev" } else { option };
     let slice = drive.slice.as_ref().filter(|_| !server.cut_slices.has(&drive.name));
     let mut keys: DriveKeys = Vec::new();
     match (place, slice) {

@@ -89,7 +89,8 @@ pub fn anonymous_devices(line: &[Argument]) -> Vec<String> {
 }
 
 impl LineEdits {
-    /// Returns the edited line. Returns `None` if the line does not define a drive whose medium was changed.
+    /// Returns the edited line. Returns `None` if the line does not define a drive whose medium was
+    /// changed.
     pub fn apply(&self, line: &[Argument]) -> Option<Vec<Argument>> {
         let mut edited = line.to_vec();
         for (device, keys) in &self.pinned {

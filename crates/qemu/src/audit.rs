@@ -169,18 +169,23 @@ fn refused(
     }
 }
 
+fn warned(
+    subject: impl Into<String>,
+    reason: impl Into<String>,
+    fix: impl Into<String>,
+) -> AuditFinding {
+    AuditFinding { severity: Severity::Warning, ..refused(subject, reason, fix) }
+}
+
 fn machine(machine_type: &str, found: &mut Vec<AuditFinding>) {
     let known = ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p))
         || machine_type == "microvm";
     if !known {
-        found.push(AuditFinding {
-            severity: Severity::Warning,
-            ..refused(
-                format!("machine type {machine_type}"),
-                "Keyframe is tested with pc, q35 and microvm only",
-                "choose one of those with -machine",
-            )
-        });
+        found.push(warned(
+            format!("machine type {machine_type}"),
+            "Keyframe is tested with pc, q35 and microvm only",
+            "choose one of those with -machine",
+        ));
     }
 }
 
@@ -272,15 +277,14 @@ fn device(child: &Value, shared: bool, found: &mut Vec<AuditFinding>) {
         ));
     }
     if let Some(lost) = stateless::lost_of(kind) {
-        found.push(AuditFinding {
-            severity: Severity::Warning,
-            subject: what.clone(),
-            reason: format!(
+        found.push(warned(
+            &what,
+            format!(
                 "QEMU saves nothing of such a device: a restored guest finds it as after a reset \
                  (lost: {lost})"
             ),
-            fix: "leave it out if the guest uses it".into(),
-        });
+            "leave it out if the guest uses it",
+        ));
     }
     if let Some((_, reason)) = FOREIGN.iter().find(|(prefix, _)| kind.starts_with(prefix)) {
         found.push(refused(

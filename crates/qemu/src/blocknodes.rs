@@ -8,6 +8,7 @@
 //!
 //! Invariant: a disk that the line does not make has no name here, as no restore could make it.
 
+use crate::machine_shape::get;
 use crate::{Qmp, Result, Vm};
 use keyframe_qemu_cmdline::{DiskNames, LineDrive, line_drives, options};
 use serde_json::{Value, json};
@@ -91,8 +92,7 @@ impl Vm {
             path if path.starts_with('/') => path.clone(),
             id => format!("/machine/peripheral/{id}"),
         };
-        let asked = json!({ "path": path, "property": "hotplugged" });
-        match self.qmp().execute("qom-get", Some(asked)) {
+        match get(self.qmp(), &path, "hotplugged") {
             Ok(is_hotplugged) => Ok(is_hotplugged == json!(false)),
             // It has gone.
             Err(crate::Error::Refused { .. }) => Ok(false),

@@ -294,9 +294,7 @@ impl Error {
         let operation = operation.into();
         move |source| Self::Io { operation, source: source.into() }
     }
-}
 
-impl Error {
     /// Returns true for an error of a restore that lies in the checkpoint: QEMU makes another
     /// machine of its command line, or refuses the device state. Returns false for errors that this
     /// host may have caused.

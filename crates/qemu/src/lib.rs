@@ -29,6 +29,7 @@ mod audit;
 mod binary;
 mod blocknodes;
 mod changed_line;
+mod device_table;
 mod error;
 mod eventfd_coalesce;
 pub mod fleece;

@@ -3,24 +3,16 @@
 //!
 //! `-only-migratable` accepts some of them, and an attached QEMU takes all of them by `device_add`.
 //! So `scripts/unsavable-devices` finds them with real QEMUs, and `unsavable_devices.tsv` lists them.
-//! A listed device is refused on every version of QEMU: versions between the tested ones are not
-//! known to be better.
+//! A listed device is refused on every version of QEMU.
 
-/// One line for each type and version: the type, the version, how QEMU ends.
+use crate::device_table;
+
 const TABLE: &str = include_str!("unsavable_devices.tsv");
 
 /// How QEMU ends if it saves a device of type `kind`. `None` if it survives that, as far as is
 /// known.
 pub(crate) fn how_qemu_ends(kind: &str) -> Option<&'static str> {
-    rows().find(|(listed, ..)| *listed == kind).map(|(.., how)| how)
-}
-
-fn rows() -> impl Iterator<Item = (&'static str, &'static str, &'static str)> {
-    let lines = TABLE.lines().filter(|line| !line.starts_with('#'));
-    lines.filter_map(|line| {
-        let mut columns = line.split('\t');
-        Some((columns.next()?, columns.next()?, columns.next()?))
-    })
+    device_table::text_of(TABLE, kind)
 }
 
 #[cfg(test)]
@@ -29,13 +21,7 @@ mod tests {
 
     #[test]
     fn each_line_of_the_table_has_a_device_a_version_and_a_reason() {
-        let lines = TABLE.lines().filter(|line| !line.starts_with('#')).count();
-        assert_eq!(rows().count(), lines);
-        assert!(rows().all(|(kind, version, how)| {
-            !kind.is_empty()
-                && version.split('.').all(|n| n.parse::<u32>().is_ok())
-                && !how.is_empty()
-        }));
+        device_table::assert_complete(TABLE);
         assert!(how_qemu_ends("pci-serial-2x").is_some_and(|how| how.contains("segmentation")));
         assert!(how_qemu_ends("vmbus-bridge").is_some());
         assert_eq!(how_qemu_ends("pci-serial"), None);

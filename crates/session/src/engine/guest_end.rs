@@ -46,7 +46,7 @@ impl Engine<'_> {
     /// Takes a checkpoint with this tag and waits until it is sealed. An event tells a failure.
     fn capture_tagged(&mut self, tag: &str) -> Option<keyframe_store::CheckpointId> {
         let interrupted = std::sync::Arc::clone(&self.interrupted);
-        let is_interrupted = move || interrupted.load(Ordering::Relaxed);
+        let is_interrupted = || interrupted.load(Ordering::Relaxed);
         let idle = |engine: &mut Self| {
             (engine.copying.cycle.in_flight() == 0 || is_interrupted()).then_some(())
         };
@@ -54,13 +54,10 @@ impl Engine<'_> {
         let seq = self.capture(CheckpointReason::GuestEnd, Some(tag), None).ok()?;
         let (sender, sealed) = channel();
         self.takers.insert(seq, Taker::Engine(sender));
-        let interrupted = std::sync::Arc::clone(&self.interrupted);
         let outcome = self.handle_reports_until(|_| match sealed.try_recv() {
             Ok(outcome) => Some(outcome.ok()),
             Err(std::sync::mpsc::TryRecvError::Disconnected) => Some(None),
-            Err(std::sync::mpsc::TryRecvError::Empty) => {
-                interrupted.load(Ordering::Relaxed).then_some(None)
-            }
+            Err(std::sync::mpsc::TryRecvError::Empty) => is_interrupted().then_some(None),
         });
         outcome.ok().flatten()
     }

@@ -18,7 +18,7 @@ fn requests_are_delivered_in_the_order_in_which_they_were_written() {
     let deliver = move |pending: Pending| sender.send(pending).is_ok();
     let socket = listen(folder.path(), &status, deliver).unwrap();
     for round in 0..50 {
-        // One that says nothing keeps nobody waiting.
+        // A client that sends nothing delays no other client.
         let silent = UnixStream::connect(&socket.0).unwrap();
         let clients: Vec<UnixStream> = (0..8)
             .map(|number| {
