@@ -4,8 +4,8 @@
 use keyframe_qemu::Qmp;
 use keyframe_tests::libvirt::Libvirt;
 use keyframe_tests::{
-    Boot, ExternalVm, PATIENCE, Process, Sequence, TestEnv, assert_restores_exactly, hash_lines,
-    number, qemus, small_guest, wait_until,
+    Boot, ExternalVm, PATIENCE, Process, Sequence, TestEnv, assert_restores_exactly, children,
+    hash_lines, number, qemus, small_guest, wait_until,
 };
 use rustix::process::Signal;
 use std::path::Path;
@@ -261,6 +261,28 @@ fn a_vm_that_ends_ends_the_engine_in_good_order() {
 }
 
 /// The console of a domain; libvirt writes it to a file.
+/// The kernel reports discards of private RAM only.
+#[test]
+fn a_restored_vm_with_a_balloon_can_be_checkpointed_again() {
+    let env = TestEnv::new();
+    let boot = hashing().with(&["-device", "virtio-balloon-pci,id=balloon"]);
+    let mut run = env.start(&["--interval", "300ms", "--count", "2"], &boot);
+    assert!(run.wait().success(), "{}", run.report());
+    let mut sequence = Sequence::new(16);
+    let monitor = env.path().join("restored").display().to_string();
+    let qmp = format!("unix:{monitor},server=on,wait=off");
+    let mut restored = env.restore("latest", &["--", "-qmp", &qmp]);
+    let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 3).then_some(()));
+    assert!(grown.is_some(), "{}", restored.report());
+    let [qemu] = children(restored.pid())[..] else { panic!("one QEMU: {}", restored.report()) };
+    let options = ["--count", "2", "--interval", "300ms", "--audit", "audit", "--name", "again"];
+    let output = env.run(&as_str(&env.attach_args(&["--qmp", &monitor], qemu, &options)));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && !said.contains("AUDIT"), "{said}");
+    sequence.check(&hash_lines(&restored.lines()), 3);
+    assert_goes_on(&env, &mut sequence);
+}
+
 fn said(serial: &Path) -> Vec<String> {
     let text = String::from_utf8_lossy(&std::fs::read(serial).unwrap_or_default()).into_owned();
     text.lines().map(str::to_owned).collect()

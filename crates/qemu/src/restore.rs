@@ -23,6 +23,7 @@ pub mod lazy;
 mod machine;
 mod plan;
 mod prepared;
+mod private_ram;
 mod restore_options;
 mod shared;
 mod stand_in;
@@ -41,7 +42,7 @@ use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
 use crate::thread_affinity::{self, SingleCore};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
-use crate::{Error, Qmp, Result, RunStatus, accelerator_check, eventfd_coalesce};
+use crate::{Error, Qmp, Result, RunStatus, accelerator_check, audit, eventfd_coalesce};
 use fill::Memory;
 use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::recording::RecordingMode;
@@ -146,7 +147,9 @@ impl Restored {
 /// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`.
 /// After an error no process is left.
 pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
-    start_with(plan, &Ram::Eager(ram), device_state)
+    let needs_private = plan.replays.is_none() && audit::line_discards(&plan.arguments);
+    let ram = if needs_private { Ram::Private(ram) } else { Ram::Eager(ram) };
+    start_with(plan, &ram, device_state)
 }
 
 /// Starts QEMU as [`start`] does, but the VM runs before its RAM is there, and waits for each
@@ -164,16 +167,15 @@ enum Ram<'a> {
     Eager(&'a dyn RamSource),
     Shared(&'a SharedRam, &'a dyn RamSource),
     Lazy(SharedSource),
-    /// QEMU's own private memory, which stays all zeros.
-    Private,
+    /// The same as `Eager`, into private memory of QEMU's own.
+    Private(&'a dyn RamSource),
 }
 
 impl Ram<'_> {
     fn source(&self) -> &dyn RamSource {
         match self {
-            Self::Eager(source) | Self::Shared(_, source) => *source,
+            Self::Eager(source) | Self::Private(source) | Self::Shared(_, source) => *source,
             Self::Lazy(source) => &**source,
-            Self::Private => &prepared::Nothing,
         }
     }
 }
@@ -268,7 +270,7 @@ impl Starting {
             layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
         let memories = match ram {
             Ram::Shared(shared, _) => shared.memories(plan)?,
-            Ram::Private => Vec::new(),
+            Ram::Private(_) => Vec::new(),
             Ram::Eager(_) | Ram::Lazy(_) => of_backend
                 .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
                 .collect::<Result<Vec<_>>>()?,
@@ -372,7 +374,13 @@ impl Starting {
                 let (qmp, filled_ns) = self.fill(plan, child, *source, crossing)?;
                 (qmp, None, Some(filled_ns))
             }
-            Ram::Shared(..) | Ram::Private => (self.meet(plan, child, crossing)?, None, None),
+            Ram::Private(source) => {
+                let mut qmp = self.meet(plan, child, crossing)?;
+                let memories = private_ram::memories(&mut qmp, child.id(), &plan.source.ram)?;
+                let filled_ns = fill::fill(&memories, *source, &AtomicBool::new(false))?;
+                (qmp, None, Some(filled_ns))
+            }
+            Ram::Shared(..) => (self.meet(plan, child, crossing)?, None, None),
             Ram::Lazy(source) => {
                 let qmp = self.meet(plan, child, crossing)?;
                 // Before anything is loaded: devices touch RAM as they come to life.

@@ -32,8 +32,10 @@ const THREADS_MAX: usize = 16;
 
 /// The memory of a RAM block, to be filled for QEMU.
 pub struct Memory {
-    /// The memfd, as long as the block.
+    /// A memfd that is as long as the block, or the memory of QEMU's process.
     pub file: File,
+    /// The offset of the block's first byte in `file`: 0 in a memfd, the block's address in a process.
+    pub offset: u64,
     /// The block's number in the layout.
     pub block: usize,
     /// The block's pages in the layout.
@@ -48,6 +50,12 @@ impl Memory {
         Self::with_flags(block, number, pages, MemfdFlags::CLOEXEC)
     }
 
+    /// Returns the same memory with a descriptor of its own. Error: there are too many descriptors.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        let Self { offset, block, pages, .. } = *self;
+        Ok(Self { file: self.file.try_clone()?, offset, block, pages, name: self.name.clone() })
+    }
+
     /// Makes memory as [`Memory::new`], with these flags of the memfd.
     pub fn with_flags(
         block: &RamBlock,
@@ -60,7 +68,7 @@ impl Memory {
         let fd: OwnedFd = rustix::fs::memfd_create("keyframe-ram", flags)
             .map_err(Error::io(operation.clone()))?;
         rustix::fs::ftruncate(&fd, block.total_bytes).map_err(Error::io(operation))?;
-        Ok(Self { file: fd.into(), block: number, pages, name: block.name.clone() })
+        Ok(Self { file: fd.into(), offset: 0, block: number, pages, name: block.name.clone() })
     }
 }
 
@@ -137,14 +145,17 @@ fn copy(targets: &[Target<'_>], source: &dyn RamSource, cancelled: &AtomicBool) 
 impl<'a> Target<'a> {
     fn new(memory: &'a Memory) -> Self {
         // Refused, it is a matter of speed.
-        let fresh = MemfdFiller::over(memory.file.as_fd(), memory.pages.len_bytes()).ok();
+        let fresh = || MemfdFiller::over(memory.file.as_fd(), memory.pages.len_bytes()).ok();
+        let fresh = (memory.offset == 0).then(fresh).flatten();
         Self { memory, fresh }
     }
 
     /// Writes whole pages at `offset`.
     fn put(&self, mut offset: u64, mut bytes: &[u8]) -> io::Result<()> {
         let file = &self.memory.file;
-        let Some(fresh) = &self.fresh else { return file.write_all_at(bytes, offset) };
+        let Some(fresh) = &self.fresh else {
+            return file.write_all_at(bytes, self.memory.offset + offset);
+        };
         loop {
             let placed = fresh.place(offset, bytes).map_err(io::Error::other)?;
             offset += placed;

@@ -5,23 +5,23 @@
 //!   prepare(plan) ─▶ QEMU -S -incoming, RAM in memfds that both map ─▶ write pages, epoch after epoch ─▶ activate(devices) ─▶ runs
 //! ```
 //!
-//! A machine with a device that discards RAM (balloon, virtio-mem) gets private RAM, which this
-//! process writes through `/proc/PID/mem`: a discard of shared memory could not be tracked once the
-//! guest runs here.
+//! A machine with a device that discards RAM (balloon, virtio-mem) gets private RAM
+//! ([`private_ram`](super::private_ram)).
 //!
 //! Invariant: dropping it ends QEMU; nothing but [`Prepared::activate`] lets the guest run.
 
 use super::{
-    Memory, Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, send, wait_until_loaded,
+    Memory, Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, private_ram, send,
+    wait_until_loaded,
 };
 use crate::lifetime::Lifetime;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::vm::machine_type;
 use crate::vm::{Origin, Vm};
-use crate::{Error, Qmp, Result, audit, find_ram_blocks, stream};
+use crate::{Error, Qmp, Result, audit, stream};
 use keyframe_units::elapsed_ns;
-use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange};
 use keyframe_vmm::{AuditFinding, Severity};
 use std::fs::File;
 use std::io;
@@ -57,7 +57,7 @@ impl Drop for Prepared {
 pub fn prepare(plan: Plan) -> Result<Prepared> {
     // A second start would find the gate before the network taken: it serves one QEMU.
     if audit::line_discards(&plan.arguments) {
-        return start_waiting(plan, &Ram::Private);
+        return start_waiting(plan, &Ram::Private(&Nothing));
     }
     let mut prepared = start_waiting(plan, &Ram::Eager(&Nothing))?;
     let discards = match &mut prepared.qmp {
@@ -67,7 +67,7 @@ pub fn prepare(plan: Plan) -> Result<Prepared> {
     if !discards {
         return Ok(prepared);
     }
-    start_waiting(prepared.into_plan()?, &Ram::Private)
+    start_waiting(prepared.into_plan()?, &Ram::Private(&Nothing))
 }
 
 fn start_waiting(plan: Plan, ram: &Ram<'_>) -> Result<Prepared> {
@@ -90,23 +90,14 @@ fn start_waiting(plan: Plan, ram: &Ram<'_>) -> Result<Prepared> {
 
 /// The main RAM of a QEMU that waits.
 pub struct PreparedRam {
-    parts: Vec<RamPart>,
-}
-
-/// The memory of one block of main RAM.
-struct RamPart {
-    pages: PageRange,
-    /// The block's memfd, or QEMU's whole memory.
-    file: File,
-    /// The offset of the block's first page in `file`.
-    offset: u64,
+    parts: Vec<Memory>,
 }
 
 impl PreparedRam {
     /// The location of `page` of the layout; `None` if it is in a small block, which comes with the
     /// devices.
     fn place(&self, page: PageIndex) -> Option<(&File, u64)> {
-        let is_within = |part: &&RamPart| (part.pages.first..part.pages.end()).contains(&page);
+        let is_within = |part: &&Memory| (part.pages.first..part.pages.end()).contains(&page);
         let part = self.parts.iter().find(is_within)?;
         Some((&part.file, part.offset + (page.0 - part.pages.first.0) * PAGE_BYTES as u64))
     }
@@ -171,43 +162,17 @@ impl Prepared {
     /// be opened.
     pub fn memory(&mut self) -> Result<PreparedRam> {
         if self.starting.memories.is_empty() {
-            return self.process_memory();
+            let pid = self.pid();
+            let (Some(qmp), Some(plan)) = (&mut self.qmp, &self.plan) else {
+                return Err(activated_twice());
+            };
+            let parts = private_ram::memories(qmp, pid, &plan.source.ram)?;
+            return Ok(PreparedRam { parts });
         }
-        let copy = |memory: &Memory| {
-            Ok(RamPart { pages: memory.pages, file: memory.file.try_clone()?, offset: 0 })
-        };
-        let parts = self.starting.memories.iter().map(copy).collect::<io::Result<_>>();
+        let parts = self.starting.memories.iter().map(Memory::try_clone).collect::<io::Result<_>>();
         parts
             .map(|parts| PreparedRam { parts })
             .map_err(Error::io("duplicate a descriptor of the VM's memory"))
-    }
-
-    /// The same for a QEMU with private RAM.
-    fn process_memory(&mut self) -> Result<PreparedRam> {
-        let pid = self.pid();
-        let (Some(qmp), Some(plan)) = (&mut self.qmp, &self.plan) else {
-            return Err(activated_twice());
-        };
-        let path = format!("/proc/{pid}/mem");
-        let failed = Error::io(format!("open {path}"));
-        let memory = File::options().read(true).write(true).open(&path).map_err(failed)?;
-        let found = find_ram_blocks(qmp, pid)?;
-        let layout = &plan.source.ram;
-        let mut parts = Vec::new();
-        for (number, block) in layout.blocks().iter().enumerate() {
-            if block.kind != BlockKind::Backend {
-                continue;
-            }
-            let host = found.iter().find(|known| known.block.name == block.name);
-            let host = host.ok_or_else(|| Error::RamAddress {
-                block: block.name.clone(),
-                pid,
-                problem: "the QEMU that waits does not have it".into(),
-            })?;
-            let file = memory.try_clone().map_err(Error::io(format!("duplicate {path}")))?;
-            parts.push(RamPart { pages: layout.pages_of(number), file, offset: host.host.0 });
-        }
-        Ok(PreparedRam { parts })
     }
 
     /// Loads the device state, and from `small` the blocks outside main RAM. Then resumes the VM,

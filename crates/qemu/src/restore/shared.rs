@@ -54,11 +54,7 @@ impl SharedRam {
             let problem = "it is not that of the RAM that is shared".into();
             return Err(Error::Source { what: "RAM layout".into(), problem });
         }
-        let copy = |memory: &Memory| {
-            let file = memory.file.try_clone()?;
-            Ok(Memory { file, block: memory.block, pages: memory.pages, name: memory.name.clone() })
-        };
-        let copies = self.memories.iter().map(copy).collect::<std::io::Result<_>>();
+        let copies = self.memories.iter().map(Memory::try_clone).collect::<std::io::Result<_>>();
         copies.map_err(Error::io("duplicate a descriptor of the shared memory"))
     }
 }
