@@ -79,8 +79,14 @@ pub(crate) fn audit(
 /// Returns a finding for each part of a running machine whose state QEMU cannot save.
 pub(crate) fn blockers(qmp: &mut Qmp) -> Result<Vec<AuditFinding>> {
     let answer = qmp.execute("query-migrate", None)?;
-    let reasons = answer.get("blocked-reasons").and_then(Value::as_array);
-    Ok(reasons.into_iter().flatten().filter_map(Value::as_str).map(blocker).collect())
+    Ok(blocked_reasons(&answer).map(blocker).collect())
+}
+
+/// Returns the reasons in an answer to `query-migrate` for which QEMU cannot save the machine's whole
+/// state. A dump of another client blocks migrations only, and only while it lasts.
+pub(crate) fn blocked_reasons(answer: &Value) -> impl Iterator<Item = &str> {
+    let reasons = answer.get("blocked-reasons").and_then(Value::as_array).into_iter().flatten();
+    reasons.filter_map(Value::as_str).filter(|reason| !reason.contains("dump-guest-memory"))
 }
 
 fn blocker(reason: &str) -> AuditFinding {

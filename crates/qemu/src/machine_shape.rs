@@ -174,9 +174,7 @@ impl MachineShape {
         shape.media = blocks.iter().map(|block| medium(block, captured)).collect();
         let all = processors.as_array();
         shape.processors = all.ok_or_else(|| qmp.unexpected("query-cpus-fast", processors))?.len();
-        let reasons = migration.get("blocked-reasons").and_then(Value::as_array);
-        let reasons = reasons.into_iter().flatten().filter_map(Value::as_str);
-        shape.blockers = reasons.map(str::to_owned).collect();
+        shape.blockers = audit::blocked_reasons(migration).map(str::to_owned).collect();
         Ok(shape)
     }
 

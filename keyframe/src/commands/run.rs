@@ -65,8 +65,9 @@ impl Run {
                 self.lan.iter().map(|path| paths::absolute(path)).collect::<Result<_, _>>()?;
             options.lans = LanChoice::Own(paths);
         }
-        let code = exit_code(keyframe_session::run(&store, commands, options)?.verdict());
-        if !quiet && code != FAILED {
+        let report = keyframe_session::run(&store, commands, options)?;
+        let code = exit_code(report.verdict());
+        if !quiet && code != FAILED && report.sealed > 0 {
             let place = self.store.store.display();
             eprintln!(
                 "keyframe: see them: keyframe list --store {place}; bring one back: keyframe restore --store {place} latest"

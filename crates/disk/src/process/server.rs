@@ -26,8 +26,8 @@ type OpenLayer<'a> = &'a dyn Fn(&str) -> Result<Box<dyn Layer>>;
 /// the engine requests the end, or, after the engine has gone, when the last client has
 /// disconnected.
 ///
-/// `open_layer` opens the layer that a [`DiskSpec`] names. Errors: a disk cannot be opened; a sync
-/// failed; the engine breaks the protocol.
+/// `open_layer` opens the layer that a [`DiskSpec`] names. If a disk cannot be opened, the engine is
+/// told. Errors: a sync failed; the engine breaks the protocol, or is gone.
 pub fn serve(
     control: &UnixStream,
     open_layer: impl Fn(&str) -> Result<Box<dyn Layer>>,
@@ -54,10 +54,7 @@ pub fn serve(
             drop(locks);
             served
         }
-        Err(error) => {
-            frame::send(control, &failed(&error))?;
-            Err(error)
-        }
+        Err(error) => frame::send(control, &failed(&error)),
     }
 }
 
