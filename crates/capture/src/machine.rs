@@ -82,6 +82,12 @@ pub trait PauseSteps: Send {
     /// or does not answer.
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError>;
 
+    /// Adds to `device_state`, the result of [`PauseSteps::save_device_state`], what the VMM does not
+    /// save itself. Called after the pause, if the VM did not run in it.
+    fn complete_device_state(&mut self, device_state: &mut Vec<u8>) {
+        let _ = device_state;
+    }
+
     /// Lets the VM run again if `stop`, the result of [`PauseSteps::hold`], says that it ran.
     /// Error: the VMM does not answer; the watchdog then resumes the VM.
     fn release(&mut self, stop: StopOutcome) -> Result<(), BoxError>;
@@ -109,12 +115,13 @@ pub fn pause_in_steps<M: PauseSteps + ?Sized>(
     work.reached(CapturePhase::Resumed);
     let stop = held.stop;
     let outcome = held.finish();
-    let (device_state, device_state_ns) = looked?;
+    let (mut device_state, device_state_ns) = looked?;
     released.map_err(machine_error("resume the VM"))?;
     match outcome.map_err(machine_error("find out whether the VM ran in the pause"))? {
         PauseVerdict::RanMeanwhile => return Err(CaptureError::Torn),
         PauseVerdict::Undisturbed => {}
     }
+    machine.complete_device_state(&mut device_state);
     Ok(PauseRecord {
         taken_at,
         paused_at,

@@ -105,6 +105,10 @@ impl PauseSteps for GatedMachines {
         self.machines.save_device_state()
     }
 
+    fn complete_device_state(&mut self, device_state: &mut Vec<u8>) {
+        self.machines.complete_device_state(device_state);
+    }
+
     fn release(&mut self, stopped: StopOutcome) -> Result<(), BoxError> {
         self.machines.release(stopped)
     }

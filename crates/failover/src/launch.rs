@@ -229,6 +229,7 @@ fn start_first(
     let LaunchedVm { mut vm, identity, directory, served, gate, .. } = launched;
     refuse(&mut vm, &*setup.events)?;
     let options = session_options(&setup);
+    sessions::follow_sse_flags(&mut vm, &identity, &*options.events);
     let ram = RamCapture::start(&mut [(&*context.name, &mut vm)], false, &options)?;
     let spec = machine_meta(&mut vm, &identity, &directory)?;
     let description = MachineDescription { spec, ram: ram.layout.clone() };
@@ -272,9 +273,10 @@ pub fn start_taken_over(
     start: FirstTerm,
     addresses: Option<StandbyAddresses>,
 ) -> Result<primary::PrimaryEngine> {
-    let LaunchedVm { mut vm, machine, served, gate, .. } = launched;
+    let LaunchedVm { mut vm, identity, machine, served, gate, .. } = launched;
     let description = machine.ok_or(Error::NothingHeld)?;
     let options = session_options(&setup);
+    sessions::follow_sse_flags(&mut vm, &identity, &*options.events);
     let watchdog = Box::new(sessions::late_watchdog(&vm, false, &options.events)?);
     // The engine takes it if this look fails.
     let shape = vm.shape().ok();
@@ -337,7 +339,8 @@ fn make_engine(
         watchdog,
         options.pause_limit,
         watches_discards.unwrap_or(false),
-    );
+    )
+    .telling(Arc::clone(&options.events));
     let machines = machines_of(&context.name, vm, served, &options);
     if let Ok(mut status) = context.status.lock() {
         status.qemu_pid = qemu;

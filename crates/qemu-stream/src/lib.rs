@@ -19,6 +19,7 @@
 //! | `migration_reader` | reads a whole stream that QEMU wrote |
 //! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
 //! | `processors`, `display` | registers of the processors and of the display |
+//! | `sse_flags` | adds flags that QEMU leaves out of a processor's state |
 //! | `flash`, `run_state` | the flash chips of a state; whether its VM stands still |
 //! | `user_network` | the user networks of a state, for a line that has others |
 //! | `accelerator_conversion`, `icount_conversion` | convert a device state: KVM, TCG, `-icount` |
@@ -45,6 +46,7 @@ mod processors;
 mod run_state;
 mod section_bodies;
 mod sections;
+mod sse_flags;
 mod user_network;
 mod writer;
 
@@ -59,6 +61,7 @@ pub use icount_conversion::count_instructions;
 pub use migration_reader::{MigrationBlock, MigrationPageSink, MigrationReader};
 pub use processors::{CpuRegisters, LowMemoryPart, SegmentRegister, cpu_registers, low_memory};
 pub use run_state::{run_state, with_run_state};
+pub use sse_flags::{SavedCpu, add_sse_flags};
 pub use user_network::renumber_user_networks;
 pub use writer::{MigrationHead, PageSink, StreamBlock, splice_ram, write_migration};
 

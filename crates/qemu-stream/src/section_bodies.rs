@@ -72,7 +72,10 @@ pub(crate) mod cpu_common {
 
 /// Offsets in [`CPU`].
 pub(crate) mod cpu {
+    pub const RIP: usize = 128;
     pub const CR4: usize = 480;
+    /// The SSE control and status register.
+    pub const MXCSR: usize = 556;
     pub const EFER: usize = 816;
     /// Added to the VM's time-stamp counter for this processor.
     pub const TSC_OFFSET: usize = 896;

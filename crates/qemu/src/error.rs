@@ -228,6 +228,14 @@ pub enum Error {
         /// The operation.
         obstacle: RollbackObstacle,
     },
+    /// A checkpoint lacks the SSE exception flags of a virtual CPU.
+    #[error(
+        "QEMU does not save the SSE exception flags of its CPUs (MXCSR bits 0 to 5): {problem}"
+    )]
+    SseFlags {
+        /// Why Keyframe could not add them.
+        problem: String,
+    },
     /// The watchdog process has ended or does not answer.
     #[error("the watchdog: {problem}")]
     Watchdog {

@@ -48,6 +48,7 @@ mod ramblock_scan;
 pub mod restore;
 pub mod rollback;
 mod spawn;
+mod sse_flags;
 mod standstill;
 mod state_pipe;
 mod statefile;

@@ -24,6 +24,7 @@ use crate::lifetime::Lifetime;
 use crate::machine_shape::CapturedDisks;
 use crate::ramblock::{self, find_ram_blocks};
 use crate::spawn;
+use crate::sse_flags::SseFlags;
 use crate::statefile::StateFile;
 use crate::thread_affinity::{self, SingleCore};
 use crate::watchdog::{Watched, WatchedMonitor};
@@ -79,6 +80,8 @@ pub struct Vm {
     server: Option<PathBuf>,
     /// Present if the VM records or replays.
     single_core: Option<SingleCore>,
+    /// The virtual CPUs whose SSE flags are added to device states.
+    pub(crate) sse_flags: Option<SseFlags>,
     /// The identity of the binary, once it is known.
     pub(crate) identity: Option<QemuIdentity>,
     /// Values that must live as long as the VM.
@@ -203,6 +206,7 @@ impl Vm {
             minded: Vec::new(),
             server: None,
             single_core: None,
+            sse_flags: None,
             identity: None,
             kept: Vec::new(),
         }
@@ -420,6 +424,7 @@ impl Vm {
     pub fn save_devices(&mut self) -> Result<Vec<u8>> {
         self.state.rewind()?;
         self.qmp.save_devices(&self.state.target())?;
+        self.note_sse_flags();
         let state = self.state.read()?;
         crate::stream::check(&state)?;
         self.note_standstill(state)

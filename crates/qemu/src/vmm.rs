@@ -178,6 +178,10 @@ impl Vmm for Vm {
         Ok(self.save_devices()?)
     }
 
+    fn complete_device_state(&mut self, device_state: &mut [u8]) -> Result<(), VmmError> {
+        Ok(self.add_sse_flags(device_state)?)
+    }
+
     fn resumer(&self) -> Result<Resumer, VmmError> {
         Ok(self.watched()?.into_resumer())
     }

@@ -356,6 +356,8 @@ pub enum Step {
     DescribeDisks,
     /// Tell the watchdog that the VM may run.
     AllowRunning,
+    /// Add the SSE exception flags of the virtual CPUs to a checkpoint.
+    SaveSseFlags,
     /// Have the kernel end this process first if memory runs out.
     VolunteerAsVictim,
 }

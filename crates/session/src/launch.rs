@@ -13,7 +13,7 @@ use super::store_sink::{MachineDescriptions, StoreSink};
 use super::{LanChoice, SessionOptions};
 use crate::control::TrackerKind;
 use crate::error::{Error, Result};
-use crate::event::{Event, EventSink, SharedEventSink};
+use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
 use crate::lans::{self, Lans};
 use crate::rehearsal::Rehearsal;
 use crate::rights;
@@ -367,6 +367,7 @@ pub fn prepare(
                 let health = watchdog.health();
                 let vm = SessionVm::new(Box::new(found.vm), Box::new(watchdog), limit, *watches)
                     .with_monitor(found.monitor)
+                    .telling(Arc::clone(&options.events))
                     .expecting(shape);
                 let vm =
                     if options.recorded.is_some() { vm.recorded() } else { vm.held_at_its_end() };
@@ -407,6 +408,14 @@ struct PreparedParts {
     shapes: Vec<Option<MachineShape>>,
 }
 
+/// Has the device states of `vm`, whose binary is `identity`, hold the SSE flags of its CPUs. A failure
+/// is told to `events`.
+pub fn follow_sse_flags(vm: &mut Vm, identity: &QemuIdentity, events: &dyn EventSink<Event>) {
+    vm.set_identity(identity.clone());
+    let cache = keyframe_store::backend::cache_root(&|name| std::env::var(name).ok());
+    tell_failed(events, Step::SaveSseFlags, vm.follow_sse_flags(cache.as_deref()));
+}
+
 fn prepare_parts(
     store: &Store,
     writer: &mut Writer,
@@ -417,6 +426,7 @@ fn prepare_parts(
     for one in found.iter_mut() {
         refuse(&mut one.vm, &*options.events)
             .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
+        follow_sse_flags(&mut one.vm, &one.identity, &*options.events);
     }
     let mut vms: Vec<(&str, &mut dyn Vmm)> = Vec::with_capacity(found.len());
     vms.extend(found.iter_mut().map(|one| (&*one.name, &mut one.vm as &mut dyn Vmm)));

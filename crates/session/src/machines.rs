@@ -24,7 +24,7 @@ use crate::error::{Result, error_chain};
 use crate::lans::Lans;
 use crate::watchdog_keeper::WatchdogHealth;
 use guest_end::SeenEnd;
-use keyframe_capture::group::join_device_states;
+use keyframe_capture::group::{join_device_states, split_device_states};
 use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
     BoxError, CaptureError, Machine, PauseRecord, PauseSteps, PauseVerdict, PauseWork, StopOutcome,
@@ -453,6 +453,21 @@ impl PauseSteps for Machines {
             None => Vec::new(),
         });
         Ok(join_device_states(&states))
+    }
+
+    fn complete_device_state(&mut self, device_state: &mut Vec<u8>) {
+        if !self.is_group
+            && let [member] = &mut self.members[..]
+        {
+            return member.vm.complete_device_state(device_state);
+        }
+        let Some(states) = split_device_states(device_state) else { return };
+        let mut states: Vec<_> = states.into_iter().map(<[u8]>::to_vec).collect();
+        // The last one is that of the network.
+        for (member, state) in self.members.iter_mut().zip(&mut states) {
+            member.vm.complete_device_state(state);
+        }
+        *device_state = join_device_states(&states);
     }
 
     fn release(&mut self, _: StopOutcome) -> Result<(), BoxError> {

@@ -15,6 +15,7 @@
 use super::launch::lines_now;
 use super::recording::{Position, RequestQueues};
 use crate::error::Result;
+use crate::event::{SharedEventSink, Step, tell_failed};
 use keyframe_capture::{BoxError, PauseSteps, PauseVerdict, StopOutcome};
 use keyframe_qemu::{AuditFinding, MachineChange, MachineShape, Severity, Vm};
 use keyframe_store::MachineMeta;
@@ -77,6 +78,9 @@ pub struct SessionVm {
     /// The changes from it that the newest look has found.
     changes: Option<Vec<MachineChange>>,
     end_hold: EndHold,
+    events: Option<SharedEventSink>,
+    /// False if a part of the last device state was not known.
+    has_whole_states: bool,
 }
 
 /// Whether the VMM stands still when the guest ends, so that a last checkpoint can be taken.
@@ -109,6 +113,8 @@ impl SessionVm {
             shape: None,
             changes: None,
             end_hold: EndHold::default(),
+            events: None,
+            has_whole_states: true,
         }
     }
 
@@ -117,6 +123,12 @@ impl SessionVm {
     #[must_use]
     pub fn held_at_its_end(self) -> Self {
         Self { end_hold: EndHold::Wanted, ..self }
+    }
+
+    /// Returns the same VM, which tells `events` of device states that lack a part.
+    #[must_use]
+    pub fn telling(self, events: SharedEventSink) -> Self {
+        Self { events: Some(events), ..self }
     }
 
     /// Returns the same VM, with the socket `monitor` at which the user has its monitor, if there
@@ -385,6 +397,7 @@ impl PauseSteps for SessionVm {
     fn prepare_pause(&mut self) -> Result<(), BoxError> {
         if let Ok(vm) = self.qemu() {
             vm.require_savable()?;
+            vm.find_new_cpus();
         }
         if self.watched.form() == PauseForm::Separate
             && self.recorded.is_none()
@@ -413,6 +426,15 @@ impl PauseSteps for SessionVm {
             let _ = position.set(self.qemu()?.qmp().icount()?);
         }
         Ok(self.watched.save_devices()?)
+    }
+
+    fn complete_device_state(&mut self, device_state: &mut Vec<u8>) {
+        let completed = self.vm_mut().complete_device_state(device_state);
+        // Not repeated while it goes on.
+        let was_complete = std::mem::replace(&mut self.has_whole_states, completed.is_ok());
+        if was_complete && let Some(events) = &self.events {
+            tell_failed(&**events, Step::SaveSseFlags, completed);
+        }
     }
 
     fn release(&mut self, _: StopOutcome) -> Result<(), BoxError> {

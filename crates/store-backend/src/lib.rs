@@ -30,6 +30,7 @@ pub use backend::{
     AppendFile, Backend, FileStamp, LockGuard, ReadFile, UnlockOutcome, create, is_read_only,
     is_remote, open,
 };
+pub use cache::cache_root;
 pub use encrypted::{DataKey, EncryptedBackend};
 pub use error::{Error, RemoteFailure, Result, fix_of};
 pub use local::LocalBackend;

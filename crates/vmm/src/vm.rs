@@ -237,6 +237,14 @@ pub trait Vmm: Send {
     /// VMM refuses or does not answer.
     fn save_devices(&mut self) -> Result<Vec<u8>, VmmError>;
 
+    /// Adds to `device_state`, which was saved in the last pause, what the VMM does not save itself.
+    /// To be called after the pause. The length stays. Error: a part is not known; `device_state` is
+    /// as the VMM saved it, but for the other parts.
+    fn complete_device_state(&mut self, device_state: &mut [u8]) -> Result<(), VmmError> {
+        let _ = device_state;
+        Ok(())
+    }
+
     /// Returns the instructions with which another process can resume the VM. Error: a descriptor
     /// cannot be copied.
     fn resumer(&self) -> Result<Resumer, VmmError>;

@@ -367,6 +367,9 @@ fn step_name(step: Step) -> &'static str {
         Step::DropBitmap => "drop the bitmap of a sealed checkpoint",
         Step::CloseExports => "remove the exports by which a disk was read",
         Step::VolunteerAsVictim => "have the kernel end keyframe first if memory runs out",
+        Step::SaveSseFlags => {
+            "add the SSE exception flags of the guest's processors to checkpoints"
+        }
         Step::DetachDisks => "remove from QEMU what captured the VM's disks",
         Step::RemoveFile => "remove a file",
         Step::RemoveFormerDisks => "remove what was written to the disks before",

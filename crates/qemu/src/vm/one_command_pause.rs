@@ -85,6 +85,7 @@ impl Vm {
                     return Ok(None);
                 }
                 Ok(Attempt::Held(held)) => {
+                    self.note_sse_flags();
                     let saved = SavedPause { stop: held.stop, device_state: held.state.clone() };
                     self.one_command.held = Some(held);
                     return Ok(Some(saved));

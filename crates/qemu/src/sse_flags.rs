@@ -1,0 +1,190 @@
+//! The SSE exception flags of TCG's virtual CPUs (MXCSR bits 0 to 5), which QEMU does not save.
+//!
+//! TCG collects the flags in a field of its own beside MXCSR. QEMU merges the field into MXCSR when the
+//! guest reads the register, and forgets to do so when it saves the CPU. A VM that was loaded from such
+//! a state, also by QEMU's own migration, finds the flags cleared.
+//!
+//! ```text
+//!   trial (once for each binary)   a CPU that raises known flags ─▶ CpuLayout, in a file
+//!   start                          the CPUs in QEMU's memory, by the names of their model
+//!   pause                          copy registers, MXCSR and flags of each   ┐
+//!   after the pause                the same CPU of the device state, found   ├─▶ MXCSR with its flags
+//!                                  by the values of its registers            ┘
+//! ```
+//!
+//! Invariant: flags are added to a CPU of the device state only if all its general registers, its
+//! instruction pointer and its MXCSR equal those beside which the flags were found.
+//!
+//! KVM needs none of this: the processor holds the flags in MXCSR.
+
+mod firmware;
+mod layout;
+mod search;
+mod trial;
+
+use crate::stream::{SavedCpu, add_sse_flags};
+use crate::{Result, Vm};
+use keyframe_kernel::{Process, read_memory};
+use keyframe_units::HostVirt;
+use layout::CpuLayout;
+use search::CpuNames;
+use serde_json::Value;
+use std::path::Path;
+
+/// The CPUs of a QEMU in its memory.
+pub(crate) struct SseFlags {
+    process: Process,
+    layout: CpuLayout,
+    names: CpuNames,
+    /// The addresses of the CPUs' registers. Some may be those of CPUs that were unplugged.
+    cpus: Vec<HostVirt>,
+    /// The number of virtual CPUs at the last search, if CPUs can be plugged in.
+    searched_for: Option<u32>,
+    /// The CPUs as they were in the last pause.
+    noted: Vec<CpuMemory>,
+}
+
+/// The part of a CPU in QEMU's memory that says what its flags are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct CpuMemory {
+    general: [u64; 16],
+    rip: u64,
+    mxcsr: u32,
+    /// The flags that are not in MXCSR yet, as bits of MXCSR.
+    flags: u32,
+}
+
+impl CpuMemory {
+    fn is(&self, saved: &SavedCpu) -> bool {
+        (self.general, self.rip, self.mxcsr) == (saved.general, saved.rip, saved.mxcsr)
+    }
+}
+
+impl Vm {
+    /// Has later device states hold the SSE exception flags, which QEMU leaves out of them under TCG.
+    /// Finds out by a trial where QEMU keeps them, and remembers it in the directory `cache`, if there
+    /// is one. Has no effect under KVM. The trial starts a second QEMU for half a second.
+    ///
+    /// Error: the flags cannot be found in this QEMU.
+    pub fn follow_sse_flags(&mut self, cache: Option<&Path>) -> Result<()> {
+        self.sse_flags = None;
+        if self.has_hardware_cpus()? {
+            return Ok(());
+        }
+        let pid = self.pid();
+        let binary = self.identity()?.blake3;
+        let known = cache.and_then(|cache| CpuLayout::load(cache, &binary));
+        let layout = if let Some(layout) = known {
+            layout
+        } else {
+            let layout = trial::run(pid)?;
+            if let Some(cache) = cache {
+                layout.store(cache, &binary);
+            }
+            layout
+        };
+        let names = CpuNames::of(self.qmp())?;
+        let process = Process::open(pid).map_err(|error| trial::unreadable(&error))?;
+        let searched_for = if self.may_get_cpus() { Some(self.cpus()?) } else { None };
+        let cpus = search::find(&process, &layout, &names)?;
+        if cpus.len() < self.cpus()? as usize {
+            return Err(trial::unknown("not all virtual CPUs were found in its memory"));
+        }
+        let noted = Vec::new();
+        self.sse_flags = Some(SseFlags { process, layout, names, cpus, searched_for, noted });
+        Ok(())
+    }
+
+    /// Finds virtual CPUs that were plugged in. To be called before a pause.
+    pub fn find_new_cpus(&mut self) {
+        let Some(before) = self.sse_flags.as_ref().and_then(|known| known.searched_for) else {
+            return;
+        };
+        // A QEMU that does not answer fails the pause itself.
+        let Ok(cpus) = self.cpus() else { return };
+        if cpus != before
+            && let Some(known) = &mut self.sse_flags
+        {
+            known.searched_for = Some(cpus);
+            known.search();
+        }
+    }
+
+    /// Copies the flags of all virtual CPUs, which stand still.
+    pub(crate) fn note_sse_flags(&mut self) {
+        if let Some(known) = &mut self.sse_flags {
+            known.noted.clear();
+            for at in &known.cpus {
+                known.noted.extend(known.layout.read(&known.process, *at));
+            }
+        }
+    }
+
+    /// Adds the flags that were noted in the last pause to `device_state`, which was saved in that
+    /// pause.
+    ///
+    /// Error: [`crate::Error::SseFlags`] if the flags of a virtual CPU are not known. `device_state` then holds
+    /// those of the others.
+    pub fn add_sse_flags(&mut self, device_state: &mut [u8]) -> Result<()> {
+        let Some(known) = &mut self.sse_flags else { return Ok(()) };
+        let mut missing = None;
+        add_sse_flags(device_state, &mut |saved| {
+            let flags = known.flags_of(saved);
+            if flags.is_none() {
+                missing = Some(saved.index);
+            }
+            flags.unwrap_or_default()
+        })?;
+        let Some(index) = missing else { return Ok(()) };
+        // A CPU that was plugged in just before the pause is found by the next one.
+        known.search();
+        Err(trial::unknown(&format!("virtual CPU {index} was not found in its memory")))
+    }
+
+    /// True if the guest runs on a processor of the host (KVM, Xen, ...), which keeps the flags.
+    fn has_hardware_cpus(&mut self) -> Result<bool> {
+        let answer = self.qmp().execute("query-kvm", None)?;
+        Ok(answer.get("enabled").and_then(Value::as_bool).unwrap_or_default())
+    }
+
+    /// True if CPUs can be plugged in, or unplugged and plugged in again.
+    fn may_get_cpus(&mut self) -> bool {
+        // A machine without slots refuses the question.
+        let slots = self.qmp().execute("query-hotpluggable-cpus", None).unwrap_or_default();
+        // The first CPU stays.
+        slots.as_array().is_some_and(|slots| slots.len() > 1)
+    }
+}
+
+impl SseFlags {
+    fn search(&mut self) {
+        // What is not found is reported when a device state lacks it.
+        self.cpus = search::find(&self.process, &self.layout, &self.names).unwrap_or_default();
+    }
+
+    /// The flags of a CPU of the device state; `None` if it is not known in which memory it lies.
+    fn flags_of(&self, saved: &SavedCpu) -> Option<u32> {
+        let mut flags = self.noted.iter().filter(|cpu| cpu.is(saved)).map(|cpu| cpu.flags);
+        let first = flags.next()?;
+        // CPUs with the same registers, such as those that have not been started, have the same flags.
+        flags.all(|other| other == first).then_some(first)
+    }
+}
+
+impl CpuLayout {
+    /// Reads a CPU whose registers are at `at`. `None` if there is no memory.
+    fn read(&self, process: &Process, at: HostVirt) -> Option<CpuMemory> {
+        let mut bytes = vec![0; self.len_bytes()];
+        read_memory(process, at, &mut bytes).ok()?;
+        let word = |k: usize| layout::u64_at(&bytes, k * 8);
+        let mut general = [0; 16];
+        for (k, register) in general.iter_mut().enumerate() {
+            *register = word(k)?;
+        }
+        let flags = self.flags(&bytes)?;
+        Some(CpuMemory { general, rip: word(16)?, mxcsr: self.mxcsr(&bytes)?, flags })
+    }
+}
+
+#[cfg(test)]
+mod tests;
