@@ -282,6 +282,13 @@ fn device(child: &Value, shared: bool, found: &mut Vec<AuditFinding>) {
             "unplug it, or start the VM without it",
         ));
     }
+    if kind.starts_with("virtio-pmem") {
+        found.push(refused(
+            &what,
+            "its memory is no part of the state that QEMU saves, so no restore could have it",
+            "use -device nvdimm with the same memory backend (and -machine nvdimm=on)",
+        ));
+    }
     if let Some(lost) = stateless::lost_of(kind) {
         found.push(warned(
             &what,
@@ -387,6 +394,8 @@ mod tests {
         assert_eq!(of(|f| device(&child("virtio-balloon-pci"), false, f)), []);
         assert_eq!(of(|f| device(&child("virtio-balloon-pci"), true, f)).len(), 1);
         assert_eq!(of(|f| device(&child("virtio-net-pci"), true, f)), []);
+        let found = of(|f| device(&child("virtio-pmem-pci"), false, f));
+        assert!(found[0].severity == Severity::Refused && found[0].fix.contains("nvdimm"));
         assert_eq!(of(|f| device(&json!({"name": "type", "type": "string"}), true, f)), []);
     }
 

@@ -81,7 +81,7 @@ fn parse(line: &str) -> Option<Row<'_>> {
     let (range, rest) = line.trim().split_once(" (prio ")?;
     let (first, last) = range.split_once('-')?;
     let (kind, name) = rest.split_once("): ")?;
-    if !matches!(kind.split_once(", ")?.1, "ram" | "rom") {
+    if !matches!(kind.split_once(", ")?.1, "ram" | "rom" | "nv-ram") {
         return None;
     }
     let (start, last) = (hex(first)?, hex(last)?);
@@ -153,7 +153,7 @@ FlatView #1\r
   0000000000100000-00000000001fffff (prio 0, ram): pc.ram @0000000000100000 KVM\r
   00000000fd000000-00000000fd00ffff (prio 1, ram): vga.vram\r
   00000000fffc0000-00000000ffffffff (prio 0, rom): pc.bios\r
-  0000000100000000-00000001000fffff (prio 0, ram): pc.ram @0000000000200000\r
+  0000000100000000-00000001000fffff (prio 0, nv-ram): pc.ram @0000000000200000\r
 \r
 FlatView #2\r
   0000000000000000-0000000000000fff (prio 0, ram): pc.bios\r
