@@ -13,6 +13,7 @@
 
 pub mod paths;
 
+use paths::shell;
 use std::fmt;
 use std::path::Path;
 
@@ -49,7 +50,7 @@ pub type Outcome = Result<u8, Failure>;
 
 /// Returns the fix if `path` is not a store.
 fn without_store(path: &Path) -> String {
-    let shown = path.display();
+    let shown = shell(path);
     if path.join("recording.json").is_file() {
         return format!(
             "that is a recording: its checkpoints are listed with --store {shown}/store, and brought up by: keyframe goto {shown}"
@@ -97,10 +98,10 @@ impl Failure {
             ),
             Error::Damaged { .. } => failure.fix(format!(
                 "find out what else is hurt with: keyframe check --read-data --store {}",
-                path.display()
+                shell(path)
             )),
             Error::UnknownTag { .. } => {
-                failure.fix(format!("see what tags there are with: keyframe list --store {}", path.display()))
+                failure.fix(format!("see what tags there are with: keyframe list --store {}", shell(path)))
             }
             Error::Pinned { id } => {
                 failure.fix(format!("unpin it first (keyframe pin --remove {id}), or name it with --force"))
@@ -109,7 +110,7 @@ impl Failure {
             Error::Exists { .. } => failure.fix("use it as it is, or name another place"),
             Error::UnknownCheckpoint { .. } => failure.fix(format!(
                 "name a number, a tag or `latest`; see what there is with: keyframe list --store {}",
-                path.display()
+                shell(path)
             )),
             _ if error.is_disk_full() => failure.fix("free some space; sealed checkpoints are unharmed"),
             _ => Self { fix: keyframe_store_keys::fix(error).or_else(|| error.fix()), ..failure },

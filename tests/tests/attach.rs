@@ -268,10 +268,17 @@ fn a_restored_vm_with_a_balloon_can_be_checkpointed_again() {
     let boot = hashing().with(&["-device", "virtio-balloon-pci,id=balloon"]);
     let mut run = env.start(&["--interval", "300ms", "--count", "2"], &boot);
     assert!(run.wait().success(), "{}", run.report());
+    for lazy in [&[][..], &["--lazy"]] {
+        is_attached_to_again(&env, lazy);
+    }
+}
+
+fn is_attached_to_again(env: &TestEnv, options: &[&str]) {
     let mut sequence = Sequence::new(16);
     let monitor = env.path().join("restored").display().to_string();
+    let _ = std::fs::remove_file(&monitor);
     let qmp = format!("unix:{monitor},server=on,wait=off");
-    let mut restored = env.restore("latest", &["--", "-qmp", &qmp]);
+    let mut restored = env.restore("latest", &[options, &["--", "-qmp", &qmp]].concat());
     let grown = restored.wait_until(|p| (hash_lines(&p.lines()).len() >= 3).then_some(()));
     assert!(grown.is_some(), "{}", restored.report());
     let [qemu] = children(restored.pid())[..] else { panic!("one QEMU: {}", restored.report()) };
@@ -280,7 +287,8 @@ fn a_restored_vm_with_a_balloon_can_be_checkpointed_again() {
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success() && !said.contains("AUDIT"), "{said}");
     sequence.check(&hash_lines(&restored.lines()), 3);
-    assert_goes_on(&env, &mut sequence);
+    drop(restored);
+    assert_goes_on(env, &mut sequence);
 }
 
 fn said(serial: &Path) -> Vec<String> {

@@ -96,6 +96,21 @@ impl MissingPages {
         Ok(())
     }
 
+    /// Makes all registered pages missing, also those that the process has touched before. Only for
+    /// private memory without a file: elsewhere the pages come back from the file. Error: the process
+    /// cannot be made to discard them.
+    pub fn discard(&self) -> Result<()> {
+        in_session(&self.process, |hijack| {
+            for range in &self.registered {
+                // The process may have locked its memory.
+                let advice = libc::MADV_DONTNEED_LOCKED as u64;
+                let arguments = [range.start.0, range.len_bytes, advice, 0, 0];
+                hijack.call_with("madvise", libc::SYS_madvise, arguments)?;
+            }
+            Ok(())
+        })
+    }
+
     /// Waits until threads of the process wait for pages, and appends the addresses of these pages
     /// to `touched`. A page may come twice, and may be present by now. Returns false if `stop`
     /// became readable.

@@ -92,6 +92,15 @@ pub fn clone_line(
 const HARMLESS_NETWORKS: &[&str] =
     &["user", "tap", "hubport", "socket", "stream", "dgram", "vde", "l2tpv3", "none"];
 
+/// Returns the words of a line (the binary first) without the options by which QEMU changes its user or
+/// its root directory: a rehearsal has no right to do so, and they are no part of the machine. Error:
+/// the words are no QEMU command line.
+pub fn without_other_user(words: &[String]) -> Result<Vec<String>> {
+    let line = options::parse(words.get(1..).unwrap_or_default())?;
+    let kept = line.iter().filter(|a| !matches!(a.name(), "runas" | "chroot" | "run-with"));
+    Ok(words.iter().take(1).cloned().chain(kept.flat_map(Argument::words)).collect())
+}
+
 /// Returns the first argument of a line that a second QEMU cannot have beside the VM's own, or not
 /// without a display; `None` if there is none.
 pub fn rehearsal_obstacle(line: &[Argument]) -> Option<&Argument> {
@@ -426,6 +435,13 @@ mod tests {
         let options = CloneOptions { directory: Path::new("/r/c,1"), exact };
         let made = clone_line(&words(kept), &added, options).unwrap();
         (made.words.join(" "), made.notes.join("\n"))
+    }
+
+    #[test]
+    fn a_line_without_another_user_keeps_its_machine() {
+        let line =
+            "q -m 1G -runas nobody -chroot /var/empty -run-with user=a,chroot=/b -device edu";
+        assert_eq!(without_other_user(&words(line)).unwrap().join(" "), "q -m 1G -device edu");
     }
 
     const CONSOLE: &str =

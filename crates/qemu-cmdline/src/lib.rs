@@ -47,7 +47,9 @@ pub use accelerator::{
     check_accelerator_line, has_accelerator_choice, machine_defaults, named_accelerator,
     with_accelerator, without_accelerator,
 };
-pub use clone_conflicts::{CloneConsole, CloneLine, CloneOptions, clone_line, rehearsal_obstacle};
+pub use clone_conflicts::{
+    CloneConsole, CloneLine, CloneOptions, clone_line, rehearsal_obstacle, without_other_user,
+};
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
 pub use config_file::config_options;
 pub use drives::{

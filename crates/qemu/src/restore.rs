@@ -17,6 +17,7 @@
 //!
 //! Left out: the content of disks, which a disk server provides.
 
+mod crossing;
 mod fill;
 mod host_probe;
 pub mod lazy;
@@ -43,12 +44,13 @@ use crate::stream::{self, StreamBlock};
 use crate::thread_affinity::{self, SingleCore};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus, accelerator_check, audit, eventfd_coalesce};
+use crossing::Crossing;
 use fill::Memory;
 use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{
-    Argument, CommandLineError, LineWord, backend_object, check_accelerator_line, isolated_tap,
-    lineage_mark, machine_defaults, private_backend_object, with_tap_descriptors,
+    Argument, CommandLineError, LineWord, backend_object, isolated_tap, lineage_mark,
+    private_backend_object, with_tap_descriptors,
 };
 use keyframe_units::elapsed_ns;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
@@ -147,8 +149,7 @@ impl Restored {
 /// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`.
 /// After an error no process is left.
 pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
-    let needs_private = plan.replays.is_none() && audit::line_discards(&plan.arguments);
-    let ram = if needs_private { Ram::Private(ram) } else { Ram::Eager(ram) };
+    let ram = if needs_private(&plan) { Ram::Private(ram) } else { Ram::Eager(ram) };
     start_with(plan, &ram, device_state)
 }
 
@@ -159,7 +160,13 @@ pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Res
 /// Errors: those of [`start`]; [`Error::Memory`] if the kernel does not let this process serve
 /// QEMU's memory.
 pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<Restored> {
-    start_with(plan, &Ram::Lazy(ram), device_state)
+    let ram = if needs_private(&plan) { Ram::LazyPrivate(ram) } else { Ram::Lazy(ram) };
+    start_with(plan, &ram, device_state)
+}
+
+/// True if the VM could not be checkpointed with shared RAM ([`private_ram`]).
+fn needs_private(plan: &Plan) -> bool {
+    plan.replays.is_none() && audit::line_discards(&plan.arguments)
 }
 
 /// The source of the RAM, and the time at which it is loaded.
@@ -169,13 +176,15 @@ enum Ram<'a> {
     Lazy(SharedSource),
     /// The same as `Eager`, into private memory of QEMU's own.
     Private(&'a dyn RamSource),
+    /// The same as `Lazy`, into private memory of QEMU's own.
+    LazyPrivate(SharedSource),
 }
 
 impl Ram<'_> {
     fn source(&self) -> &dyn RamSource {
         match self {
             Self::Eager(source) | Self::Private(source) | Self::Shared(_, source) => *source,
-            Self::Lazy(source) => &**source,
+            Self::Lazy(source) | Self::LazyPrivate(source) => &**source,
         }
     }
 }
@@ -203,28 +212,6 @@ fn start_with(mut plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Rest
             let _ = spawn::kill(&mut child);
             Err(error)
         }
-    }
-}
-
-/// A change of accelerator.
-struct Crossing {
-    to: Accelerator,
-    device_state: Vec<u8>,
-    /// The arguments that keep the machine as it was.
-    words: Vec<String>,
-}
-
-impl Crossing {
-    /// `None` if the VM keeps its accelerator. Errors: those of a change that would not be exact.
-    fn of(plan: &Plan, device_state: &[u8]) -> Result<Option<Self>> {
-        let Some(to) = plan.accelerator else { return Ok(None) };
-        let from = accelerator_check::of_checkpoint(&plan.arguments, device_state)?;
-        if from == to {
-            return Ok(None);
-        }
-        check_accelerator_line(&plan.arguments, to)?;
-        let words = machine_defaults(&plan.arguments, &plan.source.machine.machine_type, from);
-        Ok(Some(Self { to, device_state: stream::convert(device_state, to)?, words }))
     }
 }
 
@@ -270,7 +257,7 @@ impl Starting {
             layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
         let memories = match ram {
             Ram::Shared(shared, _) => shared.memories(plan)?,
-            Ram::Private(_) => Vec::new(),
+            Ram::Private(_) | Ram::LazyPrivate(_) => Vec::new(),
             Ram::Eager(_) | Ram::Lazy(_) => of_backend
                 .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
                 .collect::<Result<Vec<_>>>()?,
@@ -381,12 +368,18 @@ impl Starting {
                 (qmp, None, Some(filled_ns))
             }
             Ram::Shared(..) => (self.meet(plan, child, crossing)?, None, None),
-            Ram::Lazy(source) => {
-                let qmp = self.meet(plan, child, crossing)?;
+            Ram::Lazy(source) | Ram::LazyPrivate(source) => {
+                let mut qmp = self.meet(plan, child, crossing)?;
+                let own = match ram {
+                    Ram::LazyPrivate(_) => {
+                        private_ram::memories(&mut qmp, child.id(), &plan.source.ram)?
+                    }
+                    _ => Vec::new(),
+                };
+                let memories = if own.is_empty() { &self.memories } else { &own };
                 // Before anything is loaded: devices touch RAM as they come to life.
-                let lazy =
-                    Lazy::attach(child.id(), &self.memories, Arc::clone(source), self.started)?;
-                (qmp, Some(lazy), None)
+                let source = Arc::clone(source);
+                (qmp, Some(Lazy::attach(child.id(), memories, source, self.started)?), None)
             }
         };
         let mut single_core = None;

@@ -24,7 +24,9 @@ use keyframe_capture::BoxError;
 use keyframe_inspect::guest_memory::CheckpointRam;
 use keyframe_inspect::source_of;
 use keyframe_qemu::DiskServer;
-use keyframe_qemu::cmdline::{CloneOptions, clone_line, options, rehearsal_obstacle};
+use keyframe_qemu::cmdline::{
+    CloneOptions, clone_line, options, rehearsal_obstacle, without_other_user,
+};
 use keyframe_qemu::restore::{self, Plan, RestoreOptions, RestorePurpose};
 use keyframe_store::{CheckpointId, Meta, Store};
 use keyframe_units::elapsed_ns;
@@ -135,7 +137,7 @@ fn plan(meta: &Meta, place: &Path, log: &Path) -> Result<keyframe_qemu::Result<P
     let clone = CloneOptions { directory: place, exact: true };
     let own = clone_line(words, &none, clone).map_err(|error| error.to_string())?;
     let mut machine = meta.machine.clone();
-    machine.user_command = own.words;
+    machine.user_command = without_other_user(&own.words).map_err(|error| error.to_string())?;
     let disks = meta.disks.iter().map(|disk| (disk.name.clone(), disk.disk_bytes));
     let disks = disks.collect::<BTreeMap<_, _>>();
     let has_disks = !disks.is_empty();

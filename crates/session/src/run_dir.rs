@@ -20,7 +20,7 @@ mod place;
 
 use crate::error::RunDirError;
 use keyframe_units::CheckpointId;
-pub use keyframe_vm_disks::vm_name::{is_name_char, name_from};
+pub use keyframe_vm_disks::vm_name::{is_name_char, name_from, numbered_name};
 use rustix::fs::{FlockOperation, flock};
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -95,7 +95,7 @@ impl RunDir {
     /// ... Error: the directory cannot be made.
     pub fn claim_restored(name: &str) -> Result<Self, RunDirError> {
         let name = name_from(name);
-        let numbered = (2..=NAMESAKES_MAX).map(|number| format!("{name}-{number}"));
+        let numbered = (2..=NAMESAKES_MAX).map(|number| numbered_name(&name, number));
         let first = Self::claim_beside(RESTORED, &name);
         numbered
             .fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(RESTORED, &name)))

@@ -14,15 +14,26 @@ pub fn is_name_char(c: char) -> bool {
 /// beginning with a dot. A text that is such a name stays as it is. In any other text, other
 /// characters become `-`, and a hash of the text follows, so that two texts do not become one name.
 pub fn name_from(text: &str) -> String {
+    name_of_at_most(text, NAME_BYTES_MAX)
+}
+
+/// Returns the VM name `NAME-NUMBER`. A `name` that is too long for that is shortened as in
+/// [`name_from`].
+pub fn numbered_name(name: &str, number: impl std::fmt::Display) -> String {
+    let suffix = format!("-{number}");
+    name_of_at_most(name, NAME_BYTES_MAX.saturating_sub(suffix.len())) + &suffix
+}
+
+fn name_of_at_most(text: &str, bytes_max: usize) -> String {
     if text.is_empty() {
         return "vm".into();
     }
     let mapped: String = text.chars().map(|c| if is_name_char(c) { c } else { '-' }).collect();
     let mut name = mapped.trim_start_matches('.');
-    if name == text && name.len() <= NAME_BYTES_MAX {
+    if name == text && name.len() <= bytes_max {
         return name.into();
     }
-    let mut end = name.len().min(NAME_BYTES_MAX - HASH_BYTES);
+    let mut end = name.len().min(bytes_max - HASH_BYTES);
     while !name.is_char_boundary(end) {
         end -= 1;
     }
@@ -35,6 +46,17 @@ pub fn name_from(text: &str) -> String {
 mod tests {
     use super::*;
     use std::collections::BTreeSet;
+
+    #[test]
+    fn a_numbered_name_is_a_name() {
+        assert_eq!(numbered_name("web", 2), "web-2");
+        let long = "n".repeat(64);
+        let (first, other) = (numbered_name(&long, 1), numbered_name(&long, 12));
+        assert!(first.ends_with("-1") && other.ends_with("-12") && first != other);
+        for name in [first, other] {
+            assert_eq!(name_from(&name), name);
+        }
+    }
 
     #[test]
     fn a_name_stays_as_it_is_and_no_two_texts_become_one() {

@@ -21,7 +21,7 @@ use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
 use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
-use keyframe_session::run_dir::{RunDir, RunKind};
+use keyframe_session::run_dir::{RunDir, RunKind, numbered_name};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
 use serde::Serialize;
@@ -227,9 +227,11 @@ impl Branch {
     }
 
     fn places(&self, store: &Store, loaded: &LoadedCheckpoint) -> Result<Vec<Place>, Failure> {
-        let prefix = self.name.clone().unwrap_or_else(|| loaded.meta.vm.clone());
         let place = |number| {
-            let name = format!("{prefix}-{number}");
+            let name = match &self.name {
+                Some(prefix) => format!("{prefix}-{number}"),
+                None => numbered_name(&loaded.meta.vm, number),
+            };
             let directory = RunDir::claim_clone(&name)?;
             let disks =
                 OwnDisks::serve(store, loaded, &name, &directory, self.work_dir.as_deref())?;

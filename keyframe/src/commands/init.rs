@@ -1,6 +1,6 @@
 //! `keyframe init`: makes a store.
 
-use crate::failure::{DONE, Failure, Outcome, USAGE};
+use crate::failure::{DONE, Failure, Outcome, USAGE, paths};
 use crate::output;
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
@@ -56,7 +56,7 @@ impl Init {
         }
         eprintln!(
             "keyframe: checkpoints into it: keyframe run --store {} -- qemu-system-x86_64 ...",
-            self.store.display()
+            paths::shell(&self.store)
         );
         Ok(DONE)
     }

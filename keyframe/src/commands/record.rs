@@ -177,7 +177,10 @@ impl Record {
                 "keyframe: QEMU was killed: the recording ends with what it had written by then"
             );
         }
-        eprintln!("keyframe: see that it replays exactly: keyframe verify {out}");
+        eprintln!(
+            "keyframe: see that it replays exactly: keyframe verify {}",
+            paths::shell(&self.out)
+        );
     }
 
     fn follow_every(&self) -> Duration {
@@ -212,7 +215,7 @@ impl Record {
         adopt_first_checkpoint(recording, kept, &self.key)?;
         if !has_followed {
             let (out, every) =
-                (self.out.display(), humantime::format_duration(self.follow_every()));
+                (paths::shell(&self.out), humantime::format_duration(self.follow_every()));
             eprintln!(
                 "keyframe: the one that followed has not come to the end: keyframe segment {out} --every {every}"
             );

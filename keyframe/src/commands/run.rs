@@ -68,7 +68,7 @@ impl Run {
         let report = keyframe_session::run(&store, commands, options)?;
         let code = exit_code(report.verdict());
         if !quiet && code != FAILED && report.sealed > 0 {
-            let place = self.store.store.display();
+            let place = paths::shell(&self.store.store);
             eprintln!(
                 "keyframe: see them: keyframe list --store {place}; bring one back: keyframe restore --store {place} latest"
             );

@@ -50,6 +50,11 @@ impl Memory {
         Self::with_flags(block, number, pages, MemfdFlags::CLOEXEC)
     }
 
+    /// True if the block is in memory of QEMU's own, and no file holds it.
+    pub fn is_of_process(&self) -> bool {
+        self.offset != 0
+    }
+
     /// Returns the same memory with a descriptor of its own. Error: there are too many descriptors.
     pub fn try_clone(&self) -> io::Result<Self> {
         let Self { offset, block, pages, .. } = *self;
@@ -146,7 +151,7 @@ impl<'a> Target<'a> {
     fn new(memory: &'a Memory) -> Self {
         // Refused, it is a matter of speed.
         let fresh = || MemfdFiller::over(memory.file.as_fd(), memory.pages.len_bytes()).ok();
-        let fresh = (memory.offset == 0).then(fresh).flatten();
+        let fresh = (!memory.is_of_process()).then(fresh).flatten();
         Self { memory, fresh }
     }
 

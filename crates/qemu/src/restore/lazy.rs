@@ -103,8 +103,8 @@ enum Job {
 
 impl Lazy {
     /// Marks the RAM of QEMU as missing and begins to serve it. QEMU is process `pid`, a child that
-    /// this thread started, with the empty `memories` as its memory backends. Error: the kernel
-    /// does not let this process serve QEMU's memory.
+    /// this thread started, with the empty `memories` as its memory backends: memfds, or memory of
+    /// QEMU's own. Error: the kernel does not let this process serve QEMU's memory.
     pub fn attach(
         pid: u32,
         memories: &[Memory],
@@ -114,9 +114,13 @@ impl Lazy {
         let process = Process::open(pid)?;
         let places = memories.iter().map(|m| place(&process, m)).collect::<Result<Vec<_>>>()?;
         let mut missing = MissingPages::inject(&process)?;
-        for (place, memory) in places.iter().zip(memories) {
+        for place in &places {
             missing.register(place.host)?;
-            empty(memory)?;
+        }
+        // QEMU may have touched pages before they were marked as missing.
+        memories.iter().filter(|memory| !memory.is_of_process()).try_for_each(empty)?;
+        if memories.iter().any(Memory::is_of_process) {
+            missing.discard()?;
         }
         let pages = places.iter().map(|p| p.pages.end().0).max().unwrap_or(0);
         let there = (0..pages.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
@@ -239,6 +243,11 @@ fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<
 
 /// Returns the address at which QEMU has mapped `memory`: the only mapping of that file.
 fn place(process: &Process, memory: &Memory) -> Result<Place> {
+    if memory.is_of_process() {
+        let start = HostVirt(memory.offset);
+        let host = HostRange { start, len_bytes: memory.pages.len_bytes() };
+        return Ok(Place { name: memory.name.clone(), pages: memory.pages, host });
+    }
     let stat = fstat(&memory.file).map_err(Error::io("look at the VM's memory"))?;
     let maps = process.maps()?;
     let found: Vec<_> =
@@ -263,7 +272,7 @@ fn place(process: &Process, memory: &Memory) -> Result<Place> {
     }
 }
 
-/// Discards the pages that QEMU touched before they were marked as missing, so that the
+/// Discards the pages of a memfd that QEMU touched before they were marked as missing, so that the
 /// checkpoint's pages replace them.
 fn empty(memory: &Memory) -> Result<()> {
     let operation = || format!("empty the memory of RAM block {}", memory.name);
