@@ -55,6 +55,7 @@ mod screens;
 mod sectors;
 mod serve;
 mod session_example;
+mod standing;
 mod strategies;
 mod thp;
 

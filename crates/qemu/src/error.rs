@@ -408,7 +408,6 @@ mod tests {
         let all = [
             RollbackObstacle::Migration,
             RollbackObstacle::NotHere { state: "postmigrate".into() },
-            RollbackObstacle::NeedsReset { state: "shutdown".into() },
             RollbackObstacle::TargetStands { state: "io-error".into() },
             RollbackObstacle::Dump,
             RollbackObstacle::Job { id: "backup-1".into(), kind: "mirror".into() },

@@ -6,6 +6,8 @@
 //!                                     as an internal snapshot (qcow2)                 └ QEMU resets the machine, then reads the snapshot
 //! ```
 //!
+//! A VM in a run state in which `cont` resumes it only after a reset (`shutdown`) is reset first.
+//!
 //! `snapshot-load` is the only command by which stock QEMU loads a machine's state without
 //! `-incoming` (`xen-load-devices-state` aborts). Keyframe makes the image that holds the snapshot
 //! and attaches it to no device. The VM's own disks are not touched.
@@ -21,12 +23,13 @@
 //! frees the other one. So a later load leaves the chips out. The reset has put them into the state
 //! that most chips are in; the caller restores their contents, which are RAM blocks.
 //!
-//! Left out: QEMU's reset may write ROMs to pages of RAM that `target` does not list. The caller
+//! Left out: a reset may write ROMs to pages of RAM that `target` does not list. The caller
 //! compares RAM with the checkpoint.
 
 mod image;
 mod migration_settings;
 mod obstacle;
+mod reset;
 
 pub use obstacle::RollbackObstacle;
 
@@ -82,6 +85,7 @@ impl Vm {
             .any(|word| word.contains("migration.send-configuration=off"));
         let head = MigrationHead { machine_type: target.machine_type };
         let head = (!bare).then_some(&head);
+        self.leave_final_state()?;
         let devices = self.loadable(target.device_state)?;
         image::write(&mut file, |out| {
             let delta = DeltaPages { layout: target.layout, pages: target.pages, ram: target.ram };

@@ -6,6 +6,7 @@
 //! | `internal-error` | QEMU or KVM failed | refused before a reset |
 //! | `io-error` | a disk failed, under `werror=stop` or `rerror=stop` | the request is repeated |
 //! | `watchdog` | the guest's watchdog expired, under `-action watchdog=pause` | goes on |
+//! | `suspended` | the guest sleeps | does nothing; a wake-up resets the machine |
 //! | `guest-panicked` | the guest panicked, under `-action panic=pause` | goes on |
 //!
 //! A checkpoint of such a VM holds the state, and a restored VM stands still in it. Only the VM's
@@ -14,11 +15,12 @@
 use crate::{Qmp, Result, RunStatus, Vm, stream};
 
 /// The states, by QEMU's names.
-const STATES: &[&str] = &["shutdown", "internal-error", "io-error", "watchdog", "guest-panicked"];
-/// Those that only a reset ends.
-const NEED_RESET: &[&str] = &["shutdown", "internal-error"];
+const STATES: &[&str] =
+    &["shutdown", "internal-error", "io-error", "watchdog", "guest-panicked", "suspended"];
+/// Those in which `cont` resumes no VM before a reset.
+const NEED_RESET: &[&str] = &["shutdown", "internal-error", "suspended"];
 
-/// True if only a reset ends the run state `name`.
+/// True if `cont` resumes no VM in the run state `name` before a reset.
 pub(crate) fn needs_reset(name: &str) -> bool {
     NEED_RESET.contains(&name)
 }

@@ -231,6 +231,9 @@ fn vm_event(event: &QmpEvent) -> Option<VmEvent> {
     match event {
         QmpEvent::Stop => Some(VmEvent::Paused),
         QmpEvent::Resume => Some(VmEvent::Resumed),
+        // QEMU sends no STOP for a guest that falls asleep.
+        QmpEvent::Other(name) if name == "SUSPEND" => Some(VmEvent::Paused),
+        QmpEvent::Other(name) if name == "WAKEUP" => Some(VmEvent::Resumed),
         QmpEvent::Shutdown { guest, reason } => Some(match &**reason {
             "guest-panic" => VmEvent::GuestEnded(GuestEnd::Panicked),
             "guest-reset" | "host-qmp-system-reset" => VmEvent::GuestEnded(GuestEnd::Reset),

@@ -70,6 +70,12 @@ pub trait Backend: Send + Sync + fmt::Debug {
         false
     }
 
+    /// Returns the size of the medium and its free space, in bytes; `None` if the medium does not
+    /// tell.
+    fn space(&self) -> Option<Space> {
+        None
+    }
+
     /// Identifies the current boot of the machine that holds the files. Written bytes that were not
     /// synced survive as long as it stays the same. Error: the medium does not tell.
     fn boot_id(&self) -> Result<String> {
@@ -117,6 +123,15 @@ pub trait Backend: Send + Sync + fmt::Debug {
     fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
         read_whole(&*self.open(name)?, &self.describe(name), len_bytes_max)
     }
+}
+
+/// The space of a medium.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Space {
+    /// Its size, in bytes.
+    pub total_bytes: u64,
+    /// The number of bytes that this process may still write.
+    pub free_bytes: u64,
 }
 
 /// Holds a lock until it is dropped.

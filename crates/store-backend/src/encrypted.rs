@@ -20,7 +20,7 @@ mod frame;
 mod tests;
 
 use crate::layout::STORE_JSON;
-use crate::{AppendFile, Backend, LockGuard, ReadFile, UnlockOutcome};
+use crate::{AppendFile, Backend, LockGuard, ReadFile, Space, UnlockOutcome};
 use crate::{Error, Result};
 use frame::{
     BLOCK_BYTES, EncryptedFrame, FileCipher, FileHeader, FileKind, FrameWriter, HEADER_BYTES,
@@ -84,6 +84,10 @@ impl Backend for EncryptedBackend {
 
     fn sync_all(&self) -> Result<()> {
         self.below.sync_all()
+    }
+
+    fn space(&self) -> Option<Space> {
+        self.below.space()
     }
 
     fn boot_id(&self) -> Result<String> {

@@ -27,8 +27,8 @@ pub mod served;
 pub mod testing;
 
 pub use backend::{
-    AppendFile, Backend, FileStamp, LockGuard, ReadFile, UnlockOutcome, create, is_read_only,
-    is_remote, open,
+    AppendFile, Backend, FileStamp, LockGuard, ReadFile, Space, UnlockOutcome, create,
+    is_read_only, is_remote, open,
 };
 pub use cache::cache_root;
 pub use encrypted::{DataKey, EncryptedBackend};

@@ -1,7 +1,7 @@
 //! A store in a directory of this host, or of a network file system that honours `flock`, `fsync`
 //! and `rename`.
 
-use crate::{AppendFile, Backend, FileStamp, LockGuard, ReadFile};
+use crate::{AppendFile, Backend, FileStamp, LockGuard, ReadFile, Space};
 use crate::{Error, Result};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{DirBuilder, File, OpenOptions};
@@ -106,6 +106,12 @@ impl Backend for LocalBackend {
         let folder = File::open(&self.root).map_err(|e| io_error(&self.root, "open", e))?;
         rustix::fs::syncfs(&folder)
             .map_err(|e| io_error(&self.root, "sync the file system of", e.into()))
+    }
+
+    fn space(&self) -> Option<Space> {
+        let space = rustix::fs::statvfs(&self.root).ok()?;
+        let bytes = |blocks: u64| blocks.saturating_mul(space.f_frsize);
+        Some(Space { total_bytes: bytes(space.f_blocks), free_bytes: bytes(space.f_bavail) })
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {

@@ -1,7 +1,7 @@
 //! The files of one store: a backend whose errors are those of this crate.
 
 use crate::Result;
-use keyframe_store_backend::{AppendFile, Backend, LockGuard, ReadFile, UnlockOutcome};
+use keyframe_store_backend::{AppendFile, Backend, LockGuard, ReadFile, Space, UnlockOutcome};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -112,6 +112,11 @@ impl StoreFiles {
     /// Returns true if later processes find the same files here.
     pub fn is_persistent(&self) -> bool {
         self.0.is_persistent()
+    }
+
+    /// Returns the size and the free space of the medium, if it tells them.
+    pub fn space(&self) -> Option<Space> {
+        self.0.space()
     }
 
     /// Returns the id of the current boot of the machine that holds the files.

@@ -21,7 +21,7 @@
 //! Layers, each of which uses the ones above it:
 //!
 //! ```text
-//!   error, config, secret, files, local       keys and files
+//!   error, config, secret, files, local, medium      keys and files
 //!   index, chain, bases, sectors              structures in memory
 //!   pack_file, open_store                     open packs; the state that all handles share
 //!   folders, metadata, moves, quarantine, lock_holder        the other files of a store
@@ -62,6 +62,7 @@ mod listing;
 mod loaded;
 mod local;
 mod lock_holder;
+mod medium;
 mod metadata;
 mod moves;
 mod open_store;

@@ -90,6 +90,12 @@ impl OpenStore {
         self.packs.lock().ignore_poison().clear();
     }
 
+    /// Closes these packs, unless a reader of this process holds them.
+    pub fn close_unheld(&self, numbers: &BTreeSet<u32>) {
+        let mut packs = self.packs.lock().ignore_poison();
+        packs.retain(|number, pack| !numbers.contains(number) || Arc::strong_count(pack) > 1);
+    }
+
     /// Removes packs that nothing needs. Closes all packs that do not exist any more, unless a
     /// reader of this process holds them.
     pub fn remove_packs(&self, numbers: &BTreeSet<u32>) -> Result<()> {

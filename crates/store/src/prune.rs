@@ -25,6 +25,7 @@ mod choice;
 mod live;
 mod rewrite;
 
+use crate::medium;
 use crate::open_store::OpenStore;
 use crate::pack_shape::{PackShape, PackStanding, PackUsage};
 use crate::tuning::Tuning;
@@ -379,15 +380,18 @@ impl Prune<'_> {
         self.inner.backend.remove_all(layout::WORKSETS, &worksets)?;
         self.report.removed_worksets = worksets.len() as u64;
         let bytes_max = ROUND_BYTES_MAX.min(tuning.pack_bytes_max.saturating_mul(4));
-        let rounds = choice::rounds(&plan.packs, &plan.victims, bytes_max, ROUND_RECORDS_MAX);
-        for (at, round) in rounds.iter().enumerate() {
+        let mut left = plan.victims.clone();
+        while !left.is_empty() {
+            // A full medium has more space after each round.
+            let bytes_max = bytes_max.min(medium::round_bytes_max(&self.inner.backend));
+            let round = choice::next_round(&plan.packs, &left, bytes_max, ROUND_RECORDS_MAX);
             let is_dense = self.options.recompress_bytes > 0
                 || round.iter().filter_map(usage).any(|usage| usage.is_dense);
-            let Some(removed) = self.round(round, is_dense)? else {
-                self.report.postponed_packs =
-                    rounds.iter().skip(at).map(|round| round.len() as u64).sum();
+            let Some(removed) = self.round(&round, is_dense)? else {
+                self.report.postponed_packs = left.len() as u64;
                 break;
             };
+            left.retain(|victim| !round.contains(victim));
             for usage in removed.iter().filter_map(usage) {
                 self.done_bytes += usage.len_bytes;
                 self.count_pack(usage);

@@ -67,7 +67,8 @@ impl Writer {
         };
         // The writer must not use the packs that a prune removes.
         let moves = inner.moves(None)?;
-        let packs = PackWriter::new(inner.clone(), tuning, moves.as_ref())?;
+        let mut packs = PackWriter::new(inner.clone(), tuning, moves.as_ref())?;
+        packs.keep_reserve();
         if let Some(moves) = &moves {
             inner.put_seen(moves.generation)?;
         }

@@ -141,6 +141,8 @@ struct AtGuestEnd {
 /// The state that the VM, its watchdog and the test share.
 struct FakeState {
     runs: bool,
+    /// The run state of a VM that stands still by itself.
+    standing: Option<RunState>,
     exit: Option<ExitStatus>,
     monitor_lost: bool,
     ran_meanwhile: bool,
@@ -163,7 +165,7 @@ struct FakeState {
 impl FakeState {
     fn resume(&mut self) {
         if !self.runs && self.exit.is_none() {
-            self.runs = true;
+            (self.runs, self.standing) = (true, None);
             self.events.push_back(VmEvent::Resumed);
         }
     }
@@ -266,6 +268,7 @@ impl FakeVm {
     pub fn new(len_pages: usize) -> (Self, FakeWatchdog, FakeControl) {
         let state = FakeState {
             runs: true,
+            standing: None,
             exit: None,
             monitor_lost: false,
             ran_meanwhile: false,
@@ -365,7 +368,8 @@ impl Vmm for FakeVm {
 
     fn run_state(&mut self) -> Result<RunState, VmmError> {
         self.run(Step::RunState, |state| {
-            Ok(if state.runs { RunState::Running } else { RunState::Paused })
+            let paused = || state.standing.clone().unwrap_or(RunState::Paused);
+            Ok(if state.runs { RunState::Running } else { paused() })
         })
     }
 
@@ -447,6 +451,8 @@ impl Vmm for FakeVm {
             let read = target.ram.read_some(target.pages, &mut place);
             read.map_err(|e| VmmError::new(VmmErrorKind::Other, e, None))?;
             state.device_state = target.device_state.to_vec();
+            // As QEMU's reset before the load.
+            state.standing = state.standing.take().filter(|state| *state != RunState::ShutDown);
             Ok(())
         })
     }

@@ -1,6 +1,5 @@
 //! Operations of the VM's user that a rollback would spoil, or that would spoil it.
 
-use crate::standstill::needs_reset;
 use crate::{Error, Qmp, Result, RunStatus};
 use serde_json::{Value, json};
 use std::fmt;
@@ -30,11 +29,6 @@ pub enum RollbackObstacle {
         /// QEMU's name of the run state.
         state: String,
     },
-    /// The VM has shut down or failed, and only a reset ends that.
-    NeedsReset {
-        /// QEMU's name of the run state.
-        state: String,
-    },
     /// The checkpoint's VM stood still in this run state, and this VM would go on.
     TargetStands {
         /// QEMU's name of the run state.
@@ -59,9 +53,6 @@ impl fmt::Display for RollbackObstacle {
         match self {
             Self::Migration => f.write_str("its migration is under way"),
             Self::NotHere { state } => write!(f, "its state is {state}: it is not in this QEMU"),
-            Self::NeedsReset { state } => {
-                write!(f, "its state is {state}, and QEMU lets it run again only after a reset")
-            }
             Self::TargetStands { state } => {
                 write!(f, "the checkpoint's VM stood still: its state was {state}")
             }
@@ -83,12 +74,6 @@ impl RollbackObstacle {
             Self::NotHere { .. } | Self::TargetStands { .. } => {
                 "restore the checkpoint instead: keyframe restore".into()
             }
-            Self::NeedsReset { .. } => {
-                "reset it in QEMU's monitor, then roll it back: system_reset \
-                                        (with -no-reboot, first: set-action reboot=reset); or \
-                                        restore the checkpoint: keyframe restore"
-                    .into()
-            }
             Self::Dump => "wait for the dump's end: query-dump".into(),
             Self::Job { id, .. } => {
                 format!("wait for the job's end, or cancel it: job-cancel {id}")
@@ -109,9 +94,6 @@ impl RollbackObstacle {
         let of_state = match qmp.status()? {
             RunStatus::InMigrate => Some("inmigrate".to_owned()),
             RunStatus::Other(state) if is_elsewhere(&state) => Some(state),
-            other if needs_reset(other.name()) => {
-                return Ok(Some(Self::NeedsReset { state: other.name().into() }));
-            }
             _ => None,
         };
         let migrates = MIGRATING.contains(&word(&migration, "status"));

@@ -49,6 +49,8 @@ named_states! {
         Watchdog = "watchdog",
         /// The guest panicked.
         GuestPanicked = "guest-panicked",
+        /// The guest sleeps.
+        Suspended = "suspended",
         /// QEMU's monitor is lost.
         Unknown = "unknown",
     }
@@ -57,7 +59,13 @@ named_states! {
 impl VmState {
     /// The state of a VM that stands still in `state`.
     pub(crate) fn of_standing(state: &RunState) -> Self {
-        let named = [Self::IoError, Self::InternalError, Self::Watchdog, Self::GuestPanicked];
+        let named = [
+            Self::IoError,
+            Self::InternalError,
+            Self::Watchdog,
+            Self::GuestPanicked,
+            Self::Suspended,
+        ];
         match state {
             RunState::ShutDown => Self::Shutdown,
             RunState::Other(name) => {
@@ -65,6 +73,11 @@ impl VmState {
             }
             RunState::Running | RunState::Paused => Self::Paused,
         }
+    }
+
+    /// True if a VM in `state` stands still although no client paused it.
+    pub(crate) fn stands_by_itself(state: &RunState) -> bool {
+        Self::of_standing(state) != Self::Paused
     }
 }
 

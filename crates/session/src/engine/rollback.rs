@@ -23,6 +23,9 @@
 //! "after" is one more of its checkpoints, with the target as its parent, and holds what was
 //! written back.
 //!
+//! A VM that its user paused stays paused. A VM that stood still by itself (its guest had powered
+//! off, a disk had failed) runs after the rollback, because the target's VM ran.
+//!
 //! Left out: groups, libvirt.
 
 use super::super::session_vm::SessionVm;
@@ -30,7 +33,7 @@ use super::{
     CheckpointReason, Duration, Engine, EngineMessage, EngineResponse, Error, Event, Instant,
     LOOK_EVERY, NotCaptured, Result, Taker, channel, with_fix,
 };
-use crate::control::RolledBack;
+use crate::control::{RolledBack, VmState};
 use crate::error::{CheckpointError, MachineDifference, RollbackError};
 use crate::event::{Step, tell_failed};
 use keyframe_capture::BoxError;
@@ -39,7 +42,7 @@ use keyframe_qemu::line_difference;
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
-use keyframe_vmm::RollbackTarget;
+use keyframe_vmm::{RollbackTarget, RunState};
 use std::sync::mpsc::TryRecvError;
 
 /// The longest time until a checkpoint is sealed.
@@ -53,6 +56,8 @@ const BATCH_PAGES: u64 = 4096;
 enum FailedRollback {
     /// The VM is as it was.
     Unharmed(RollbackError),
+    /// The VM is as it was, but its VMM would let it run, which it did not before.
+    CanRun { why: Box<RollbackError>, former: RunState },
     /// The VM's state is neither the former nor the checkpoint's: it must not run.
     Lost { why: Box<RollbackError>, again: Box<RollbackError> },
 }
@@ -97,9 +102,10 @@ impl Engine<'_> {
     ) -> Result<RolledBack, RollbackError> {
         let began = Instant::now();
         self.check_vm(target)?;
+        let former = self.run_state()?;
         let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
         self.step();
-        let gone = self.go_back(target);
+        let gone = self.go_back(target, &former);
         keyframe_kernel::priority::lower_current_thread();
         let gone = match gone {
             Err(FailedRollback::Lost { why, again }) => {
@@ -107,9 +113,17 @@ impl Engine<'_> {
                 return Err(RollbackError::Lost { why, again, checkpoint: name.into() });
             }
             Err(FailedRollback::Unharmed(why)) => Err(RollbackError::Unharmed(Box::new(why))),
+            Err(FailedRollback::CanRun { why, former }) => {
+                let state = VmState::of_standing(&former);
+                Err(RollbackError::CanRun { why, state })
+            }
             Ok(gone) => Ok(gone),
         };
         self.vm()?.end_standstill().map_err(step("resume the VM"))?;
+        let stood_by_itself = !was_running && VmState::stands_by_itself(&former);
+        if stood_by_itself && gone.is_ok() {
+            self.vm()?.vm_mut().resume().map_err(|e| step("resume the VM")(e.into()))?;
+        }
         let stood_ns = elapsed_ns(began);
         self.look();
         let (before, now, pages) = gone?;
@@ -121,13 +135,17 @@ impl Engine<'_> {
             now: now.map(|id| id.0),
             pages,
             stood_ns,
-            runs: was_running,
+            runs: was_running || stood_by_itself,
         })
     }
 
     fn vm(&mut self) -> Result<&mut SessionVm> {
         let first = self.machines.members_mut().first_mut();
         first.map(|member| &mut member.vm).ok_or(Error::NoVm)
+    }
+
+    fn run_state(&mut self) -> Result<RunState, RollbackError> {
+        Ok(self.vm()?.vm_mut().run_state().map_err(Error::from)?)
     }
 
     /// Fails if an operation of the VM's user is in the way of a rollback.
@@ -188,11 +206,12 @@ impl Engine<'_> {
         Ok(target)
     }
 
-    /// Puts the paused VM back to `target`. Returns the checkpoints before and after, and how many
-    /// pages were written.
+    /// Puts the paused VM back to `target`; its run state was `former`. Returns the checkpoints
+    /// before and after, and how many pages were written.
     fn go_back(
         &mut self,
         target: &LoadedCheckpoint,
+        former: &RunState,
     ) -> Result<(CheckpointId, Option<CheckpointId>, u64), FailedRollback> {
         let before = self.capture_and_seal().map_err(FailedRollback::Unharmed)?;
         let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
@@ -227,7 +246,7 @@ impl Engine<'_> {
                 return Err(FailedRollback::Lost { why, again });
             }
             self.allow_running();
-            return Err(FailedRollback::Unharmed(why));
+            return Err(self.back_from(why, former));
         }
         self.step();
         if let Some(disks) = &mut self.machines.disks {
@@ -242,6 +261,16 @@ impl Engine<'_> {
         // rollback.
         let now = self.capture_and_seal().ok();
         Ok((before.id, now, pages.len() as u64))
+    }
+
+    /// The failure `why` of a VM that was put back to what it was.
+    fn back_from(&mut self, why: RollbackError, former: &RunState) -> FailedRollback {
+        let now = self.run_state();
+        let can_run = !now.is_ok_and(|now| VmState::stands_by_itself(&now));
+        if can_run && VmState::stands_by_itself(former) {
+            return FailedRollback::CanRun { why: Box::new(why), former: former.clone() };
+        }
+        FailedRollback::Unharmed(why)
     }
 
     /// Declares that the VM's state is complete: if the engine dies, the watchdog lets the VM run.

@@ -1,6 +1,7 @@
 //! Why a running VM was not put back to a checkpoint.
 
 use super::{Error, NotCaptured, error_chain};
+use crate::control::VmState;
 use keyframe_capture::BoxError;
 use keyframe_qemu::LineDifference;
 use keyframe_store::CheckpointId;
@@ -57,6 +58,18 @@ pub enum RollbackError {
     /// The rollback failed, and the VM is as it was before.
     #[error("{}; the VM is as it was", error_chain(&**.0))]
     Unharmed(Box<Self>),
+    /// The rollback failed, and the VM is as it was before, but QEMU would let it run: a reset has
+    /// ended the run state that forbade it.
+    #[error(
+        "{}; the VM's memory, devices and disks are as they were; QEMU calls its state paused, not \
+         {state}", error_chain(&**why)
+    )]
+    CanRun {
+        /// The reason why the rollback failed.
+        why: Box<Self>,
+        /// The former run state.
+        state: VmState,
+    },
     /// The rollback failed, and the former state could not be restored either.
     #[error(
         "{}; nor could it be put back to what it was: {}; the VM is left paused and no more \
@@ -136,6 +149,10 @@ impl RollbackError {
                 .into(),
             Self::OtherMachine { checkpoint, .. } => {
                 format!("bring it to life beside this VM: keyframe restore {checkpoint}")
+            }
+            Self::CanRun { .. } => {
+                "reset it in QEMU's monitor (system_reset), or end it; do not let it go on (cont)"
+                    .into()
             }
             Self::Lost { checkpoint, .. } => {
                 format!("end it (keyframe stop) and restore: keyframe restore {checkpoint}")

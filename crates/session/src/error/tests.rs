@@ -122,6 +122,7 @@ fn rollback() -> Vec<String> {
         step(),
         differ(),
         RollbackError::Unharmed(Box::new(step())),
+        RollbackError::CanRun { why: Box::new(step()), state: crate::control::VmState::Shutdown },
         RollbackError::Lost {
             why: Box::new(step()),
             again: Box::new(differ()),

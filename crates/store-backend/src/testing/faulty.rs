@@ -15,7 +15,7 @@
 mod files;
 
 pub use super::random::SeededRandom;
-use crate::{AppendFile, Backend, LockGuard, ReadFile};
+use crate::{AppendFile, Backend, LockGuard, ReadFile, Space};
 use crate::{Error, Result};
 use files::{File, Guard, PruneGuard};
 use keyframe_locks::IgnorePoison;
@@ -69,6 +69,8 @@ struct State {
     reads: u64,
     fail_read_at: Option<u64>,
     capacity_bytes: Option<usize>,
+    /// The size that the medium tells, if it tells one.
+    told_bytes: Option<usize>,
     /// The text of the writer.
     locked: Option<String>,
     pruned: bool,
@@ -130,13 +132,21 @@ impl FaultyBackend {
     /// Ends all planned faults. A crash that has happened stays.
     pub fn calm(&self) {
         let mut state = self.state();
-        (state.fail_sync_at, state.fail_read_at, state.capacity_bytes) = (None, None, None);
+        (state.fail_sync_at, state.fail_read_at) = (None, None);
+        (state.capacity_bytes, state.told_bytes) = (None, None);
         state.crash_at = state.crash_at.filter(|at| state.operations >= *at);
     }
 
     /// Limits the medium to `capacity_bytes` bytes; `None` for no limit.
     pub fn limit(&self, capacity_bytes: Option<usize>) {
-        self.state().capacity_bytes = capacity_bytes;
+        let mut state = self.state();
+        (state.capacity_bytes, state.told_bytes) = (capacity_bytes, None);
+    }
+
+    /// Limits the medium to `capacity_bytes` bytes, and makes it tell its size and free space.
+    pub fn limit_and_tell(&self, capacity_bytes: usize) {
+        self.limit(Some(capacity_bytes));
+        self.state().told_bytes = Some(capacity_bytes);
     }
 
     /// Returns the number of bytes that the files on the medium take.
@@ -418,6 +428,13 @@ impl Backend for FaultyBackend {
             change.apply(&mut state.durable);
         }
         Ok(())
+    }
+
+    fn space(&self) -> Option<Space> {
+        let state = self.state();
+        let total_bytes = state.told_bytes?;
+        let free_bytes = total_bytes.saturating_sub(state.used_bytes());
+        Some(Space { total_bytes: total_bytes as u64, free_bytes: free_bytes as u64 })
     }
 
     fn boot_id(&self) -> Result<String> {

@@ -89,17 +89,19 @@ impl PackWriter {
     pub fn follow(&mut self, moves: &Moves) -> Result<()> {
         // A derived record lies after the records that it refers to. So the following records must
         // lie after those that have moved.
-        self.close()?;
+        match self.close() {
+            // The pack ends without an index. Its records are durable.
+            Err(error) if error.is_disk_full() && self.open.is_none() => {}
+            other => other?,
+        }
         self.learn_others(moves)?;
         // The packs that go exist until this writer has confirmed. So no number of theirs, and of no
         // other pack that the prune has written, is used again.
         self.next_pack = self.next_pack.max(self.inner.newest_pack()? + 1);
         // The records that a derived one refers to may go.
         self.index.follow(moves);
-        self.bases.clear();
-        if let Some(finder) = &mut self.finder {
-            finder.clear();
-        }
+        self.unsealed.retain(|pack| !moves.victims.contains(pack));
+        self.forget_relations();
         // The finder learns the sectors of known records again as they occur.
         self.learnt_from = self.next_pack;
         Ok(())

@@ -3,6 +3,7 @@
 use crate::bases::Bases;
 use crate::durability_kind::Durability;
 use crate::index::{Found, Index};
+use crate::medium;
 use crate::open_store::OpenStore;
 use crate::pack_writer::encode::Scratch;
 use crate::pack_writer::open_pack::OpenPack;
@@ -13,11 +14,13 @@ use crate::{Error, IndexUse, Result};
 use keyframe_store_backend::layout;
 use keyframe_store_format::codec::PageCompressor;
 use keyframe_store_format::dictionary::DenseCompressor;
+use keyframe_store_format::moves::Moves;
 use keyframe_store_format::pack::{encode_dictionary, encode_pack_header, encode_trailer, seal_of};
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::PACK_NUMBER_MAX;
 use keyframe_units::Page;
 use rustc_hash::FxHashSet;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The most packs that other processes may create while this writer creates one.
@@ -48,6 +51,12 @@ pub struct PackWriter {
     /// Present while packs are recompressed. All packs that begin then have its dictionary.
     pub(super) dense: Option<DenseCompressor>,
     pub(super) tuning: Tuning,
+    /// The number of bytes that this writer leaves free on the medium.
+    pub(super) reserve_bytes: u64,
+    /// Closed packs of this writer that no sealed checkpoint needs.
+    pub(super) unsealed: BTreeSet<u32>,
+    /// True if a write has failed for want of space since the last sync.
+    pub(super) is_short: bool,
 }
 
 impl PackWriter {
@@ -55,6 +64,7 @@ impl PackWriter {
     /// Error: the packs cannot be listed.
     pub fn empty(inner: Arc<OpenStore>, tuning: Tuning) -> Result<Self> {
         let next_pack = inner.newest_pack()? + 1;
+        let tuning = medium::fit(tuning, inner.backend.space());
         Ok(Self {
             inner,
             index: Index::new(tuning.index_bytes, None),
@@ -70,7 +80,15 @@ impl PackWriter {
             composed: Vec::new(),
             dense: None,
             tuning,
+            reserve_bytes: 0,
+            unsealed: BTreeSet::new(),
+            is_short: false,
         })
+    }
+
+    /// Leaves space on the medium in which a prune can copy.
+    pub fn keep_reserve(&mut self) {
+        self.reserve_bytes = medium::reserve_bytes(&self.tuning, self.inner.backend.space());
     }
 
     /// The record in which the store holds this content; `None` if it does not hold it.
@@ -104,6 +122,9 @@ impl PackWriter {
         if let Some(pack) = &mut self.open {
             pack.sealed = pack.flushed;
         }
+        // A checkpoint may be sealed now that needs them.
+        self.unsealed.clear();
+        self.is_short = false;
         Ok(())
     }
 
@@ -140,6 +161,9 @@ impl PackWriter {
         self.flush()?;
         self.sync_open()?;
         let Some(mut pack) = self.open.take() else { return Ok(()) };
+        if pack.sealed == 0 {
+            self.unsealed.insert(pack.number);
+        }
         let trailer = encode_trailer(&pack.header, &pack.entries, pack.flushed);
         let written = pack
             .file
@@ -147,9 +171,12 @@ impl PackWriter {
             .and_then(|()| pack.file.sync())
             .and_then(|()| pack.file.append(&trailer.footer))
             .and_then(|()| pack.file.sync());
-        match written {
+        match &written {
             Ok(()) => self.index.closed(pack.number, seal_of(&trailer.footer)),
-            Err(_) => drop(pack.file.truncate(pack.flushed)),
+            Err(error) => {
+                self.is_short |= error.is_disk_full();
+                let _ = pack.file.truncate(pack.flushed);
+            }
         }
         if self.index.is_full() {
             self.index.make_room();
@@ -216,6 +243,7 @@ impl PackWriter {
         let dictionary = dictionary.map(encode_dictionary).unwrap_or_default();
         let head = [&header[..], &dictionary].concat();
         if let Err(error) = file.append(&head) {
+            self.is_short |= error.is_disk_full();
             let _ = self.inner.backend.remove(&name);
             return Err(error);
         }
@@ -240,12 +268,18 @@ impl PackWriter {
         let Some(pack) = self.open.as_mut().filter(|pack| !pack.buffer.is_empty()) else {
             return Ok(());
         };
-        let written = pack.file.append(&pack.buffer);
+        let reserved = medium::check_reserve(
+            &self.inner.backend,
+            pack.buffer.len() as u64,
+            self.reserve_bytes,
+        );
+        let written = reserved.and_then(|()| pack.file.append(&pack.buffer));
         if written.is_ok() {
             pack.flushed += pack.buffer.len() as u64;
             pack.buffer.clear();
             return Ok(());
         }
+        self.is_short |= written.as_ref().is_err_and(Error::is_disk_full);
         pack.buffer.clear();
         let first = pack
             .entries
@@ -259,6 +293,36 @@ impl PackWriter {
             self.retire();
         }
         written
+    }
+
+    /// Removes the packs that only an abandoned checkpoint has filled, if the medium was too full
+    /// for it. The caller needs none of its records. A prune at work takes such a pack for one without
+    /// needed records, and does not mind that it is gone.
+    pub fn return_space(&mut self) {
+        if !self.is_short || self.unsealed.is_empty() {
+            return;
+        }
+        let last = self.unsealed.last().copied().unwrap_or_default();
+        if self.open.as_ref().is_none_or(|open| open.number < last) {
+            // Its number is higher, so no number is used again.
+            match self.create() {
+                Ok(pack) => self.open = Some(pack),
+                Err(_) => drop(self.unsealed.pop_last()),
+            }
+        }
+        let victims = std::mem::take(&mut self.unsealed);
+        self.index.follow(&Moves { victims: victims.clone(), ..Moves::default() });
+        self.forget_relations();
+        let _ = self.inner.remove_packs(&victims);
+        self.is_short = false;
+    }
+
+    /// Forgets the bases of deltas and the sectors of blocks.
+    pub(super) fn forget_relations(&mut self) {
+        self.bases.clear();
+        if let Some(finder) = &mut self.finder {
+            finder.clear();
+        }
     }
 
     /// Gives up the open pack. The index keeps its durable records and forgets the others.
@@ -278,10 +342,7 @@ impl PackWriter {
             self.index.remove(entry.hash);
         }
         // No delta and no composed block may refer to these records.
-        self.bases.clear();
-        if let Some(finder) = &mut self.finder {
-            finder.clear();
-        }
+        self.forget_relations();
     }
 
     /// Sets how the following packs are compressed: with `dense`, they begin with its dictionary,

@@ -52,34 +52,36 @@ pub fn to_recompress(packs: &[PackUsage], victims: &[u32], bytes_max: u64) -> Ve
     packs.iter().filter(may_go).take_while(takes).map(|pack| pack.number).collect()
 }
 
-/// Cuts the victims, in the order of [`choose`], into rounds that move at most `bytes_max` and
-/// `records_max`. An interruption costs one round.
-pub fn rounds(
+/// Returns the next of the victims `left`, which are in the order of [`choose`], as one round that
+/// moves at most `bytes_max` and `records_max`. An interruption costs one round. If none of them
+/// moves so little, the round has the one that moves least.
+pub fn next_round(
     packs: &[PackUsage],
-    victims: &[u32],
+    left: &[u32],
     bytes_max: u64,
     records_max: usize,
-) -> Vec<BTreeSet<u32>> {
-    let mut rounds = vec![BTreeSet::new()];
-    let (mut bytes, mut records) = (0, 0);
-    for victim in victims {
-        let usage = packs.iter().find(|pack| pack.number == *victim);
-        let (more_bytes, more_records) = usage.map_or((0, 0), |u| (u.live_bytes, u.live_records));
-        let full = bytes + more_bytes > bytes_max || records + more_records > records_max;
-        // Packs without needed records go first: on a full disk they make room.
-        let first_to_copy = records == 0 && more_records > 0;
-        if (full || first_to_copy) && rounds.last().is_some_and(|round| !round.is_empty()) {
-            rounds.push(BTreeSet::new());
-            (bytes, records) = (0, 0);
-        }
-        bytes += more_bytes;
-        records += more_records;
-        if let Some(round) = rounds.last_mut() {
+) -> BTreeSet<u32> {
+    let usage = |victim: &u32| packs.iter().find(|pack| pack.number == *victim);
+    let live = |victim: &u32| usage(victim).map_or((0, 0), |u| (u.live_bytes, u.live_records));
+    // Packs without needed records go first, and alone: on a full disk they make room.
+    let dead: BTreeSet<u32> = left.iter().filter(|victim| live(victim).1 == 0).copied().collect();
+    if !dead.is_empty() {
+        return dead;
+    }
+    let (mut round, mut bytes, mut records) = (BTreeSet::new(), 0u64, 0);
+    for victim in left {
+        let (more_bytes, more_records) = live(victim);
+        if bytes + more_bytes <= bytes_max && records + more_records <= records_max {
+            (bytes, records) = (bytes + more_bytes, records + more_records);
             round.insert(*victim);
+        } else if !round.is_empty() {
+            break;
         }
     }
-    rounds.retain(|round| !round.is_empty());
-    rounds
+    if round.is_empty() {
+        round.extend(left.iter().min_by_key(|victim| live(victim).0));
+    }
+    round
 }
 
 #[cfg(test)]
@@ -139,13 +141,33 @@ mod tests {
             let stays = packs.iter().filter(|pack| !goes(pack) && !pack.is_untouchable());
             let unused: u64 = stays.map(PackUsage::unused_bytes).sum();
             prop_assert!(unused as f64 <= max * (live + unused) as f64 + 1e-6, "{} of {}", unused, live);
-            let rounds = rounds(&packs, &victims, bytes_max, 1000);
-            let all: Vec<u32> = rounds.iter().flatten().copied().collect();
-            prop_assert_eq!(all.len(), victims.len());
-            for round in &rounds {
+            let mut left = victims.clone();
+            while !left.is_empty() {
+                let round = next_round(&packs, &left, bytes_max, 1000);
+                prop_assert!(!round.is_empty() && round.iter().all(|victim| left.contains(victim)));
+                left.retain(|victim| !round.contains(victim));
                 let bytes: u64 = packs.iter().filter(|p| round.contains(&p.number)).map(|p| p.live_bytes).sum();
                 prop_assert!(bytes <= bytes_max || round.len() == 1);
             }
         }
+    }
+
+    #[test]
+    fn a_round_holds_what_there_is_room_for() {
+        let packs = [
+            usage(1, 10_000, 0),
+            usage(2, 10_000, 6000),
+            usage(3, 10_000, 1000),
+            usage(4, 10_000, 7000),
+            usage(5, 10_000, 0),
+        ];
+        let round = |left: &[u32], bytes_max| {
+            next_round(&packs, left, bytes_max, 1000).into_iter().collect::<Vec<_>>()
+        };
+        assert_eq!(round(&[1, 5, 2, 3, 4], 0), [1, 5], "no copying");
+        assert_eq!(round(&[2, 3, 4], 5000), [3], "what fits");
+        assert_eq!(round(&[2, 3, 4], 500), [3], "what needs least");
+        assert_eq!(round(&[2, 4], 6999), [2]);
+        assert_eq!(round(&[2, 3, 4], 100_000), [2, 3, 4]);
     }
 }

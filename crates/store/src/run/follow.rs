@@ -37,6 +37,8 @@ pub fn follow_prune(
     session.packs.sync()?;
     progress.repoint(&mut |to| *to = places.get(to).copied().unwrap_or(*to));
     store.put_seen(moves.generation)?;
+    // An open file would keep the space of a removed pack.
+    store.close_unheld(&moves.victims);
     session.moves = Some(moves);
     Ok(())
 }

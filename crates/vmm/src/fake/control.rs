@@ -1,7 +1,7 @@
 //! How a test looks at a fake VM, changes it, and scripts what happens to it.
 
 use super::{FakeState, FakeVm, FakeWatchdog, Incident, OneCommand, Step, lock, set_page};
-use crate::{AuditFinding, Capabilities, GuestEnd, VmOrigin};
+use crate::{AuditFinding, Capabilities, GuestEnd, RunState, VmOrigin};
 use keyframe_machine::MachineSpec;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use std::sync::{Arc, Mutex};
@@ -58,6 +58,13 @@ impl FakeControl {
     /// Pauses the guest, as another client would.
     pub fn pause(&self) {
         lock(&self.shared).pause();
+    }
+
+    /// Stops the guest in the run state `state`, as an event of the guest or its disks would.
+    pub fn stand(&self, state: RunState) {
+        let mut shared = lock(&self.shared);
+        shared.pause();
+        shared.standing = Some(state);
     }
 
     /// Ends the VMM with the exit code `code`.

@@ -5,6 +5,7 @@ use crate::control::EngineResponse;
 use crate::engine::{Engine, RunEnd, RunReport};
 use crate::event::Event;
 use keyframe_units::PageIndex;
+use keyframe_vmm::RunState;
 use keyframe_vmm::fake::{Incident, Step};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
@@ -69,6 +70,45 @@ fn a_rollback_puts_the_vm_back_and_keeps_what_was_before() {
     assert_eq!(bench.checkpoint("2"), done.former);
     assert_eq!(bench.checkpoint("3"), bench.checkpoint("1"));
     assert_eq!(bench.told.count(|event| matches!(event, Event::RolledBack { .. })), 1);
+}
+
+/// The VM stands in `state` when the rollback begins.
+fn stand(bench: &Bench, state: RunState) {
+    let control = bench.control.clone();
+    bench.control.before(Step::CheckRollback, move || control.stand(state));
+}
+
+#[test]
+fn a_vm_that_stood_still_by_itself_runs_after_a_rollback() {
+    let states = [RunState::ShutDown, RunState::Other("io-error".into())];
+    for (state, runs) in states.map(|state| (state, true)).into_iter().chain([
+        (RunState::Paused, false),
+        // A debugger has stopped it.
+        (RunState::Other("debug".into()), false),
+    ]) {
+        let (bench, _) = Bench::new();
+        let done = Rollback::run(&bench, |bench| stand(bench, state.clone()));
+        let EngineResponse::RolledBack(answer) = done.answer.recv().unwrap() else { panic!() };
+        assert_eq!((answer.runs, bench.control.runs()), (runs, runs), "{state:?}");
+        assert_eq!(bench.ram(), bench.checkpoint("1"));
+    }
+}
+
+#[test]
+fn a_vm_that_comes_back_from_a_reset_is_not_resumed_and_its_other_state_is_told() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        stand(bench, RunState::ShutDown);
+        let control = bench.control.clone();
+        bench.control.before(Step::RollBack, move || {
+            control.at(Step::RollBack, Incident::Fail("the state is refused".into()));
+        });
+    });
+    let told = failed(&done.answer);
+    assert!(told.contains("the state is refused"), "{told}");
+    assert!(told.contains("QEMU calls its state paused, not shutdown"), "{told}");
+    assert!(!bench.control.runs() && !bench.control.is_running_forbidden());
+    assert!(bench.ram() == done.former, "the VM is not as it was");
 }
 
 #[test]

@@ -175,7 +175,13 @@ impl World {
                 Fault::Sync
             }
             7 => {
-                medium.limit(Some(medium.used_bytes() + self.below(40_000) as usize));
+                let capacity = medium.used_bytes() + self.below(40_000) as usize;
+                if self.below(2) == 0 {
+                    medium.limit(Some(capacity));
+                } else {
+                    // The writer adapts to it.
+                    medium.limit_and_tell(capacity);
+                }
                 Fault::Full
             }
             _ => {

@@ -1,0 +1,132 @@
+//! Tests VMs that stand still although no client paused them: their guest has powered off under
+//! `-no-shutdown`, a reboot was turned into a shutdown, or the guest has panicked. A rollback makes
+//! such a VM run exactly as the target. A checkpoint of it comes back in the same run state.
+
+use keyframe_tests::{
+    Boot, PATIENCE, Process, Sequence, TestEnv, assert_no_errors, chosen_qemus, hash_lines,
+    wait_until,
+};
+use std::path::Path;
+
+/// The run state that QEMU tells at its monitor.
+fn run_state(monitor: &Path) -> String {
+    let mut own = keyframe_qemu::Qmp::connect(monitor, PATIENCE).unwrap();
+    let answer = own.execute("query-status", None).unwrap();
+    answer["status"].as_str().unwrap().to_owned()
+}
+
+/// Brings the guest into a state in which it stands still, and waits until `status` names it.
+fn make_stand(env: &TestEnv, run: &mut Process, monitor: &Path, state: &str, command: &str) {
+    if let Some(port) = command.strip_prefix("port ") {
+        let mut own = keyframe_qemu::Qmp::connect(monitor, PATIENCE).unwrap();
+        let write = serde_json::json!({ "command-line": format!("o {port}") });
+        own.execute("human-monitor-command", Some(write)).unwrap();
+    } else {
+        run.type_line(command);
+    }
+    let told = || env.json(&["status", "--json"])[0]["state"] == state;
+    wait_until("status names the run state", told);
+    assert_eq!(run_state(monitor), state);
+}
+
+/// Waits until the guest has printed `more` lines of its sequence.
+fn grow(vm: &mut Process, more: usize) {
+    let before = hash_lines(&vm.lines()).len();
+    let grown = vm.wait_until(|p| (hash_lines(&p.lines()).len() >= before + more).then_some(()));
+    assert!(grown.is_some(), "the guest is silent; {}", vm.report());
+}
+
+fn check(qemu: &str, extra: &[&str], state: &str, commands: &[&str], sequence: &mut Sequence) {
+    let env = TestEnv::new();
+    let monitor = env.path().join("own.sock");
+    let mut boot = Boot::new("hash")
+        .with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())])
+        .with(extra);
+    qemu.clone_into(&mut boot.qemu);
+    boot.mem_mib = 96;
+    let mut run = env.start(&["--interval", "none", "--name", "guest"], &boot);
+    run.wait_for("KF READY");
+    grow(&mut run, 3);
+    env.ok(&["take", "--name", "guest", "--tag", "ran"]);
+    let mut starts = vec![0];
+    // A second time: what the rollback has set in QEMU is as it was.
+    for command in commands {
+        grow(&mut run, 3);
+        make_stand(&env, &mut run, &monitor, state, command);
+        starts.push(hash_lines(&run.lines()).len());
+        let done = env.json(&["rollback", "ran", "--name", "guest", "--json"]);
+        assert_eq!(done["runs"], true, "{state}");
+        assert_eq!(run_state(&monitor), "running");
+        grow(&mut run, 3);
+    }
+    make_stand(&env, &mut run, &monitor, state, commands[0]);
+    env.ok(&["take", "--name", "guest", "--tag", "stood"]);
+    assert_eq!(run_state(&monitor), state, "a checkpoint changes no run state");
+    env.refused(&["rollback", "stood"], 1, &["stood still", state, "keyframe restore"]);
+    env.ok(&["stop", "--name", "guest"]);
+    let code = run.wait().code();
+    assert_eq!(code, Some(if state == "guest-panicked" { 4 } else { 0 }), "{}", run.report());
+    assert_no_errors(&run);
+
+    let lines = hash_lines(&run.lines());
+    let mut firsts = Vec::new();
+    for (n, start) in starts.iter().enumerate() {
+        let end = starts.get(n + 1).copied().unwrap_or(lines.len());
+        sequence.check(&lines[*start..end], 3);
+        firsts.push(lines[*start].n);
+    }
+    let (least, most) = (firsts[1..].iter().min().unwrap(), firsts[1..].iter().max().unwrap());
+    assert!(most - least <= 1, "not the same instant each time: {firsts:?}");
+    comes_back(&env, &monitor, state);
+}
+
+/// A restored VM stands still in the state of its checkpoint.
+fn comes_back(env: &TestEnv, monitor: &Path, state: &str) {
+    let monitor = monitor.with_file_name("restored.sock");
+    let place = format!("unix:{},server=on,wait=off", monitor.display());
+    let mut restored = env.restore("stood", &["--", "-qmp", &place]);
+    wait_until("the restored VM stands still", || monitor.exists() && run_state(&monitor) == state);
+    let lines = hash_lines(&restored.lines()).len();
+    assert_eq!(lines, 0, "a VM that was {state} runs");
+    let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
+    own.quit().unwrap();
+    restored.wait();
+}
+
+#[test]
+fn a_vm_whose_guest_has_powered_off_rolls_back_and_runs() {
+    let mut sequence = Sequence::new(16);
+    for qemu in chosen_qemus(2) {
+        check(&qemu.path, &["-no-shutdown"], "shutdown", &["poweroff", "poweroff"], &mut sequence);
+    }
+}
+
+#[test]
+fn a_vm_whose_reboot_is_a_shutdown_rolls_back_and_stands_at_the_next_reboot() {
+    let mut sequence = Sequence::new(16);
+    for qemu in chosen_qemus(3) {
+        let extra = ["-no-shutdown", "-action", "reboot=shutdown"];
+        check(&qemu.path, &extra, "shutdown", &["reboot", "reboot"], &mut sequence);
+    }
+}
+
+#[test]
+fn a_vm_whose_guest_has_panicked_rolls_back_and_runs() {
+    let mut sequence = Sequence::new(16);
+    for qemu in chosen_qemus(4) {
+        let extra = ["-device", "pvpanic", "-action", "panic=pause"];
+        // The small guest has no driver for the device.
+        let panic = "port /b 0x505 1";
+        check(&qemu.path, &extra, "guest-panicked", &[panic, panic], &mut sequence);
+    }
+}
+
+#[test]
+fn a_vm_whose_guest_sleeps_rolls_back_and_runs() {
+    let mut sequence = Sequence::new(16);
+    for qemu in chosen_qemus(5) {
+        // ACPI's sleep state S3.
+        let sleep = "port /w 0x604 0x2400";
+        check(&qemu.path, &[], "suspended", &[sleep, sleep], &mut sequence);
+    }
+}
