@@ -144,7 +144,7 @@ impl ChunkEncoder {
 }
 
 impl ColumnChunk {
-    /// Appends the chunk to `group` as its next column.
+    /// Appends the chunk to `group` as its next column. Error: the Parquet library refuses.
     pub fn append<W: Write + Send>(
         self,
         group: &mut SerializedRowGroupWriter<'_, W>,

@@ -38,18 +38,18 @@ pub(crate) struct LineFile {
 }
 
 impl LineFile {
-    /// Creates the file `name` in `dir`.
+    /// Creates the file `name` in `dir`. Error: [`Error::File`].
     pub fn create(dir: &Path, name: &str) -> Result<Self> {
         let (path, out) = ResultPath::create(dir, name)?;
         Ok(Self { path, out })
     }
 
-    /// Writes a line.
+    /// Writes a line and its end. Error: [`Error::File`].
     pub fn line(&mut self, line: std::fmt::Arguments<'_>) -> Result<()> {
         writeln!(self.out, "{line}").map_err(self.path.failed_to_write())
     }
 
-    /// Completes the file and returns its path.
+    /// Completes the file and returns its path. Error: [`Error::File`].
     pub fn finish(mut self) -> Result<PathBuf> {
         self.out.flush().map_err(self.path.failed_to_write())?;
         self.path.complete()
@@ -64,6 +64,7 @@ pub(crate) struct CsvFile {
 
 impl CsvFile {
     /// Creates the file `name` in `dir` and writes the header, a comma-separated list of names.
+    /// Error: [`Error::File`].
     pub fn create(dir: &Path, name: &str, header: &str) -> Result<Self> {
         let (path, out) = ResultPath::create(dir, name)?;
         let out = csv::WriterBuilder::new().has_headers(false).flexible(true).from_writer(out);
@@ -73,14 +74,15 @@ impl CsvFile {
         Ok(csv)
     }
 
-    /// Writes a row, a sequence or tuple of cells. Cells with commas or quotes are quoted.
+    /// Writes a row, a sequence or tuple of cells. Cells with commas or quotes are quoted. Error:
+    /// [`Error::File`].
     pub fn row(&mut self, row: impl Serialize) -> Result<()> {
         self.out
             .serialize(row)
             .map_err(|error| self.path.failed_to_write()(std::io::Error::from(error)))
     }
 
-    /// Completes the file and returns its path.
+    /// Completes the file and returns its path. Error: [`Error::File`].
     pub fn finish(mut self) -> Result<PathBuf> {
         self.out.flush().map_err(self.path.failed_to_write())?;
         self.path.complete()

@@ -56,7 +56,8 @@ impl SymbolTable {
         Self::parse(path, &read_file(path)?, slide)
     }
 
-    /// Parses the contents of a symbol file, as [`SymbolTable::read`] does.
+    /// Parses `bytes`, the contents of a symbol file, as [`SymbolTable::read`] does. `path` names
+    /// the file in errors. Error: [`Error::Damaged`].
     pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
         let found = if is_elf(bytes) { elf(bytes) } else { Ok(text(bytes)) };
         match found {

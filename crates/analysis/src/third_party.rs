@@ -130,7 +130,7 @@ impl ThirdPartyTool {
         Ok(Self { manifest, dir, given })
     }
 
-    /// Returns the line about the tool that help shows.
+    /// Returns the one-line description of the tool from its manifest, for the help.
     pub fn about(&self) -> &str {
         &self.manifest.about
     }

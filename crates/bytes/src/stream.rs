@@ -54,7 +54,8 @@ impl<R: Read> StreamReader<R> {
 
     /// Reads the next `len` bytes, and allocates only as they arrive.
     ///
-    /// Fails with [`ErrorKind::InvalidData`] if `len` exceeds `max`.
+    /// Errors: [`ErrorKind::InvalidData`] if `len` exceeds `max`; those of the stream;
+    /// [`ErrorKind::UnexpectedEof`] if it ends inside the field.
     pub fn bytes(&mut self, len: u64, max: u64) -> io::Result<Vec<u8>> {
         if len > max {
             let problem = format!("a field of {len} bytes exceeds the limit of {max}");

@@ -69,7 +69,7 @@ impl CaptureContext<'_> {
 
     /// Runs one round before the pause if half of the memory might not hold the owed or expected
     /// pages. For strategies that copy everything in the pause: without the round, a checkpoint
-    /// that exceeds the memory would fail again and again.
+    /// that exceeds the memory would fail again and again. Errors: those of [`Self::round`].
     pub fn relieve_memory(&mut self, expected_pages: Option<u64>) -> Result<(), CaptureError> {
         let pages = expected_pages.unwrap_or(0).max(self.log.owed_pages());
         if pages > self.pool.capacity_pages() / 2 { self.round() } else { Ok(()) }

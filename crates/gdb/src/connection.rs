@@ -29,7 +29,8 @@ pub struct GdbConnection<S> {
 }
 
 impl<S: Read + Write + AsFd> GdbConnection<S> {
-    /// Uses `stream`, which must block. `peer` names the other end in errors.
+    /// Creates a connection over `stream`, which must be in blocking mode. `peer` names the other
+    /// end in errors.
     pub fn new(stream: S, peer: &'static str) -> Self {
         Self { stream, peer, decoder: PacketDecoder::default(), sent: Vec::new() }
     }

@@ -8,31 +8,33 @@ const INTERRUPT: u8 = 3;
 /// An element of the byte stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DecodedItem {
-    /// The payload of a packet, with its escapes.
+    /// The payload of a packet. Its escape sequences are not decoded.
     Packet(Vec<u8>),
     /// A packet whose checksum is wrong.
     Corrupt,
-    /// The last packet has arrived.
+    /// The other end has received the last packet.
     Ack,
-    /// The last packet must be sent again.
+    /// The other end asks for the last packet again.
     Nack,
     /// A request to stop the target.
     Interrupt,
 }
 
-/// Splits a stream of bytes into packets, acknowledgements and requests to stop.
+/// Splits a byte stream of GDB's remote protocol into packets, acknowledgements and requests to
+/// stop.
 #[derive(Debug, Default)]
 pub struct PacketDecoder {
     bytes: Vec<u8>,
 }
 
 impl PacketDecoder {
-    /// Adds received bytes.
+    /// Appends received bytes, which [`Self::next_item`] splits into items.
     pub fn feed(&mut self, bytes: &[u8]) {
         self.bytes.extend_from_slice(bytes);
     }
 
-    /// Returns the next complete item. Bytes that belong to no item are dropped.
+    /// Returns the next complete item; `None` until more bytes arrive. Drops bytes that belong to
+    /// no item.
     ///
     /// Error: a packet that does not end within [`PACKET_BYTES_MAX`].
     pub fn next_item(&mut self) -> Result<Option<DecodedItem>, String> {
@@ -69,7 +71,7 @@ impl PacketDecoder {
     }
 }
 
-/// Returns the packet with this payload: `$payload#checksum`.
+/// Returns the packet with this payload: `$payload#checksum`. The caller has escaped the payload.
 pub fn frame(payload: &[u8]) -> Vec<u8> {
     let sum = format!("#{:02x}", checksum(payload));
     [b"$", payload, sum.as_bytes()].concat()

@@ -51,7 +51,8 @@ impl Breakpoint {
 }
 
 impl GdbRequest {
-    /// Interprets the payload of a packet.
+    /// Returns the request in the payload of a packet; [`GdbRequest::Other`] if it is none of the
+    /// others.
     pub fn parse(payload: &[u8]) -> Self {
         let starts = |text: &str| payload.starts_with(text.as_bytes());
         match payload {
@@ -86,11 +87,12 @@ impl GdbRequest {
 /// A stop reply: why the target is stopped, such as `T05watch:ADDRESS;thread:p1.1;`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StopReply {
-    /// The signal.
+    /// GDB's number of the signal.
     pub signal: u8,
     /// The field of the watchpoint that was hit: `watch:ADDRESS;`, `rwatch:...` or `awatch:...`.
+    /// `None` if the target stopped for another reason.
     pub watch: Option<String>,
-    /// The field of the thread, `thread:ID;`.
+    /// The field of the thread, `thread:ID;`; empty if the reply names no thread.
     pub thread: String,
 }
 

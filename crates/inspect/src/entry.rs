@@ -178,7 +178,8 @@ pub struct DiskWritten {
 }
 
 impl DiskSums {
-    /// Sums over `entries`, with one result for each disk of each VM.
+    /// Adds up the writes to disks in `entries`. Returns one sum for each disk of each VM, sorted
+    /// by VM and disk.
     pub fn of(entries: &[Entry]) -> Vec<Self> {
         let mut sums: BTreeMap<(&str, &str), Self> = BTreeMap::new();
         for (entry, disk) in entries.iter().flat_map(|e| e.disks.iter().map(move |disk| (e, disk)))
@@ -222,7 +223,7 @@ pub struct PauseQuantiles {
 }
 
 impl PauseQuantiles {
-    /// Computes the quantiles over `entries`.
+    /// Computes the quantiles over `entries`; all are 0 if there are none.
     pub fn of(entries: &[Entry]) -> Self {
         let quantile = |percent| {
             let at = |value: PhaseOf| {

@@ -14,8 +14,8 @@ use keyframe_qemu::restore::RestoreSource;
 use keyframe_store::MachineMeta;
 use keyframe_units::RamLayout;
 
-/// Makes what a restore needs to know of a checkpoint's machine: `machine`, and its RAM blocks
-/// `ram`.
+/// Makes the description of a machine that a restore needs, from `machine` and `ram` of a
+/// checkpoint.
 pub fn source_of(machine: &MachineMeta, ram: &RamLayout) -> RestoreSource {
     RestoreSource { machine: machine.clone(), ram: ram.clone() }
 }

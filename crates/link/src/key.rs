@@ -25,12 +25,13 @@ const PKCS8_HEAD: [u8; 16] = [
     0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20,
 ];
 
-/// The secret that all hosts share.
+/// A key of 32 bytes, derived from the secret that the user gives to all hosts. Hosts with the same
+/// key accept each other.
 pub struct SharedKey(Zeroizing<[u8; 32]>);
 
 impl SharedKey {
-    /// Reads the key from a file. Fails if others than its owner may access the file, or if it is
-    /// too short or too long.
+    /// Reads the key from a file. Error: [`Error::Key`] if the file cannot be read, if others than
+    /// its owner may access it, or if its secret is too short or too long.
     pub fn read(path: &Path) -> Result<Self> {
         let bad = |problem: String| Error::Key { path: path.display().to_string(), problem };
         let known = std::fs::metadata(path).map_err(|e| bad(e.to_string()))?;
@@ -102,8 +103,9 @@ impl Party {
         Ok(Self { client, server })
     }
 
-    /// Connects to the host that listens at `address`, within `timeout`. Fails if that host does
-    /// not have the key.
+    /// Connects to the host that listens at `address`, within `timeout`. Errors: [`Error::Io`] if
+    /// the network fails or the time has passed; [`Error::Tls`] if that host does not prove that it
+    /// has the key.
     pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Channel> {
         let peer = address.to_string();
         let stream = TcpStream::connect_timeout(&address, timeout).map_err(|source| Error::Io {
@@ -118,8 +120,9 @@ impl Party {
         Channel::new(stream, tls.into(), timeout)
     }
 
-    /// Completes the handshake of an accepted connection, within `timeout`. Fails if the other host
-    /// does not have the key.
+    /// Completes the handshake of an accepted connection, within `timeout`. Errors: [`Error::Io`]
+    /// if the network fails or the time has passed; [`Error::Tls`] if the other host does not prove
+    /// that it has the key.
     pub fn accept(&self, stream: TcpStream, timeout: Duration) -> Result<Channel> {
         let tls = ServerConnection::new(Arc::clone(&self.server)).map_err(|e| Error::Tls {
             peer: stream.peer_addr().map_or_else(|_| "a client".into(), |a| a.to_string()),

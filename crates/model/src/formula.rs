@@ -30,18 +30,19 @@ impl Constants {
         self.simulation(length) / self.period(length)
     }
 
-    /// Returns the number of nodes with which no interval of `length` waits (equation 2.3).
+    /// Returns the number of nodes with which no interval of `length` seconds waits (equation 2.3).
     pub fn nodes_enough(&self, length: f64) -> u64 {
         (self.simulation(length) / (self.t_c + length) + 1.0).ceil() as u64
     }
 
-    /// Returns the best length if there are enough nodes, from equation 2.1. It is 0 if `t_c` is 0:
-    /// then shorter intervals are always better.
+    /// Returns the best length of an interval if there are enough nodes, in seconds, from equation
+    /// 2.1. It is 0 if `t_c` is 0: then shorter intervals are always better.
     pub fn length_enough(&self) -> f64 {
         (self.s_log * self.s_log * self.t_vm * self.t_c / self.s_sim).sqrt()
     }
 
-    /// Returns the best length if `nodes` nodes are too few (equation 3.7).
+    /// Returns the best length of an interval if `nodes` nodes are too few, in seconds (equation
+    /// 3.7).
     pub fn length_limited(&self, nodes: u64) -> f64 {
         let factor = self.s_cp.unwrap_or(1.0);
         (factor * self.s_log * self.t_vm * self.t_i).sqrt() / (nodes as f64 * factor)
@@ -53,8 +54,8 @@ impl Constants {
         self.nodes_demanded(self.length_limited(nodes)) - nodes as f64
     }
 
-    /// Returns the formula for `nodes` and `length`. Nodes are too few if there are fewer than
-    /// [`Self::nodes_demanded`].
+    /// Returns the formula for `nodes` nodes and intervals of `length` seconds. Nodes are too few
+    /// if there are fewer than [`Self::nodes_demanded`].
     pub fn formula(&self, nodes: u64, length: f64) -> Formula {
         if (nodes as f64) < self.nodes_demanded(length) {
             Formula::Limited
@@ -64,7 +65,7 @@ impl Constants {
     }
 
     /// Returns the time from the beginning of the recording to the end of the last simulation, in
-    /// seconds.
+    /// seconds. The intervals have `length` seconds.
     pub fn run_time(&self, formula: Formula, nodes: u64, length: f64) -> f64 {
         let nodes = nodes as f64;
         match formula {
@@ -79,7 +80,7 @@ impl Constants {
         }
     }
 
-    /// Returns the speed-up of `run_time` over one simulation of the whole run.
+    /// Returns the speed-up of a run of `run_time` seconds over one simulation of the whole run.
     pub fn speed_up(&self, run_time: f64) -> f64 {
         self.s_sim * self.t_vm / run_time
     }

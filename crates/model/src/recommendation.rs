@@ -35,7 +35,7 @@ pub struct Recommendation {
 }
 
 impl Prediction {
-    /// Predicts the run time of `nodes` nodes and `length` seconds.
+    /// Predicts the run time on `nodes` nodes with intervals of `length` seconds.
     pub fn at(constants: &Constants, nodes: u64, length: f64) -> Self {
         Self::by(constants, constants.formula(nodes, length), nodes, length)
     }

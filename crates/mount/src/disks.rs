@@ -30,8 +30,8 @@ impl OpenDisk {
         Ok(Self { stored, disk, name })
     }
 
-    /// Reads up to `len` bytes from `offset` on; fewer at the end of the disk. Fails if an image or
-    /// the store cannot be read, or if the image has changed.
+    /// Reads up to `len` bytes from byte `offset` on; fewer at the end of the disk. Error: an image
+    /// or the store cannot be read, or the image has changed.
     pub fn read(&self, offset: u64, len: usize) -> Result<Vec<u8>, Error> {
         let failed = |source| Error::ReadDisk { disk: self.name.clone(), offset, source };
         let left = self.disk.disk_bytes().saturating_sub(offset);

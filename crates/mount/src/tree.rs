@@ -25,7 +25,7 @@ const MEMBERS_MAX: usize = u16::MAX as usize;
 const NAME_BYTES_MAX: usize = 255;
 const LATEST: &str = "latest";
 
-/// The reason why a node cannot be shown.
+/// The reason why a node of the tree (a directory, a file or a link) cannot be shown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum NodeError {
     /// The node does not exist, or no longer.
@@ -34,7 +34,7 @@ pub enum NodeError {
     Unreadable,
 }
 
-/// The attributes of a node.
+/// The attributes of a directory, a file or a link of the tree.
 #[derive(Clone, Copy, Debug)]
 pub struct NodeAttributes {
     /// The length of the file, or of the link's target, in bytes.
@@ -193,7 +193,8 @@ impl CheckpointTree {
         }
     }
 
-    /// Opens a disk. Error: the node does not exist any more, or the store cannot be read.
+    /// Opens disk number `disk` of the checkpoint or member whose directory is `place`. Error: the
+    /// node does not exist any more, or the store cannot be read.
     pub fn open_disk(&self, place: NodeDirectory, disk: u8) -> Result<OpenDisk, NodeError> {
         let opened = self.open(place.id)?;
         let (_, name) = opened
@@ -214,8 +215,8 @@ impl CheckpointTree {
             .map_err(|error| self.unreadable(&error))
     }
 
-    /// Reads up to `len` bytes of a disk from `offset` on. Error: the node does not exist any more,
-    /// or the store cannot be read.
+    /// Reads up to `len` bytes of a disk from byte `offset` on; fewer at its end. Error:
+    /// [`NodeError::Unreadable`].
     pub fn read_disk(
         &self,
         disk: &OpenDisk,
@@ -247,15 +248,15 @@ impl CheckpointTree {
     }
 
     /// Returns the target of a link: the number of the checkpoint. Error: the link does not exist
-    /// any more.
+    /// any more, or the store cannot be read.
     pub fn target(&self, link: u64) -> Result<String, NodeError> {
         let name = usize::try_from(link).ok().and_then(|n| lock(&self.links).get(n).cloned());
         let id = self.store.resolve(&name.ok_or(NodeError::Absent)?).map_err(|e| self.denied(e))?;
         Ok(id.to_string())
     }
 
-    /// Reads up to `len` bytes of a file from `offset` on; fewer at its end. Error: the node does
-    /// not exist any more, or the store cannot be read.
+    /// Reads up to `len` bytes of the file `kind` in the directory `place`, from byte `offset` on;
+    /// fewer at its end. Error: the file does not exist any more, or the store cannot be read.
     pub fn read(
         &self,
         place: NodeDirectory,

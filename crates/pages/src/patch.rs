@@ -90,7 +90,8 @@ impl Runs<'_> {
 }
 
 /// Writes the runs of `patch`, as [`diff`] makes it, over `page`, which must have the content of
-/// the patch's base. Error: the patch is malformed, or leads out of the page.
+/// the patch's base. Error: the patch is malformed, or leads out of the page; `page` then has
+/// undefined content.
 pub fn apply(patch: &[u8], page: &mut Page) -> Result<(), Problem> {
     let mut cursor = Cursor::new(patch);
     let mut at = 0usize;

@@ -74,7 +74,8 @@ fn on_base(different: u64) -> u64 {
 
 type Group = [u64; GROUP_WORDS];
 
-/// Encodes pages. It keeps its buffers from page to page.
+/// Encodes pages by their 64-bit words, in the format of this module. It keeps its buffers from
+/// page to page.
 pub struct WordCoder {
     /// The groups of the current page that are not zero, and the cost of each of their words.
     words: Box<[Group; GROUPS]>,
@@ -89,15 +90,15 @@ impl Default for WordCoder {
 }
 
 impl WordCoder {
-    /// Makes a coder with empty memory.
+    /// Makes a coder and allocates its buffers.
     pub fn new() -> Self {
         let (words, costs) =
             (Box::new([[0; GROUP_WORDS]; GROUPS]), Box::new([[0; GROUP_WORDS]; GROUPS]));
         Self { words, costs, buffer: Box::new([0; BUFFER_BYTES]) }
     }
 
-    /// Returns the payload of a page; `None` if it would exceed [`WORDS_BYTES_MAX`], or if LZ4
-    /// compresses the page better.
+    /// Returns the payload of a page, for [`decode`]. Returns `None` if it would exceed
+    /// [`WORDS_BYTES_MAX`], or if LZ4 compresses the page better.
     pub fn encode(&mut self, page: &Page) -> Option<&[u8]> {
         let Self { words, costs, buffer } = self;
         let (mut groups, mut count) = (0u64, 0);
@@ -213,7 +214,8 @@ fn bases(words: &[Group]) -> Option<[u64; BASES]> {
     (bytes <= WORDS_BYTES_MAX * 9 / 8).then_some(found)
 }
 
-/// Restores a page from its payload. Fails with a [`Problem`] if the payload is malformed.
+/// Decodes `stored`, a payload that [`WordCoder::encode`] made, into `page`. Error: the payload is
+/// malformed; `page` then has undefined content.
 pub fn decode(stored: &[u8], page: &mut Page) -> Result<(), Problem> {
     let len = stored.len();
     if !(HEAD_BYTES..=WORDS_BYTES_MAX).contains(&len) {

@@ -128,7 +128,8 @@ pub(crate) struct Body<'a> {
 }
 
 impl<'a> Body<'a> {
-    /// Checks the body of `section` of `state` against `layout`.
+    /// Checks the body of `section` of `state` against `layout`. Error:
+    /// [`StreamError::DeviceState`] for another version or length than the layout has.
     pub fn new(state: &'a [u8], section: &'a Section, layout: &Layout) -> Result<Self> {
         let fail = |problem: String| StreamError::DeviceState {
             offset: section.body.start as u64,

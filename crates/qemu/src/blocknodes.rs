@@ -35,13 +35,13 @@ pub struct WritableNode {
 }
 
 impl WritableNode {
-    /// True if `other` is the same disk, perhaps under a filter of a job, which has a name of its
-    /// own and shows the file of the node beneath it.
+    /// Returns true if `other` is the same disk, perhaps under a filter of a job, which has a name
+    /// of its own and shows the file of the node beneath it.
     pub fn is_same_disk(&self, other: &Self) -> bool {
         self.device == other.device && self.file == other.file
     }
 
-    /// True if `other` is in the same place of the machine, perhaps over another image.
+    /// Returns true if `other` is in the same place of the machine, perhaps over another image.
     pub fn is_in_same_place(&self, other: &Self) -> bool {
         !self.qdev.is_empty() && self.device == other.device && self.qdev == other.qdev
     }

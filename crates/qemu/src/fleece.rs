@@ -142,7 +142,8 @@ pub fn hold_connection(qmp: &mut Qmp, number: usize, connection: BorrowedFd<'_>)
 }
 
 /// Adds a scratch node of disk `number` over the empty qcow2 image `file`. QEMU gets the open file,
-/// as a confined QEMU could not open it, and keeps it open.
+/// as a confined QEMU could not open it, and keeps it open. Errors: `file` cannot be opened; QEMU
+/// refuses or does not answer.
 pub fn add_scratch(qmp: &mut Qmp, number: usize, file: &Path, disk: &WritableNode) -> Result<()> {
     let open = File::options().read(true).write(true).open(file);
     let open = open.map_err(Error::io(format!("open {}", file.display())))?;

@@ -20,7 +20,7 @@ use crate::{Error, Qmp, Result, RunStatus, Vm};
 use keyframe_qemu_cmdline::options::{self, Argument, value_of};
 use serde_json::json;
 
-/// Which ends of the guest a QEMU is held at.
+/// The ends of the guest at which QEMU stands still until Keyframe lets it end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EndHold {
     /// QEMU ends if the guest panics.
@@ -30,7 +30,7 @@ pub struct EndHold {
 }
 
 impl EndHold {
-    /// The ends at which a QEMU with these arguments can be held; `None` if it cannot.
+    /// Returns the ends at which a QEMU with these arguments can be held; `None` if it cannot.
     pub fn of_arguments(arguments: &[Argument]) -> Option<Self> {
         let (mut shutdown, mut panic, mut watchdog) = ("poweroff", "shutdown", "reset");
         let actions: Vec<_> =
@@ -104,7 +104,7 @@ impl EndHold {
 }
 
 impl Vm {
-    /// The ends of the guest at which this QEMU can be held; `None` if it cannot be held.
+    /// Returns the ends of the guest at which this QEMU can be held; `None` if it cannot be held.
     pub fn end_hold(&self) -> Option<EndHold> {
         if matches!(self.origin_detail(), Origin::Libvirt { .. })
             || self.require_whole_line().is_err()
@@ -115,7 +115,8 @@ impl Vm {
         EndHold::of_arguments(&arguments)
     }
 
-    /// Has QEMU stand still when the guest ends. False if it cannot, or is not to end then.
+    /// Has QEMU stand still when the guest ends. Returns false if QEMU cannot be held, stands still
+    /// already, or has ended. Error: QEMU refuses or does not answer.
     pub fn hold_end(&mut self) -> Result<bool> {
         let Some(hold) = self.end_hold() else { return Ok(false) };
         // It stands so already: another client has changed its actions.
@@ -130,7 +131,8 @@ impl Vm {
         }
     }
 
-    /// Undoes [`Vm::hold_end`].
+    /// Makes QEMU end with its guest again, as before [`Vm::hold_end`]. Error: QEMU refuses or does
+    /// not answer.
     pub fn release_end(&mut self) -> Result<()> {
         let Some(hold) = self.end_hold() else { return Ok(()) };
         match hold.release(self.qmp()) {

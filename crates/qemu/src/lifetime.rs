@@ -29,7 +29,8 @@ pub(crate) struct Other {
 }
 
 impl Other {
-    /// Returns the process `pid`.
+    /// Opens the process `pid`. Errors: [`Error::Attach`] if there is no such process, or if it is
+    /// a thread; [`Error::Io`].
     pub fn open(pid: u32) -> Result<Self> {
         let fail = |problem: &str, fix: &str| Error::Attach {
             pid,
@@ -74,12 +75,13 @@ impl Lifetime {
         }
     }
 
-    /// Returns how QEMU ended; `None` while it runs.
+    /// Returns how QEMU ended; `None` while it runs. Error: [`Error::Io`].
     pub fn ended(&mut self) -> Result<Option<VmExit>> {
         self.wait(Duration::ZERO)
     }
 
-    /// Waits for its end for at most `timeout`; `None` if it still runs then.
+    /// Waits for QEMU's end for at most `timeout`, and returns how it ended; `None` if it still
+    /// runs then. Error: [`Error::Io`].
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<VmExit>> {
         match self {
             Self::Child(child) => Ok(spawn::wait(child, timeout)?.map(VmExit::Status)),
@@ -98,7 +100,8 @@ impl Lifetime {
         }
     }
 
-    /// Ends it by force and waits until it is gone.
+    /// Kills QEMU and waits until it is gone. Error: [`Error::Io`], also if it is still there after
+    /// 10 s.
     pub fn kill(&mut self) -> Result<VmExit> {
         match self {
             Self::Child(child) => spawn::kill(child).map(VmExit::Status),

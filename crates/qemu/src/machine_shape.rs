@@ -52,7 +52,7 @@ pub(crate) struct CapturedDisks {
 }
 
 impl CapturedDisks {
-    /// True for the present medium of such a drive of `query-block`.
+    /// Returns true if `block`, a drive in the answer to `query-block`, holds one of these disks.
     pub fn have(&self, block: &Value) -> bool {
         let Some(inserted) = block.get("inserted") else { return false };
         let file = inserted.get("file").and_then(Value::as_str).unwrap_or_default();
@@ -178,18 +178,18 @@ impl MachineShape {
         Ok(shape)
     }
 
-    /// True if a device discards guest RAM, from the start or plugged in since.
+    /// Returns true if a device discards guest RAM, from the start or plugged in since.
     pub fn discards_ram(&self) -> bool {
         self.devices.values().any(|kind| audit::discards_ram(kind))
     }
 
-    /// What keeps QEMU from saving the machine's whole state.
+    /// Returns the reasons, in QEMU's words, why it cannot save the machine's whole state.
     pub fn blockers(&self) -> &[String] {
         &self.blockers
     }
 
-    /// True if the machine may have been changed since `before`, also if it looks the same: a device
-    /// can be unplugged and plugged in again elsewhere.
+    /// Returns true if the machine may have been changed since `before`, also if it looks the same:
+    /// a device can be unplugged and plugged in again elsewhere.
     pub fn may_differ_from(&self, before: &Self) -> bool {
         self.deletions != before.deletions || !self.changes_since(before).is_empty()
     }
@@ -277,7 +277,7 @@ impl Vm {
         MachineShape::of(self.qmp(), &captured)
     }
 
-    /// [`Vm::ram_layout`] and [`Vm::shape`] at one time.
+    /// Returns [`Vm::ram_layout`] and [`Vm::shape`] of the same time. Error: QEMU does not answer.
     pub fn ram_layout_and_shape(&mut self) -> Result<(RamLayout, MachineShape)> {
         let captured = self.captured_disks();
         self.asked_for_ram(|qmp, backends| {

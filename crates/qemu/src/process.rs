@@ -47,7 +47,7 @@ pub struct QemuProcess {
 }
 
 impl QemuProcess {
-    /// Returns the process `pid`.
+    /// Makes a handle of the process `pid`, without looking for the process.
     pub fn new(pid: u32) -> Self {
         Self { pid }
     }
@@ -57,14 +57,15 @@ impl QemuProcess {
         self.pid
     }
 
-    /// Reads the process's memory mappings from `/proc/PID/maps`.
+    /// Reads the process's memory mappings from `/proc/PID/maps`. Error: [`Error::Io`].
     pub fn maps(&self) -> Result<Maps> {
         let path = format!("/proc/{}/maps", self.pid);
         let bytes = std::fs::read(&path).map_err(Error::io(format!("read {path}")))?;
         Ok(Maps(String::from_utf8_lossy(&bytes).lines().filter_map(parse_line).collect()))
     }
 
-    /// Reads the bytes at `range`.
+    /// Reads the bytes at `range` of the process's memory. Error: [`Error::Io`], also if a part of
+    /// `range` is not mapped.
     pub fn read(&self, range: HostRange) -> Result<Vec<u8>> {
         let path = format!("/proc/{}/mem", self.pid);
         let operation = || format!("read {} bytes at {} of {path}", range.len_bytes, range.start);

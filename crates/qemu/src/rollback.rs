@@ -56,7 +56,8 @@ impl Vm {
     /// Checks that the VM can be rolled back to a checkpoint with `device_state` now. Changes
     /// nothing.
     ///
-    /// Error: [`Error::RollbackObstacle`] if an operation of the VM's user is in the way.
+    /// Errors: [`Error::RollbackObstacle`] with the reason why it cannot be rolled back;
+    /// `device_state` is malformed; QEMU does not answer.
     pub fn check_rollback(&mut self, device_state: &[u8]) -> Result<()> {
         if let Some(obstacle) = RollbackObstacle::find(self.qmp())? {
             return Err(obstacle.refuse());
@@ -72,10 +73,12 @@ impl Vm {
         Ok(())
     }
 
-    /// Rolls the paused VM back to `target`. The VM stays paused. The state passes through `file`,
-    /// which is empty before and becomes as large as the pages.
+    /// Rolls the paused VM back to `target`. The VM stays paused. QEMU reads the state from `file`,
+    /// which must be empty and becomes about as large as the pages of `target`. After an error the
+    /// machine is in an unknown state: roll it back to a checkpoint before it runs.
     ///
-    /// Errors: [`Error::Rollback`] if QEMU refuses the state; [`Error::Timeout`]; errors of reading
+    /// Errors: [`Error::Rollback`] if QEMU refuses the state; [`Error::RollbackObstacle`] if a
+    /// flash chip cannot take its state now; [`Error::Timeout`]; errors of the monitor, of reading
     /// `target` and of writing `file`.
     pub fn roll_back(&mut self, target: &Target<'_>, mut file: File) -> Result<()> {
         // A restored QEMU does not expect a configuration section: its line turns it off.

@@ -38,7 +38,7 @@ const SECRETS: [&str; 4] =
 const TERMINAL_KEYS: [Signal; 2] = [Signal::SIGINT, Signal::SIGQUIT];
 
 /// Starts `command`, which inherits `descriptors` under their own numbers and has Ctrl-C and Ctrl-\
-/// blocked.
+/// blocked. Error: [`Error::Io`] if it cannot be started.
 pub fn start(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
     for secret in SECRETS {
         command.env_remove(secret);
@@ -88,7 +88,7 @@ pub fn alive(child: &mut Child, when: &'static str) -> Result<()> {
     }
 }
 
-/// Returns how `child` ended; `None` while it runs.
+/// Returns the exit status of `child`; `None` while it runs. Error: [`Error::Io`].
 pub fn exit_status(child: &mut Child) -> Result<Option<ExitStatus>> {
     child.try_wait().map_err(Error::io(format!("wait for QEMU (pid {})", child.id())))
 }
@@ -118,12 +118,13 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// The same for a QEMU that waits for the client of a socket, which may be started by hand.
 const CLIENT_TIMEOUT: Duration = Duration::from_mins(10);
 
-/// How long a QEMU with this line may take until it answers its monitor.
+/// Returns the longest time that a QEMU with this line may take until it answers its monitor.
 pub fn start_timeout(line: &[Argument]) -> Duration {
     if waiting_socket(line).is_some() { CLIENT_TIMEOUT } else { START_TIMEOUT }
 }
 
-/// `error` of a start, or the reason for it: QEMU waits for the client of a socket.
+/// Returns an error that names the socket if `error` is a timeout and QEMU waits for a client of a
+/// socket on its line. Otherwise returns `error`.
 pub fn waits_instead(error: Error, line: &[Argument]) -> Error {
     match (&error, waiting_socket(line)) {
         (Error::Timeout { .. }, Some(argument)) => CommandLineError::Argument {
@@ -136,7 +137,8 @@ pub fn waits_instead(error: Error, line: &[Argument]) -> Error {
     }
 }
 
-/// Waits for the end of `child` for at most `timeout`.
+/// Waits for the end of `child` for at most `timeout`. Returns its exit status; `None` if it still
+/// runs then. Error: [`Error::Io`].
 pub fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> {
     let deadline = Instant::now() + timeout;
     loop {
@@ -150,7 +152,8 @@ pub fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> 
     }
 }
 
-/// Ends `child` at once and waits until it is gone.
+/// Kills `child` and waits until it is gone. Error: [`Error::Io`], also if it is still there after
+/// 10 s.
 pub fn kill(child: &mut Child) -> Result<ExitStatus> {
     let operation = format!("kill QEMU (pid {})", child.id());
     child.kill().map_err(Error::io(operation.clone()))?;

@@ -72,7 +72,7 @@ pub(crate) struct BlockedWrite {
 }
 
 impl StatePipe {
-    /// Creates a new pipe.
+    /// Creates a pipe for device states. Error: [`Error::Io`].
     pub fn new() -> Result<Self> {
         let operation = "make a pipe for device state";
         let flags = PipeFlags::CLOEXEC | PipeFlags::NONBLOCK | PipeFlags::DIRECT;
@@ -103,13 +103,15 @@ impl StatePipe {
         &self.read_end
     }
 
-    /// Returns a second descriptor of the read end, for the watchdog's process.
+    /// Returns a second descriptor of the read end, for the watchdog's process. Error:
+    /// [`Error::Io`].
     pub fn duplicate(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.read_end, 3)
             .map_err(Error::io("duplicate the pipe for device state"))
     }
 
     /// Gives the write end to the QEMU behind `qmp`, in descriptor set `set` with the text `mark`.
+    /// Error: QEMU refuses or does not answer.
     pub fn pass(&mut self, qmp: &mut Qmp, set: u32, mark: &str) -> Result<()> {
         let arguments = json!({ "fdset-id": set, "opaque": mark });
         let answer = qmp.execute_passing("add-fd", arguments, self.write_end.as_fd())?;
@@ -127,8 +129,8 @@ impl StatePipe {
         }
     }
 
-    /// QEMU's name of the pipe. `None` if QEMU, process `pid`, does not have it. It is not the name
-    /// of the descriptor set, because QEMU would truncate that file, which a pipe refuses.
+    /// Returns QEMU's name of the pipe; `None` if QEMU, process `pid`, does not have it. It is not
+    /// the name of the descriptor set, because QEMU would truncate that file, which a pipe refuses.
     pub fn target(&self, pid: u32) -> Option<String> {
         let (_, descriptor) = self.passed?;
         // Another file of QEMU's under this number would be truncated.
@@ -146,7 +148,8 @@ impl StatePipe {
     }
 
     /// Empties the pipe and fills it so that a state of the expected length stops QEMU at its last
-    /// piece.
+    /// piece. Errors: [`Error::Refused`] if the user's pipes have reached their limit;
+    /// [`Error::Io`].
     pub fn prepare(&mut self) -> Result<()> {
         let operation = "prepare the pipe for device state";
         self.drain(&mut Vec::new())?;
@@ -193,7 +196,7 @@ impl StatePipe {
     }
 
     /// Reads all that the pipe holds, and appends the device state in it to `state`. QEMU, if it
-    /// waits for room, goes on.
+    /// waits for room, goes on. Error: [`Error::Io`].
     pub fn drain(&mut self, state: &mut Vec<u8>) -> Result<()> {
         loop {
             let before = (self.fillers, state.len());
@@ -204,13 +207,14 @@ impl StatePipe {
         }
     }
 
-    /// Makes room for `write`, which is not the last piece, and appends what had to be read for it
-    /// to `state`. QEMU goes on, and stops at its next piece.
+    /// Makes room for `write`, which is not the last piece, and appends the bytes that it read for
+    /// this to `state`. QEMU goes on, and stops at its next piece. Error: [`Error::Io`].
     pub fn admit(&mut self, write: &[u8], state: &mut Vec<u8>) -> Result<()> {
         self.free(write.len().div_ceil(SLOT_BYTES), state)
     }
 
-    /// Appends the device state that the pipe holds to `state`, and leaves it in the pipe.
+    /// Appends the device state that the pipe holds to `state`, and leaves it in the pipe. Error:
+    /// [`Error::Io`].
     pub fn peek(&mut self, state: &mut Vec<u8>) -> Result<()> {
         let operation = "copy the device state";
         let (copy_out, copy_in) = (&self.copy.0, &self.copy.1);
@@ -235,7 +239,7 @@ impl StatePipe {
         Ok(())
     }
 
-    /// Notes the length of a state whose last piece has `last_bytes`, for the next
+    /// Notes the length of a state whose last piece has `last_bytes` bytes, for the next
     /// [`StatePipe::prepare`].
     pub fn expect(&mut self, state_bytes: usize, last_bytes: usize) {
         let pages = state_bytes.saturating_sub(last_bytes) / SLOT_BYTES;
@@ -260,7 +264,8 @@ impl StatePipe {
     }
 
     /// Returns the write into this pipe for which the main thread of `process` waits, and of which
-    /// the pipe holds nothing; `None` if it runs or waits for something else.
+    /// the pipe holds nothing; `None` if it runs or waits for something else. `call` is the open
+    /// file in `/proc` that shows the system call of this thread. Error: [`Error::Io`].
     pub fn blocked_write(&self, process: &Process, call: &File) -> Result<Option<BlockedWrite>> {
         // A thread that a read has just woken still counts as waiting, with the write that has room
         // now. When the pipe is full again, that write is complete, and the thread waits with another.
@@ -287,7 +292,8 @@ impl BlockedWrite {
         Some(Self { call, descriptor: argument()?, buffer: argument()?, count: argument()? })
     }
 
-    /// Returns the bytes that QEMU writes, from the memory of `process`.
+    /// Returns the bytes that QEMU writes, from the memory of `process`. Errors: its memory cannot
+    /// be read; the write is larger than a piece of a device state can be.
     pub fn content(&self, process: &Process) -> Result<Vec<u8>> {
         let mut content = Vec::new();
         let mut append = |at: u64, len_bytes: u64| -> Result<()> {

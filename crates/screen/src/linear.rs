@@ -38,7 +38,8 @@ enum Format {
 }
 
 impl Linear {
-    /// Returns the picture of a VGA; `None` in a mode of 16 colours, whose pixels lie in planes.
+    /// Returns the picture of a VGA in a VBE mode; `None` in a mode of 16 colours, whose pixels lie
+    /// in planes. `memory_bytes` is the size of its memory. Error: [`PictureProblem::Bits`].
     pub fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Option<Self>, PictureProblem> {
         let bits = vga.vbe[vbe::BITS];
         let format = match bits {
@@ -68,7 +69,8 @@ impl Linear {
         Ok(Some(linear))
     }
 
-    /// Returns the picture of a display without VGA.
+    /// Returns the picture of a `bochs-display` with `memory_bytes` bytes of memory. Errors:
+    /// [`PictureProblem::NoMode`], [`PictureProblem::Bits`], [`PictureProblem::Beyond`].
     pub fn of_bochs(bochs: &Bochs, memory_bytes: u64) -> Result<Self, PictureProblem> {
         let register = |number: usize| bochs.vbe[number];
         let (width, height) = (register(vbe::WIDTH), register(vbe::HEIGHT));

@@ -10,13 +10,14 @@ pub(crate) struct Memory<'a> {
 }
 
 impl Memory<'_> {
-    /// Returns the byte at an address; 0 if it is not in the part.
+    /// Returns the byte at `address` of the display's memory, whose addresses wrap around at its
+    /// end; 0 if the byte is not in this part.
     pub fn byte(&self, address: u64) -> u8 {
         let at = (address % self.len_bytes.max(1)).checked_sub(self.first);
         at.and_then(|at| self.bytes.get(usize::try_from(at).ok()?)).copied().unwrap_or_default()
     }
 
-    /// Returns the bytes from an address on.
+    /// Returns the `N` bytes from `address` on, each as [`Self::byte`] does.
     pub fn chunk<const N: usize>(&self, address: u64) -> [u8; N] {
         let at = address.checked_sub(self.first).and_then(|at| usize::try_from(at).ok());
         let found = at.and_then(|at| self.bytes.get(at..)?.first_chunk());

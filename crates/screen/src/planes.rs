@@ -42,7 +42,7 @@ struct Interleave {
 }
 
 impl Planes {
-    /// Returns width and height in pixels and the mode of a display without VBE.
+    /// Returns width and height in pixels and the mode of a VGA in a graphics mode without VBE.
     pub fn of(vga: &Vga) -> (u32, u32, Mode) {
         let (width, height) = (vga.columns() * 8, vga.lines());
         let mode = vga.crtc_mode();

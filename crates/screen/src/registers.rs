@@ -29,19 +29,20 @@ pub enum Registers {
 /// A VGA's registers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vga {
-    /// The sequencer's registers.
+    /// The sequencer's registers, by number.
     pub sequencer: [u8; 8],
-    /// The graphics controller's registers.
+    /// The graphics controller's registers, by number.
     pub graphics: [u8; 16],
     /// The attribute controller's index. Bit 5 is set if the display is on.
     pub attribute_index: u8,
-    /// The attribute controller's registers.
+    /// The attribute controller's registers, by number.
     pub attributes: [u8; 21],
-    /// The CRT controller's registers.
+    /// The CRT controller's registers, by number.
     pub crtc: [u8; 256],
-    /// Red, green and blue of each colour, in 6 bits (or 8).
+    /// Red, green and blue of each of 256 colours. A value has 6 bits, or 8 in a VBE mode if bit 5
+    /// of the VBE register `ENABLE` is set.
     pub palette: [u8; 768],
-    /// The VBE interface's registers.
+    /// The VBE interface's registers, by number.
     pub vbe: [u16; VBE_REGISTERS],
     /// The address of a VBE mode's picture, in units of 4 bytes.
     pub vbe_start: u32,
@@ -68,10 +69,10 @@ impl Default for Vga {
     }
 }
 
-/// The registers of a display without VGA.
+/// The registers of QEMU's `bochs-display`, which has VBE and no VGA.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Bochs {
-    /// The VBE interface's registers.
+    /// The VBE interface's registers, by number.
     pub vbe: [u16; VBE_REGISTERS],
     /// True if the highest byte of a pixel comes first in memory.
     pub is_big_endian: bool,

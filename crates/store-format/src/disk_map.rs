@@ -94,7 +94,7 @@ impl DiskMap {
         self.records.set(block, record);
     }
 
-    /// Makes a range zero.
+    /// Sets all blocks of a range to zero.
     pub fn set_zero(&mut self, range: PageRange) {
         if range.len_pages > 0 {
             self.records.clear_range(range);

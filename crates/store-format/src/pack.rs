@@ -165,8 +165,8 @@ pub struct Trailer {
     pub footer: [u8; FOOTER_BYTES],
 }
 
-/// Makes the trailer of a pack with the header `header` whose records end at the offset
-/// `records_end`.
+/// Makes the trailer of a pack. `header` is the pack's header, which the checksum covers. `entries`
+/// lists all records, by rising offset; they end at the offset `records_end`, in bytes.
 pub fn encode_trailer(header: &[u8], entries: &[PackEntry], records_end: u64) -> Trailer {
     let mut index = Vec::with_capacity(entries.len() * ENTRY_BYTES + FOOTER_BYTES);
     for entry in entries {
@@ -222,8 +222,9 @@ pub fn seal_of(footer: &[u8; FOOTER_BYTES]) -> PackSeal {
     footer[32..].first_chunk().copied().unwrap_or_default()
 }
 
-/// Checks the index and the footer of a closed pack and returns the entries. `tail` are all bytes
-/// after the records. Error: a checksum or a field is wrong.
+/// Checks the index and the footer of a closed pack and returns the entries, by rising offset.
+/// `header` is the pack's header, and `tail` are all bytes after the records. Error: a checksum or
+/// a field is wrong.
 pub fn decode_trailer(
     header: &[u8],
     tail: &[u8],

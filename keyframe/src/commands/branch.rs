@@ -73,7 +73,7 @@ pub struct Branch {
     /// Leave the clones paused at the instant of the checkpoint
     #[arg(long)]
     paused: bool,
-    /// Another QEMU binary of the same version
+    /// Another QEMU binary of the same series (7.2.9 for 7.2.22)
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
     /// Run them under this accelerator instead of the checkpoint's

@@ -17,7 +17,7 @@ pub(super) struct TableRun {
 
 impl TableRun {
     /// Begins a run with the plugin's tools `tools` (joined by `+`), which write the tables
-    /// `kinds`, and further arguments for the plugin.
+    /// `kinds`, and further arguments for the plugin. Error: the board cannot be created.
     pub fn begin(
         run: &RunContext,
         tools: &'static str,

@@ -25,8 +25,8 @@ pub struct SimulatedInterval {
 pub struct ClusterNode {
     /// The number of intervals that it simulates at once.
     pub slots: usize,
-    /// The time from its demand, or its return after a failure, to its first interval, in seconds:
-    /// for example the start of a job in a batch system.
+    /// The time from the request for the node, or from its return after a failure, to its first
+    /// interval, in seconds: for example the start of a job in a batch system.
     pub start_s: f64,
     /// Its speed, relative to the machine on which the times of the intervals were measured.
     pub speed: f64,
@@ -35,7 +35,7 @@ pub struct ClusterNode {
 /// The link of the server that holds all checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClusterNetwork {
-    /// Its rate for all nodes together; with `None` a transfer takes no time.
+    /// Its rate for all nodes together, in bits per second; with `None` a transfer takes no time.
     pub bits_per_s: Option<f64>,
     /// The time from a request to its first byte, in seconds.
     pub latency_s: f64,

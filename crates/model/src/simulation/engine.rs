@@ -104,7 +104,7 @@ struct Simulation<'a> {
     failures: usize,
     sent_bytes: f64,
     now_s: f64,
-    /// The time at which the nodes are demanded: the first interval can be assigned.
+    /// The time at which the run requests its nodes: the first interval can be assigned.
     demanded_s: f64,
 }
 

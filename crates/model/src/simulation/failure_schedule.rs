@@ -2,11 +2,15 @@
 
 use super::{Failures, NodeFailure};
 
-/// The future failures.
+/// The failures of a simulated cluster that are still to come.
 pub enum FailureSchedule {
+    /// The failures that the caller listed, the latest first.
     Listed(Vec<NodeFailure>),
+    /// Random failures, with exponentially distributed times between them.
     Random {
+        /// The mean time between failures of each node, in seconds.
         mtbf_s: f64,
+        /// The time after which a failed node comes back, in seconds; `None` if it does not.
         repair_s: Option<f64>,
         /// One generator for each node, so that the failures of a node do not depend on the number
         /// of nodes.
@@ -15,7 +19,7 @@ pub enum FailureSchedule {
 }
 
 impl FailureSchedule {
-    /// Makes the schedule of a cluster with `nodes` nodes.
+    /// Makes the schedule of `failures` for a cluster with `nodes` nodes.
     pub fn new(failures: &Failures, nodes: usize) -> Self {
         match failures {
             Failures::Listed(failures) => {
@@ -35,8 +39,8 @@ impl FailureSchedule {
         }
     }
 
-    /// Returns all listed failures, or the first random failure of each node after the time
-    /// `demanded_s`, at which the nodes are demanded.
+    /// Returns all listed failures, or the first random failure of each node after `demanded_s`:
+    /// the time in seconds at which the run requests its nodes.
     pub fn begin(&mut self, demanded_s: f64) -> Vec<NodeFailure> {
         match self {
             Self::Listed(failures) => std::mem::take(failures),
@@ -47,7 +51,8 @@ impl FailureSchedule {
         }
     }
 
-    /// Returns the next random failure of `node`, which came back at `from_s`.
+    /// Returns the next random failure of node number `node`, which came back at the time `from_s`,
+    /// in seconds. Returns `None` if the failures are listed, or if there is no such node.
     pub fn after(&mut self, node: usize, from_s: f64) -> Option<NodeFailure> {
         let Self::Random { mtbf_s, repair_s, generators } = self else { return None };
         // The argument of the logarithm is more than 0, so that the result is finite.

@@ -18,7 +18,8 @@ pub struct HeldCheckpoints {
 }
 
 impl TransferSizes {
-    /// Computes the sizes of the checkpoints of `intervals`.
+    /// Computes the sizes of the checkpoints of `intervals`. `transfer` is the part of each that is
+    /// sent.
     pub fn new(intervals: &[SimulatedInterval], transfer: Transfer) -> Self {
         let mut sums = vec![0.0];
         let mut sum = 0.0;
@@ -33,8 +34,8 @@ impl TransferSizes {
         }
     }
 
-    /// Returns the bytes to send to a node that holds `held`, so that it has the checkpoint of
-    /// `interval`.
+    /// Returns the number of bytes to send to a node that holds `held`, so that it has the
+    /// checkpoint of interval number `interval`.
     ///
     /// Two checkpoints differ by the bytes written between them, whichever is first. The nearest
     /// held checkpoint on each side therefore gives the smallest transfer, and no transfer is larger

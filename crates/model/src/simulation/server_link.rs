@@ -5,7 +5,9 @@ use super::ClusterNetwork;
 /// A slot of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotId {
+    /// The number of the node, from 0.
     pub node: usize,
+    /// The number of the slot in its node, from 0.
     pub slot: usize,
 }
 
@@ -26,7 +28,7 @@ pub struct ServerLink {
 }
 
 impl ServerLink {
-    /// Makes a link without transfers.
+    /// Makes the link that `network` describes, without transfers.
     pub fn new(network: &ClusterNetwork) -> Self {
         let bytes_per_s = network.bits_per_s.map(|bits| bits / 8.0);
         Self { bytes_per_s, flows: Vec::new(), at_s: 0.0 }
@@ -37,7 +39,7 @@ impl ServerLink {
         self.bytes_per_s.map(|rate| rate / self.flows.len().max(1) as f64)
     }
 
-    /// Advances all transfers to the time `to_s`.
+    /// Advances all transfers to the time `to_s`, in seconds.
     pub fn advance(&mut self, to_s: f64) {
         let passed_s = (to_s - self.at_s).max(0.0);
         if let Some(share) = self.share() {
@@ -48,7 +50,7 @@ impl ServerLink {
         self.at_s = self.at_s.max(to_s);
     }
 
-    /// Begins a transfer at the time of the last [`Self::advance`].
+    /// Begins a transfer of `bytes` bytes to a slot, at the time of the last [`Self::advance`].
     pub fn begin(&mut self, to: SlotId, bytes: f64) {
         self.flows.push(Flow { to, left_bytes: bytes });
     }
@@ -58,8 +60,8 @@ impl ServerLink {
         self.flows.retain(|flow| flow.to != to);
     }
 
-    /// Returns the end of the transfer that completes next, and its slot, if no other one begins
-    /// before.
+    /// Returns the time in seconds at which the next transfer completes, and its slot, if no other
+    /// one begins before. Returns `None` if there is no transfer.
     pub fn next(&self) -> Option<(f64, SlotId)> {
         let first = self.flows.iter().min_by(|a, b| a.left_bytes.total_cmp(&b.left_bytes))?;
         let left_s = self.share().map_or(0.0, |share| first.left_bytes / share);

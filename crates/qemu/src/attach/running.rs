@@ -82,7 +82,7 @@ pub fn is_qemu(pid: u32) -> bool {
 }
 
 /// Returns the identity of the binary that runs as process `pid`. The version comes from its
-/// monitor `qmp`.
+/// monitor `qmp`. Error: the binary cannot be read, or QEMU does not answer.
 pub fn identity(qmp: &mut Qmp, pid: u32) -> Result<QemuIdentity> {
     let exe = format!("/proc/{pid}/exe");
     let path = binary(pid).map_err(Error::io(format!("look up {exe}")))?;
@@ -101,7 +101,8 @@ fn version(answer: &Value) -> Option<String> {
     }
 }
 
-/// Returns the directory in which process `pid` was started with the words `words`.
+/// Returns the directory in which process `pid` was started with the words `words`. Error:
+/// [`Error::Io`] if the process has ended, or if this user may not inspect it.
 pub fn directory(pid: u32, words: &[String]) -> Result<PathBuf> {
     let path = format!("/proc/{pid}/cwd");
     let directory = std::fs::read_link(&path).map_err(Error::io(format!("look up {path}")))?;

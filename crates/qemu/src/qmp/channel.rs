@@ -16,7 +16,7 @@ pub enum QmpChannel {
 }
 
 impl QmpChannel {
-    /// Returns the name of the channel in errors.
+    /// Returns the name that errors use for the channel.
     pub fn name(&self) -> &str {
         match self {
             Self::Socket(socket) => socket.name(),
@@ -24,7 +24,8 @@ impl QmpChannel {
         }
     }
 
-    /// Sends a request with the descriptor `passed`.
+    /// Sends a request, with the descriptor `passed` if there is one. Errors call it `operation`.
+    /// Error: the monitor is closed, or does not take the request within `timeout`.
     pub fn send(
         &mut self,
         message: &Value,
@@ -38,7 +39,8 @@ impl QmpChannel {
         }
     }
 
-    /// Returns the next answer or event, waiting for at most `timeout`.
+    /// Returns the next answer or event, waiting for at most `timeout`. Error: the time has passed,
+    /// the monitor is closed, or its output is malformed.
     pub fn receive(&mut self, operation: &str, timeout: Duration) -> Result<Value> {
         match self {
             Self::Socket(socket) => socket.receive(operation, timeout),
@@ -46,7 +48,8 @@ impl QmpChannel {
         }
     }
 
-    /// Returns the next answer or event; `None` if none has arrived.
+    /// Returns the next answer or event; `None` if none has arrived. Error: the monitor is closed,
+    /// or its output is malformed.
     pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
         match self {
             Self::Socket(socket) => socket.receive_now(operation),

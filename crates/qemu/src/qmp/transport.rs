@@ -72,18 +72,19 @@ impl Transport {
         Self { mid_line: true, ..Self::over(socket, name) }
     }
 
-    /// Returns a second descriptor of the socket, for another process.
+    /// Returns a second descriptor of the socket, for another process. Error: [`Error::Io`].
     pub fn duplicate(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.socket, 3)
             .map_err(Error::io(format!("duplicate the connection to QEMU's monitor {}", self.name)))
     }
 
-    /// Returns the name of the transport in errors.
+    /// Returns the name that errors use for the transport.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Sends one line with the descriptor `passed`.
+    /// Sends `message` as one line, with the descriptor `passed` if there is one. Errors call it
+    /// `operation`. Error: the monitor is closed, or does not take the line within `timeout`.
     pub fn send(
         &mut self,
         message: &Value,
@@ -117,7 +118,8 @@ impl Transport {
         Ok(())
     }
 
-    /// Returns the next line, waiting for at most `timeout`.
+    /// Returns the message of the next line, waiting for at most `timeout`. Error: the time has
+    /// passed, the monitor is closed, or the line is malformed.
     pub fn receive(&mut self, operation: &str, timeout: Duration) -> Result<Value> {
         let started = Instant::now();
         loop {
@@ -128,7 +130,8 @@ impl Transport {
         }
     }
 
-    /// Returns the next line; `None` if no whole line has arrived.
+    /// Returns the message of the next line; `None` if no whole line has arrived. Error: the
+    /// monitor is closed, or the line is malformed.
     pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
         loop {
             let fresh = self.buffer.get(self.scanned..).unwrap_or_default();

@@ -86,7 +86,8 @@ pub struct Virsh {
 
 impl Virsh {
     /// Connects to `domain` (its name or UUID) at libvirt's `uri`, or at virsh's default. `passed`
-    /// are the descriptors that requests pass without a virsh of their own.
+    /// are the descriptors that requests pass without a virsh of their own. Errors: the name cannot
+    /// be given to virsh; virsh cannot be started, or cannot connect.
     pub fn connect(domain: &str, uri: Option<&str>, passed: &[&OwnedFd]) -> Result<Self> {
         if domain.is_empty() || domain.contains(['\'', '\\']) || domain.contains(char::is_control) {
             return Err(refused(
@@ -123,7 +124,8 @@ impl Virsh {
     }
 
     /// Sends a request, and `passed` along with it. A descriptor that is not among those of
-    /// [`Self::connect`] needs a virsh of its own, which takes some tens of milliseconds.
+    /// [`Self::connect`] needs a virsh of its own, which takes some tens of milliseconds. Error:
+    /// virsh cannot be started, does not answer, or has ended.
     pub fn send(
         &mut self,
         message: &Value,
@@ -214,7 +216,8 @@ impl Virsh {
         }
     }
 
-    /// Returns the next answer or event, waiting for at most `timeout`.
+    /// Returns the next answer or event, waiting for at most `timeout`. Error: the time has passed,
+    /// or virsh or QEMU has ended.
     pub fn receive(&mut self, operation: &str, timeout: Duration) -> Result<Value> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -233,7 +236,8 @@ impl Virsh {
         }
     }
 
-    /// Returns the next answer or event, if it is there already.
+    /// Returns the next answer or event; `None` if none has arrived. Error: virsh or QEMU has
+    /// ended.
     pub fn receive_now(&mut self, operation: &str) -> Result<Option<Value>> {
         if let Some(message) = self.ready.pop_front() {
             return Ok(Some(message));

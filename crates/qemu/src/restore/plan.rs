@@ -79,7 +79,8 @@ impl Plan {
             purpose,
         } = options;
         let mut notes = Vec::new();
-        let binary = find_binary(&source, qemu.as_deref(), &mut notes)?;
+        let part = if replays.is_some() { release } else { series };
+        let binary = find_binary(&source, qemu.as_deref(), part, &mut notes)?;
         let added_by_user = check_added(extra)?;
         let kept = options::parse(source.machine.user_command.get(1..).unwrap_or_default())?;
         let working_directory = Some(source.machine.directory()).filter(|dir| dir.is_dir());
@@ -185,9 +186,11 @@ fn added_words(
     first.chain(of_user).map(LineWord::Plain).collect()
 }
 
+/// Finds the binary. `part` returns the part of a version that must be the checkpoint's.
 fn find_binary(
     source: &RestoreSource,
     chosen: Option<&Path>,
+    part: fn(&str) -> &str,
     notes: &mut Vec<String>,
 ) -> Result<PathBuf> {
     let path = match chosen {
@@ -217,19 +220,20 @@ fn find_binary(
         blake3: source.machine.binary_blake3.clone(),
     };
     let identity = QemuIdentity::of_known(&path, &known)?;
-    if release(&identity.version) != release(&source.machine.vmm_version) {
+    let expected = &source.machine.vmm_version;
+    if part(&identity.version) != part(expected) {
         return Err(Error::DifferentVersion {
             path,
-            expected: source.machine.vmm_version.clone(),
+            expected: expected.clone(),
             found: identity.version,
         });
     }
     if identity.blake3 != source.machine.binary_blake3 {
         notes.push(format!(
-            "{} (QEMU {}) is not the very binary that the checkpoint was taken of (QEMU {}), but of the same release",
+            "{} (QEMU {}) is not the very binary that the checkpoint was taken of (QEMU {expected}), but of the same {}",
             path.display(),
             identity.version,
-            source.machine.vmm_version
+            if release(&identity.version) == release(expected) { "release" } else { "series" },
         ));
     }
     std::path::absolute(&path).map_err(Error::io(format!("resolve {}", path.display())))
@@ -238,6 +242,14 @@ fn find_binary(
 /// QEMU's own version, without the distributor's part.
 fn release(version: &str) -> &str {
     version.split_whitespace().next().unwrap_or_default()
+}
+
+/// The first two numbers of a version. QEMU's releases of one series load each other's states, and
+/// refuse what they cannot load. A replay needs the same release, whose code takes the same way.
+fn series(version: &str) -> &str {
+    let release = release(version);
+    let second_dot = release.match_indices('.').nth(1).map_or(release.len(), |(at, _)| at);
+    release.get(..second_dot).unwrap_or_default()
 }
 
 /// Returns the numbers of the RAM blocks with a memory backend, in the order in which a restored
@@ -254,5 +266,8 @@ mod tests {
     fn distributors_parts_do_not_make_another_release() {
         assert_eq!(release("7.2.22 (Debian 1:7.2+dfsg-7)"), release("7.2.22"));
         assert_ne!(release("7.2.22"), release("7.2.2"));
+        assert_eq!(series("7.2.22 (Debian 1:7.2+dfsg-7)"), series("7.2.9"));
+        assert_ne!(series("7.2.22"), series("7.20.22"));
+        assert_eq!((series("11.1"), series("")), ("11.1", ""));
     }
 }

@@ -205,6 +205,8 @@ pub(super) struct Shared {
 }
 
 impl Reach {
+    /// Connects to `monitor`, or keeps the connection of the engine. Error: the monitor cannot be
+    /// reached.
     pub fn to(monitor: WatchedMonitor) -> Result<Self> {
         Ok(match monitor {
             WatchedMonitor::Own(path) => {
@@ -244,7 +246,7 @@ impl Reach {
     }
 
     /// Resumes the VM if it is paused. Returns true if it sent `cont`: on a shared connection, the
-    /// VM may have been running.
+    /// VM may have been running. Error: the monitor is closed, or QEMU does not answer.
     pub fn resume(&mut self, now: Instant) -> Result<bool> {
         match self {
             Self::Own(qmp, _) => {
@@ -258,7 +260,7 @@ impl Reach {
         }
     }
 
-    /// Takes the engine's connection for itself, after the engine has ended.
+    /// Takes the engine's connection for itself, after the engine has ended. Error: [`Error::Io`].
     pub fn take_over(&mut self) -> Result<()> {
         if let Self::Shared(shared) = self {
             let socket = rustix::io::fcntl_dupfd_cloexec(&shared.socket, 3)
@@ -287,8 +289,10 @@ impl Reach {
         }
     }
 
-    /// Has QEMU close the descriptors that the engine passed to it, and removes what the engine left
-    /// on the VM's disks: a job of its would fill the disk of its scratch file.
+    /// Has QEMU close the descriptors that the engine passed to it. If no other engine lives, also
+    /// removes what the engine left on the VM's disks: its jobs would fill the disk of their
+    /// scratch files. Does nothing while the connection is shared. Error: QEMU refuses or does not
+    /// answer.
     pub fn forget_engine(&mut self) -> Result<()> {
         let Self::Own(qmp, set) = self else { return Ok(()) };
         let swept = match has_other_engine(qmp) {
