@@ -24,8 +24,7 @@ struct Length {
 const SHORT: Length = Length { runs: Duration::from_secs(3), every: "500ms", compared_min: 4 };
 const INTERVALS: Length =
     Length { runs: Duration::from_secs(16), every: "400ms", compared_min: 30 };
-const DATABASES: Length =
-    Length { runs: Duration::from_mins(5), every: "1s", compared_min: 100 };
+const DATABASES: Length = Length { runs: Duration::from_mins(5), every: "1s", compared_min: 100 };
 const MINUTES: Length = Length { runs: Duration::from_mins(5), every: "5s", compared_min: 50 };
 
 /// How long a guest may take until it is ready: databases fill their tables first.

@@ -229,7 +229,7 @@ fn start_first(
     let LaunchedVm { mut vm, identity, directory, served, gate, .. } = launched;
     refuse(&mut vm, &*setup.events)?;
     let options = session_options(&setup);
-    sessions::follow_sse_flags(&mut vm, &identity, &*options.events);
+    sessions::follow_sse_flags(&mut vm, &*options.events);
     let ram = RamCapture::start(&mut [(&*context.name, &mut vm)], false, &options)?;
     let spec = machine_meta(&mut vm, &identity, &directory)?;
     let description = MachineDescription { spec, ram: ram.layout.clone() };
@@ -273,10 +273,10 @@ pub fn start_taken_over(
     start: FirstTerm,
     addresses: Option<StandbyAddresses>,
 ) -> Result<primary::PrimaryEngine> {
-    let LaunchedVm { mut vm, identity, machine, served, gate, .. } = launched;
+    let LaunchedVm { mut vm, machine, served, gate, .. } = launched;
     let description = machine.ok_or(Error::NothingHeld)?;
     let options = session_options(&setup);
-    sessions::follow_sse_flags(&mut vm, &identity, &*options.events);
+    sessions::follow_sse_flags(&mut vm, &*options.events);
     let watchdog = Box::new(sessions::late_watchdog(&vm, false, &options.events)?);
     // The engine takes it if this look fails.
     let shape = vm.shape().ok();

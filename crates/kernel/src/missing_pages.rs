@@ -34,6 +34,8 @@ use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 const MESSAGES_MAX: usize = 64;
+/// The most memory that is discarded by one call.
+const DISCARD_BYTES_MAX: u64 = 1 << 30;
 /// How often in a row the kernel may ask to try again before that is an error.
 const AGAIN_MAX: u32 = 10_000;
 
@@ -100,15 +102,32 @@ impl MissingPages {
     /// private memory without a file: elsewhere the pages come back from the file. Error: the process
     /// cannot be made to discard them.
     pub fn discard(&self) -> Result<()> {
-        in_session(&self.process, |hijack| {
-            for range in &self.registered {
-                // The process may have locked its memory.
-                let advice = libc::MADV_DONTNEED_LOCKED as u64;
-                let arguments = [range.start.0, range.len_bytes, advice, 0, 0];
-                hijack.call_with("madvise", libc::SYS_madvise, arguments)?;
+        for range in &self.registered {
+            let mut at = range.start.0;
+            while at < range.end().0 {
+                // In pieces: a process that has locked its memory has all pages.
+                let len_bytes = (range.end().0 - at).min(DISCARD_BYTES_MAX);
+                self.discard_piece(at, len_bytes)?;
+                at += len_bytes;
             }
-            Ok(())
-        })
+        }
+        Ok(())
+    }
+
+    fn discard_piece(&self, at: u64, len_bytes: u64) -> Result<()> {
+        let advise = |advice: i32| {
+            in_session(&self.process, |hijack| {
+                let arguments = [at, len_bytes, advice as u64, 0, 0];
+                hijack.call_with("madvise", libc::SYS_madvise, arguments).map(drop)
+            })
+        };
+        match advise(libc::MADV_DONTNEED) {
+            // The memory is locked; Linux 5.18 can discard it.
+            Err(Error::Injected { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
+                advise(libc::MADV_DONTNEED_LOCKED)
+            }
+            other => other,
+        }
     }
 
     /// Waits until threads of the process wait for pages, and appends the addresses of these pages

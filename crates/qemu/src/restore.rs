@@ -149,8 +149,15 @@ impl Restored {
 /// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`.
 /// After an error no process is left.
 pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
-    let ram = if needs_private(&plan) { Ram::Private(ram) } else { Ram::Eager(ram) };
-    start_with(plan, &ram, device_state)
+    let mut plan = plan;
+    if needs_private(&plan) {
+        match start_with(&mut plan, &Ram::Private(ram), device_state) {
+            // A host that lets no process look into another one cannot checkpoint the VM either.
+            Err(error) if is_forbidden(&error) => {}
+            other => return other,
+        }
+    }
+    start_with(&mut plan, &Ram::Eager(ram), device_state)
 }
 
 /// Starts QEMU as [`start`] does, but the VM runs before its RAM is there, and waits for each
@@ -161,12 +168,17 @@ pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Res
 /// QEMU's memory.
 pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<Restored> {
     let ram = if needs_private(&plan) { Ram::LazyPrivate(ram) } else { Ram::Lazy(ram) };
-    start_with(plan, &ram, device_state)
+    start_with(&mut { plan }, &ram, device_state)
 }
 
 /// True if the VM could not be checkpointed with shared RAM ([`private_ram`]).
 fn needs_private(plan: &Plan) -> bool {
     plan.replays.is_none() && audit::line_discards(&plan.arguments)
+}
+
+/// True if the kernel does not let this process look into QEMU's memory.
+fn is_forbidden(error: &Error) -> bool {
+    matches!(error, Error::Io { source, .. } if source.kind() == io::ErrorKind::PermissionDenied)
 }
 
 /// The source of the RAM, and the time at which it is loaded.
@@ -189,20 +201,20 @@ impl Ram<'_> {
     }
 }
 
-fn start_with(mut plan: Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored> {
+fn start_with(plan: &mut Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Restored> {
     let started = Instant::now();
     stream::check(device_state)?;
     plan.pin_accelerator(device_state)?;
-    let crossing = Crossing::of(&plan, device_state)?;
+    let crossing = Crossing::of(plan, device_state)?;
     let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
     let counted = plan.counts.then(|| stream::count_instructions(device_state)).transpose()?;
     let device_state = counted.as_deref().unwrap_or(device_state);
-    let mut starting = Starting::new(&plan, ram, started)?;
+    let mut starting = Starting::new(plan, ram, started)?;
     let state = StateFile::new(&plan.arguments)?;
-    let (mut child, full_command) = starting.spawn(&plan, &state, crossing.as_ref())?;
-    match starting.load(&plan, &mut child, ram, device_state, crossing.as_ref()) {
+    let (mut child, full_command) = starting.spawn(plan, &state, crossing.as_ref())?;
+    match starting.load(plan, &mut child, ram, device_state, crossing.as_ref()) {
         Ok(Loaded { qmp, lazy, single_core, ready_ns, filled_ns }) => {
-            let lines = (plan.source.machine.user_command, full_command);
+            let lines = (plan.source.machine.user_command.clone(), full_command);
             let mut vm =
                 Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
             vm.set_single_core(single_core);

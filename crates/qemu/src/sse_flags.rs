@@ -25,21 +25,50 @@ mod trial;
 use crate::stream::{SavedCpu, add_sse_flags};
 use crate::{Result, Vm};
 use keyframe_kernel::{Process, read_memory};
-use keyframe_units::HostVirt;
+use keyframe_machine::HostBlock;
+use keyframe_units::{HostRange, HostVirt};
 use layout::CpuLayout;
 use search::CpuNames;
 use serde_json::Value;
 use std::path::Path;
+
+/// The most searches after CPUs that were not found.
+const SEARCHES_MAX: u32 = 4;
+/// The most places for each virtual CPU: those of CPUs that were unplugged count, too.
+const PLACES_MAX: usize = 4;
+/// The most places in all.
+const CPUS_MAX: usize = 4096;
+
+/// Returns the layout of virtual CPUs in the binary of process `pid`: from the directory `cache`, or by a
+/// trial, whose result is then stored there.
+///
+/// Errors: those of the trial; the binary cannot be read.
+fn layout_of(pid: u32, cache: Option<&Path>) -> Result<CpuLayout> {
+    // Not the identity that the VM was given: that may be the one of a script, or of another host.
+    let binary = trial::hash_of(Path::new(&format!("/proc/{pid}/exe")))?;
+    if let Some(layout) = cache.and_then(|cache| CpuLayout::load(cache, &binary)) {
+        return Ok(layout);
+    }
+    let layout = trial::run(pid, &binary)?;
+    if let Some(cache) = cache {
+        layout.store(cache, &binary);
+    }
+    Ok(layout)
+}
 
 /// The CPUs of a QEMU in its memory.
 pub(crate) struct SseFlags {
     process: Process,
     layout: CpuLayout,
     names: CpuNames,
+    /// The guest's RAM, in which no CPU is searched for.
+    ram: Vec<HostRange>,
     /// The addresses of the CPUs' registers. Some may be those of CPUs that were unplugged.
     cpus: Vec<HostVirt>,
     /// The number of virtual CPUs at the last search, if CPUs can be plugged in.
     searched_for: Option<u32>,
+    /// How often a CPU that is not found may cause another search.
+    searches_left: u32,
     /// The CPUs as they were in the last pause.
     noted: Vec<CpuMemory>,
 }
@@ -72,26 +101,31 @@ impl Vm {
             return Ok(());
         }
         let pid = self.pid();
-        let binary = self.identity()?.blake3;
-        let known = cache.and_then(|cache| CpuLayout::load(cache, &binary));
-        let layout = if let Some(layout) = known {
-            layout
-        } else {
-            let layout = trial::run(pid)?;
-            if let Some(cache) = cache {
-                layout.store(cache, &binary);
-            }
-            layout
-        };
+        let layout = layout_of(pid, cache)?;
         let names = CpuNames::of(self.qmp())?;
         let process = Process::open(pid).map_err(|error| trial::unreadable(&error))?;
         let searched_for = if self.may_get_cpus() { Some(self.cpus()?) } else { None };
-        let cpus = search::find(&process, &layout, &names)?;
-        if cpus.len() < self.cpus()? as usize {
-            return Err(trial::unknown("not all virtual CPUs were found in its memory"));
+        let range =
+            |block: &HostBlock| HostRange { start: block.host, len_bytes: block.block.total_bytes };
+        let ram = self.ram_blocks()?.iter().map(range).collect();
+        let mut known = SseFlags {
+            process,
+            layout,
+            names,
+            ram,
+            cpus: Vec::new(),
+            searched_for,
+            searches_left: SEARCHES_MAX,
+            noted: Vec::new(),
+        };
+        known.cpus = known.found()?;
+        let cpus = self.cpus()? as usize;
+        // A guest that writes such names into other memory than RAM makes too many.
+        if !(cpus..=cpus * PLACES_MAX).contains(&known.cpus.len()) {
+            let problem = format!("{} of {cpus} virtual CPUs were found", known.cpus.len());
+            return Err(trial::unknown(&problem));
         }
-        let noted = Vec::new();
-        self.sse_flags = Some(SseFlags { process, layout, names, cpus, searched_for, noted });
+        self.sse_flags = Some(known);
         Ok(())
     }
 
@@ -106,6 +140,7 @@ impl Vm {
             && let Some(known) = &mut self.sse_flags
         {
             known.searched_for = Some(cpus);
+            known.searches_left = SEARCHES_MAX;
             known.search();
         }
     }
@@ -157,9 +192,17 @@ impl Vm {
 }
 
 impl SseFlags {
+    /// Searches anew, if that was not in vain too often.
     fn search(&mut self) {
+        let Some(left) = self.searches_left.checked_sub(1) else { return };
+        self.searches_left = left;
         // What is not found is reported when a device state lacks it.
-        self.cpus = search::find(&self.process, &self.layout, &self.names).unwrap_or_default();
+        self.cpus = self.found().unwrap_or_default();
+        self.cpus.truncate(CPUS_MAX);
+    }
+
+    fn found(&self) -> Result<Vec<HostVirt>> {
+        search::find(&self.process, &self.layout, &self.names, &self.ram)
     }
 
     /// The flags of a CPU of the device state; `None` if it is not known in which memory it lies.

@@ -408,10 +408,8 @@ struct PreparedParts {
     shapes: Vec<Option<MachineShape>>,
 }
 
-/// Has the device states of `vm`, whose binary is `identity`, hold the SSE flags of its CPUs. A failure
-/// is told to `events`.
-pub fn follow_sse_flags(vm: &mut Vm, identity: &QemuIdentity, events: &dyn EventSink<Event>) {
-    vm.set_identity(identity.clone());
+/// Has the device states of `vm` hold the SSE flags of its CPUs. A failure is told to `events`.
+pub fn follow_sse_flags(vm: &mut Vm, events: &dyn EventSink<Event>) {
     let cache = keyframe_store::backend::cache_root(&|name| std::env::var(name).ok());
     tell_failed(events, Step::SaveSseFlags, vm.follow_sse_flags(cache.as_deref()));
 }
@@ -426,7 +424,7 @@ fn prepare_parts(
     for one in found.iter_mut() {
         refuse(&mut one.vm, &*options.events)
             .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
-        follow_sse_flags(&mut one.vm, &one.identity, &*options.events);
+        follow_sse_flags(&mut one.vm, &*options.events);
     }
     let mut vms: Vec<(&str, &mut dyn Vmm)> = Vec::with_capacity(found.len());
     vms.extend(found.iter_mut().map(|one| (&*one.name, &mut one.vm as &mut dyn Vmm)));

@@ -111,7 +111,12 @@ impl Backend for LocalBackend {
     fn space(&self) -> Option<Space> {
         let space = rustix::fs::statvfs(&self.root).ok()?;
         let bytes = |blocks: u64| blocks.saturating_mul(space.f_frsize);
-        Some(Space { total_bytes: bytes(space.f_blocks), free_bytes: bytes(space.f_bavail) })
+        // Some file systems keep blocks for root.
+        let is_root = rustix::process::geteuid().is_root();
+        let free = if is_root { space.f_bfree } else { space.f_bavail };
+        let space = Space { total_bytes: bytes(space.f_blocks), free_bytes: bytes(free) };
+        // A file system without a limit (ramfs) tells a size of 0.
+        (space.total_bytes > 0).then_some(space)
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {

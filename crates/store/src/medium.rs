@@ -41,7 +41,7 @@ pub fn check_reserve(files: &StoreFiles, more_bytes: u64, reserve_bytes: u64) ->
         return Ok(());
     }
     let problem = format!(
-        "no space left but {} bytes, of which {reserve_bytes} are kept for a prune",
+        "{} bytes are free, and {reserve_bytes} must stay free for a prune",
         space.free_bytes
     );
     Err(Error::Io {

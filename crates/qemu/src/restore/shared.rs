@@ -67,5 +67,5 @@ pub fn start_shared(
     ram: &dyn RamSource,
     device_state: &[u8],
 ) -> Result<Restored> {
-    start_with(plan, &Ram::Shared(shared, ram), device_state)
+    start_with(&mut { plan }, &Ram::Shared(shared, ram), device_state)
 }

@@ -11,6 +11,8 @@ use super::firmware::CERTAIN;
 use super::search::CpuNames;
 use memchr::memmem;
 use serde::{Deserialize, Serialize};
+use std::fs::DirBuilder;
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 
 /// The directory of the files, in the cache.
@@ -82,7 +84,7 @@ impl CpuLayout {
         let path = path(cache, binary);
         let temporary = path.with_extension(std::process::id().to_string());
         let written = serde_json::to_vec(self).map_err(std::io::Error::from).and_then(|text| {
-            std::fs::create_dir_all(cache.join(DIRECTORY))?;
+            DirBuilder::new().mode(0o700).recursive(true).create(cache.join(DIRECTORY))?;
             std::fs::write(&temporary, text)?;
             std::fs::rename(&temporary, &path)
         });

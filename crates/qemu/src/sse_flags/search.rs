@@ -4,7 +4,7 @@
 use super::layout::CpuLayout;
 use crate::{Qmp, Result};
 use keyframe_kernel::{Mapping, Process, read_memory};
-use keyframe_units::HostVirt;
+use keyframe_units::{HostRange, HostVirt};
 use memchr::memmem::Finder;
 use serde_json::json;
 
@@ -52,12 +52,13 @@ impl CpuNames {
     }
 }
 
-/// Returns the addresses of the registers of all virtual CPUs. Some may be those of CPUs that are no
-/// more. Error: QEMU's memory cannot be read.
+/// Returns the addresses of the registers of all virtual CPUs, which are not in `ram`. Some may be those
+/// of CPUs that are no more. Error: QEMU's memory cannot be read.
 pub(super) fn find(
     process: &Process,
     layout: &CpuLayout,
     names: &CpuNames,
+    ram: &[HostRange],
 ) -> Result<Vec<HostVirt>> {
     let is_cpu = |registers: u64| {
         let holds = |distance: usize, name: &[u8]| {
@@ -69,16 +70,18 @@ pub(super) fn find(
             && holds(layout.vendor, &names.vendor)
             && holds(layout.model, &names.model)
     };
-    let vendors = places_of(process, &names.vendor)?;
+    let vendors = places_of(process, &names.vendor, ram)?;
     let registers = vendors.iter().map(|at| at.wrapping_sub(layout.vendor as u64));
     Ok(registers.filter(|at| is_cpu(*at)).map(HostVirt).collect())
 }
 
-/// Returns the addresses at which `wanted` lies in the process's own memory.
-pub(super) fn places_of(process: &Process, wanted: &[u8]) -> Result<Vec<u64>> {
+/// Returns the addresses at which `wanted` lies in the process's own memory, but for that in `ram`.
+pub(super) fn places_of(process: &Process, wanted: &[u8], ram: &[HostRange]) -> Result<Vec<u64>> {
     let finder = Finder::new(wanted);
     let mut found = Vec::new();
     let mut chunk = vec![0; CHUNK_BYTES + wanted.len() - 1];
+    let is_in_ram =
+        |place: u64| ram.iter().any(|block| block.start.0 <= place && place < block.end().0);
     let is_heap = |mapping: &Mapping| {
         mapping.writable
             && mapping.is_private_anonymous()
@@ -94,7 +97,8 @@ pub(super) fn places_of(process: &Process, wanted: &[u8]) -> Result<Vec<u64>> {
             let Some(part) = chunk.get_mut(..len) else { break };
             // A mapping that is gone by now holds no CPU.
             if read_memory(process, HostVirt(at), part).is_ok() {
-                found.extend(finder.find_iter(part).map(|offset| at + offset as u64));
+                let places = finder.find_iter(part).map(|offset| at + offset as u64);
+                found.extend(places.filter(|place| !is_in_ram(*place)));
             }
             at += CHUNK_BYTES as u64;
         }

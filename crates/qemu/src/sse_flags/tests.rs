@@ -94,8 +94,10 @@ fn flags_go_to_the_cpu_whose_registers_agree() {
         process: Process::open(std::process::id()).unwrap(),
         layout,
         names: names(),
+        ram: Vec::new(),
         cpus: Vec::new(),
         searched_for: None,
+        searches_left: 0,
         noted: vec![cpu(1, 0x21), cpu(2, 0), cpu(3, 0), cpu(3, 0), cpu(4, 1), cpu(4, 2)],
     };
     let found: Vec<_> = [1, 2, 3, 4, 5].map(|rax| flags.flags_of(&saved(rax))).into();

@@ -13,12 +13,14 @@ use keyframe_kernel::{Process, read_memory};
 use keyframe_units::{HostVirt, PAGE_BYTES};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use serde_json::Value;
+use std::fs::File;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long QEMU may take to start, and the guest for a division.
+/// How long QEMU may take to start, and the guest for all divisions.
 const TIMEOUT: Duration = Duration::from_secs(10);
 /// The time between two looks at the guest.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
@@ -33,10 +35,11 @@ pub(super) fn unreadable(error: &keyframe_kernel::Error) -> Error {
     unknown(&format!("the memory of QEMU cannot be read: {error}"))
 }
 
-/// Finds out the layout of virtual CPUs in the QEMU binary that process `pid` runs.
+/// Finds out the layout of virtual CPUs in the QEMU binary that process `pid` runs, whose contents have
+/// the BLAKE3 hash `binary`.
 ///
 /// Errors: the binary cannot be run beside the process; no layout agrees with all divisions.
-pub(super) fn run(pid: u32) -> Result<CpuLayout> {
+pub(super) fn run(pid: u32, binary: &str) -> Result<CpuLayout> {
     let (ours, theirs) = rustix::net::socketpair(
         AddressFamily::UNIX,
         SocketType::STREAM,
@@ -45,7 +48,7 @@ pub(super) fn run(pid: u32) -> Result<CpuLayout> {
     )
     .map_err(Error::io("make a socket for the trial of a CPU"))?;
     let firmware = memfd("trial", firmware::image())?;
-    let mut command = command(pid)?;
+    let mut command = command(pid, binary)?;
     command.args(["-S", "-no-user-config", "-nodefaults", "-display", "none", "-vga", "none"]);
     command.args(["-nic", "none", "-m", "2", "-accel", "tcg"]);
     command.arg("-bios").arg(inherited_path(&firmware));
@@ -66,33 +69,57 @@ pub(super) fn run(pid: u32) -> Result<CpuLayout> {
         .ok_or_else(|| unknown("its virtual CPUs lie in its memory in an unknown way"))
 }
 
-/// A command that runs the binary of process `pid`. Its environment is that of the process, because a
-/// QEMU finds its modules by it.
-fn command(pid: u32) -> Result<Command> {
+/// A command that runs the binary of process `pid`, whose contents have the BLAKE3 hash `binary`.
+///
+/// A process of the same user is no danger: its environment, by which a QEMU finds its modules, counts
+/// too. The binary of another user's process runs with this user's rights only if no other user could
+/// have changed it.
+fn command(pid: u32, binary: &str) -> Result<Command> {
     let path = format!("/proc/{pid}/exe");
-    let binary = std::fs::metadata(&path).map_err(Error::io(format!("read {path}")))?;
-    let ours = rustix::process::geteuid().as_raw();
     let process = std::fs::metadata(format!("/proc/{pid}"))
         .map_err(Error::io(format!("read /proc/{pid}")))?;
-    // The binary of another user must not run with our rights.
-    if ![0, ours].contains(&binary.uid()) || binary.mode() & 0o022 != 0 {
-        return Err(unknown("another user could have changed its binary"));
+    if process.uid() != rustix::process::geteuid().as_raw() {
+        let installed = std::fs::read_link(&path).map_err(Error::io(format!("look up {path}")))?;
+        let is_safe =
+            is_beyond_others(&installed) && hash_of(&installed).is_ok_and(|found| found == binary);
+        if !is_safe {
+            return Err(unknown("another user could have changed its binary"));
+        }
+        return Ok(Command::new(installed));
     }
     let mut command = Command::new(path);
-    if process.uid() == ours {
-        let environment = std::fs::read(format!("/proc/{pid}/environ"))
-            .map_err(Error::io(format!("read /proc/{pid}/environ")))?;
-        command.env_clear();
-        for variable in environment.split(|byte| *byte == 0) {
-            let Some(at) = variable.iter().position(|byte| *byte == b'=') else { continue };
-            let (name, value) = variable.split_at(at);
-            let text = |bytes: &[u8]| std::ffi::OsString::from_vec(bytes.to_vec());
-            if !name.is_empty() {
-                command.env(text(name), text(value.get(1..).unwrap_or_default()));
-            }
+    let environment = std::fs::read(format!("/proc/{pid}/environ"))
+        .map_err(Error::io(format!("read /proc/{pid}/environ")))?;
+    command.env_clear();
+    for variable in environment.split(|byte| *byte == 0) {
+        let Some(at) = variable.iter().position(|byte| *byte == b'=') else { continue };
+        let (name, value) = variable.split_at(at);
+        let text = |bytes: &[u8]| std::ffi::OsString::from_vec(bytes.to_vec());
+        if !name.is_empty() {
+            command.env(text(name), text(value.get(1..).unwrap_or_default()));
         }
     }
     Ok(command)
+}
+
+/// True if nobody but this user and root can change the file at `path` or put another one there.
+fn is_beyond_others(path: &Path) -> bool {
+    let ours = rustix::process::geteuid().as_raw();
+    path.is_absolute()
+        && path.ancestors().all(|part| {
+            std::fs::symlink_metadata(part).is_ok_and(|found| {
+                [0, ours].contains(&found.uid()) && found.mode() & 0o022 == 0 && !found.is_symlink()
+            })
+        })
+}
+
+/// Returns the BLAKE3 hash of the file at `path`, in hexadecimal digits.
+pub(super) fn hash_of(path: &Path) -> Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    File::open(path)
+        .and_then(|file| hasher.update_reader(file).map(drop))
+        .map_err(Error::io(format!("read the QEMU binary {}", path.display())))?;
+    Ok(hasher.finalize().to_hex().to_string())
 }
 
 /// Has the guest of the trial do all divisions. Returns its CPU after each, and the names of its model.
@@ -102,13 +129,14 @@ fn try_divisions(mut qmp: Qmp, child: &Child) -> Result<(Vec<Trial>, CpuNames)> 
     let names = CpuNames::of(&mut qmp)?;
     let mut registers = None;
     let mut trials = Vec::with_capacity(DIVISIONS.len());
+    let deadline = Instant::now() + TIMEOUT;
     for number in 0..DIVISIONS.len() {
         if number == 0 {
             qmp.execute("cont", None)?;
         } else {
             qmp.execute("system_reset", None)?;
         }
-        let mxcsr = await_division(&mut qmp, number)?;
+        let mxcsr = await_division(&mut qmp, number, deadline)?;
         let at = match registers {
             Some(at) => at,
             None => *registers.insert(find_registers(&process, number)?),
@@ -119,8 +147,7 @@ fn try_divisions(mut qmp: Qmp, child: &Child) -> Result<(Vec<Trial>, CpuNames)> 
 }
 
 /// Waits until the guest has done the division `number`. Returns MXCSR with all flags.
-fn await_division(qmp: &mut Qmp, number: usize) -> Result<u32> {
-    let deadline = Instant::now() + TIMEOUT;
+fn await_division(qmp: &mut Qmp, number: usize, deadline: Instant) -> Result<u32> {
     loop {
         let text = qmp.hmp("info registers")?;
         let field = |name: &str| {
@@ -146,7 +173,7 @@ fn await_division(qmp: &mut Qmp, number: usize) -> Result<u32> {
 fn find_registers(process: &Process, number: usize) -> Result<HostVirt> {
     let bytes: Vec<u8> =
         firmware::general(number).iter().flat_map(|register| register.to_le_bytes()).collect();
-    match search::places_of(process, &bytes)?[..] {
+    match search::places_of(process, &bytes, &[])?[..] {
         [at] => Ok(HostVirt(at)),
         _ => Err(unknown("the registers of its CPU are not in one place of its memory")),
     }
