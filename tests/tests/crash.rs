@@ -214,8 +214,10 @@ fn a_vm_that_ends_in_a_checkpoint_ends_the_run_cleanly() {
     env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
 }
 
-#[test]
-fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
+/// Runs a guest into a store on a file system of 160 MiB, of which `ballast_mib` are taken, until it is
+/// full. Then `cure`, shell commands beside the run, make room; the run seals further checkpoints.
+/// They print `words`. `$S` is the store, `$K` Keyframe, `$B` the ballast.
+fn fill_and_cure(ballast_mib: u32, cure: &str, words: &[&str]) {
     let env = TestEnv::without_store();
     let small = env.path().join("small");
     std::fs::create_dir(&small).unwrap();
@@ -223,10 +225,12 @@ fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
     let store = small.join("store").display().to_string();
     let line = boot().command().iter().map(|a| format!("'{a}'")).collect::<Vec<_>>().join(" ");
     let script = format!(
-        "mount -t tmpfs -o size=160m none {small} && {keyframe} init {store} && \
-         fallocate -l 130M {small}/ballast && \
-         {{ (while [ ! -e {env}/free ]; do sleep 0.1; done; rm {small}/ballast) & }} && \
-         exec {keyframe} run --store {store} --interval 200ms --name guest --audit {env}/audit -- {line}",
+        "export S={store} K={keyframe} B={small}/ballast && \
+         mount -t tmpfs -o size=160m none {small} && $K init $S && \
+         fallocate -l {ballast_mib}M $B && \
+         {{ (while [ ! -e {env}/free ]; do sleep 0.1; done; \
+             {{ {cure}; }} >{env}/cure 2>&1; echo rc $? >>{env}/cure) & }} && \
+         exec $K run --store $S --interval 200ms --name guest --audit {env}/audit -- {line}",
         small = small.display(),
         env = env.path().display(),
         keyframe = keyframe_tests::keyframe().display(),
@@ -245,13 +249,17 @@ fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
     if errors.contains("unshare:") || errors.contains("mount:") {
         skip!("no permission for a mount namespace: {errors}");
     }
-    let before = env.json(&["status", "--json", "--name", "guest"]);
+    let sealed = || number(&env.json(&["status", "--json", "--name", "guest"])[0], "sealed");
+    let before = sealed();
     std::fs::write(env.path().join("free"), "").unwrap();
-    let went_on = run.wait_until(|_| {
-        let status = env.json(&["status", "--json", "--name", "guest"]);
-        (number(&status[0], "sealed") > number(&before[0], "sealed")).then_some(())
+    let cured = run.wait_until(|_| {
+        let told = std::fs::read_to_string(env.path().join("cure")).unwrap_or_default();
+        (told.contains("rc ") && sealed() > before).then_some(told)
     });
-    assert!(went_on.is_some(), "no checkpoint after there was room; {}", run.report());
+    let told =
+        cured.unwrap_or_else(|| panic!("no checkpoint after there was room; {}", run.report()));
+    assert!(told.ends_with("rc 0\n"), "{told}");
+    assert!(words.iter().all(|word| told.contains(word)), "{told}");
     run.signal(Signal::TERM);
     assert_eq!(run.wait().code(), Some(3), "{}", run.report());
     // The audit compared each sealed checkpoint, also those after the failures.
@@ -260,4 +268,15 @@ fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
         "{}",
         run.report()
     );
+}
+
+#[test]
+fn a_full_disk_loses_nothing_and_checkpoints_go_on_when_there_is_room() {
+    fill_and_cure(130, "rm $B", &[]);
+}
+
+#[test]
+fn a_prune_on_a_full_disk_makes_room_for_the_run_beside_it() {
+    let cure = "$K forget --store $S --keep-last 1 && $K prune --store $S";
+    fill_and_cure(90, cure, &["removed", "rewritten"]);
 }

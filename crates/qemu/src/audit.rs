@@ -3,7 +3,7 @@
 //! | what | why |
 //! |---|---|
 //! | a disk that the guest can write to and Keyframe does not capture | a checkpoint without the disk's contents at that instant is torn |
-//! | direct disk I/O | the kernel writes into pinned guest pages and no write protection sees it |
+//! | direct disk I/O | the kernel writes into pinned guest pages; a scan meanwhile makes it unseen |
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
 //! | a device of `unsavable_devices.tsv` | QEMU ends when it saves the device, and with it the VM |

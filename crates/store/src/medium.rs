@@ -12,6 +12,7 @@ use crate::files::StoreFiles;
 use crate::tuning::Tuning;
 use crate::{Error, Result};
 use keyframe_store_backend::Space;
+use keyframe_units::human_bytes;
 use std::io;
 
 /// The fraction of the medium that a pack may take.
@@ -41,8 +42,9 @@ pub fn check_reserve(files: &StoreFiles, more_bytes: u64, reserve_bytes: u64) ->
         return Ok(());
     }
     let problem = format!(
-        "{} bytes are free, and {reserve_bytes} must stay free for a prune",
-        space.free_bytes
+        "No space left: {} are free, and {} must stay free for a prune",
+        human_bytes(space.free_bytes),
+        human_bytes(reserve_bytes)
     );
     Err(Error::Io {
         object: files.describe(keyframe_store_backend::layout::PACKS),

@@ -154,6 +154,7 @@ impl Store {
     ) -> Result<PruneReport> {
         let inner = self.inner();
         let lock = if options.dry_run { None } else { Some(inner.lock_prune()?) };
+        let tuning = medium::fit(tuning, inner.backend.space());
         let copier = Copier::new(inner.clone(), tuning);
         let report = PruneReport { dry_run: options.dry_run, ..PruneReport::default() };
         let known = Known::default();

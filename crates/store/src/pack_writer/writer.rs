@@ -299,7 +299,7 @@ impl PackWriter {
     /// for it. The caller needs none of its records. A prune at work takes such a pack for one without
     /// needed records, and does not mind that it is gone.
     pub fn return_space(&mut self) {
-        if !self.is_short || self.unsealed.is_empty() {
+        if !std::mem::take(&mut self.is_short) || self.unsealed.is_empty() {
             return;
         }
         let last = self.unsealed.last().copied().unwrap_or_default();
@@ -314,7 +314,6 @@ impl PackWriter {
         self.index.follow(&Moves { victims: victims.clone(), ..Moves::default() });
         self.forget_relations();
         let _ = self.inner.remove_packs(&victims);
-        self.is_short = false;
     }
 
     /// Forgets the bases of deltas and the sectors of blocks.
