@@ -14,7 +14,7 @@
 
 use crate::{Error, Qmp, Result, stateless, unsavable};
 use keyframe_qemu_cmdline::is_served;
-use keyframe_qemu_cmdline::options::{Argument, devices as devices_of_line, value_of};
+use keyframe_qemu_cmdline::options::{Argument, devices as devices_of_line, keys, value_of};
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -80,6 +80,26 @@ pub(crate) fn audit(
 pub(crate) fn blockers(qmp: &mut Qmp) -> Result<Vec<AuditFinding>> {
     let answer = qmp.execute("query-migrate", None)?;
     Ok(blocked_reasons(&answer).map(blocker).collect())
+}
+
+/// Returns findings about options of the command line that no answer of QEMU shows.
+pub(crate) fn of_line(line: &[Argument]) -> Vec<AuditFinding> {
+    let is_off = |value: &str| matches!(value, "off" | "no" | "false" | "n");
+    let lacks_footers = |argument: &&Argument| {
+        let keys = keys(argument.value(), "driver");
+        let property = value_of(&keys, "property") == Some("send-section-footer");
+        argument.name() == "global"
+            && (value_of(&keys, "migration.send-section-footer").is_some_and(is_off)
+                || property && value_of(&keys, "value").is_some_and(is_off))
+    };
+    let found = line.iter().filter(lacks_footers).map(|argument| {
+        refused(
+            argument.display(),
+            "device states would have no section footers, without which Keyframe cannot check them",
+            "start the VM without this option",
+        )
+    });
+    found.collect()
 }
 
 /// Returns the reasons in an answer to `query-migrate` for which QEMU cannot save the machine's whole
@@ -412,6 +432,18 @@ mod tests {
         let text = "virtio-net-pci.0: index=0,type=nic,model=virtio-net-pci\r\n \\ n0: index=0,type=vhost-user,vhost-user\r\n";
         assert!(of(|f| network(text, f))[0].subject.contains("n0"));
         assert_eq!(of(|f| network("n0: index=0,type=user,net=10.0.2.0", f)), []);
+    }
+
+    #[test]
+    fn a_line_without_section_footers_is_refused() {
+        let line = |word: &str| {
+            let words = ["q", "-m", "1G", "-global", word].map(str::to_owned);
+            of_line(&crate::hotplug::arguments(&words)).len()
+        };
+        assert_eq!(line("migration.send-section-footer=off"), 1);
+        assert_eq!(line("driver=migration,property=send-section-footer,value=no"), 1);
+        assert_eq!(line("migration.send-section-footer=on"), 0);
+        assert_eq!(line("migration.store-global-state=off"), 0);
     }
 
     #[test]

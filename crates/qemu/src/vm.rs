@@ -314,6 +314,7 @@ impl Vm {
         let minded: Vec<String> = self.minded.iter().map(|disk| disk.node.clone()).collect();
         let mut found = audit::audit(&mut self.qmp, &machine_type, (disks, &minded))?;
         found.extend(audit::blockers(&mut self.qmp)?);
+        found.extend(audit::of_line(&hotplug::arguments(&self.full_command)));
         if let Err(changes) = self.lines_now()? {
             // The audit tells more about a disk that is not captured.
             let is_new = |f: &AuditFinding| !f.subject.starts_with("drive ");

@@ -214,6 +214,9 @@ impl DiskError {
                                              disk out (--leave-out-disk NAME), or start the VM \
                                              with `keyframe run`"
                 .into(),
+            Self::UnknownDisk { disks, .. } if disks.is_empty() => {
+                "no disk of the VM's command line can be left out".into()
+            }
             Self::UnknownDisk { disks, .. } => format!("its disks are {}", disks.join(", ")),
             _ => return None,
         })
