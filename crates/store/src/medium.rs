@@ -63,8 +63,8 @@ pub fn round_bytes_max(files: &StoreFiles) -> u64 {
 mod tests {
     use super::*;
 
-    fn space(total_bytes: u64) -> Option<Space> {
-        Some(Space { total_bytes, free_bytes: 0 })
+    fn space(total_bytes: u64) -> Space {
+        Space { total_bytes, free_bytes: 0 }
     }
 
     #[test]
@@ -74,10 +74,10 @@ mod tests {
             (tuning.pack_bytes_max, reserve_bytes(&tuning, space))
         };
         assert_eq!(of(None), (256 << 20, 0));
-        assert_eq!(of(space(1 << 40)), (256 << 20, 512 << 20));
-        assert_eq!(of(space(1 << 30)), (16 << 20, 32 << 20));
-        assert_eq!(of(space(16 << 20)), (1 << 20, 1 << 20));
+        assert_eq!(of(Some(space(1 << 40))), (256 << 20, 512 << 20));
+        assert_eq!(of(Some(space(1 << 30))), (16 << 20, 32 << 20));
+        assert_eq!(of(Some(space(16 << 20))), (1 << 20, 1 << 20));
         let small = Tuning { pack_bytes_max: 4096, ..Tuning::default() };
-        assert_eq!(fit(small, space(1 << 30)).pack_bytes_max, 4096);
+        assert_eq!(fit(small, Some(space(1 << 30))).pack_bytes_max, 4096);
     }
 }
