@@ -289,12 +289,16 @@ fn an_image_that_has_changed_is_refused() {
         &shell_guest(&distribution_qemu(), &as_strs(&drive)),
     );
     let id = take_checkpoint(&env);
-    env.ok(&["stop"]);
-    run.wait();
-    assert_eq!(disk_write_dirs(&env), Vec::<PathBuf>::new(), "nothing was written, nothing stays");
+    assert!(!run.errors().contains("an image must be put back"), "{}", run.report());
     let mut bytes = std::fs::read(&image).expect("the image");
     bytes[5] ^= 1;
     std::fs::write(&image, bytes).expect("write the image");
+    // The run tells of it at its next checkpoint.
+    take_checkpoint(&env);
+    run.wait_for_error("an image must be put back");
+    env.ok(&["stop"]);
+    run.wait();
+    assert_eq!(disk_write_dirs(&env), Vec::<PathBuf>::new(), "nothing was written, nothing stays");
     let words = ["changed since the checkpoint", "disk.raw", "fix:"];
     env.refused(&["restore", "--store", &env.store(), &id], 1, &words);
 }

@@ -122,6 +122,9 @@ fn blocker(reason: &str) -> AuditFinding {
             "convert the image to raw or qcow2 (qemu-img convert), or start the VM without it";
         return refused(name, reason, fix);
     }
+    if what.is_none() && reason.contains("VirtFS") {
+        return refused(name, reason, "unmount the shared directory in the guest");
+    }
     refused(name, reason, "unplug it, or start the VM without it")
 }
 
@@ -451,6 +454,8 @@ mod tests {
         let found = blocker("non-migratable device: 0000:00:02.0/nvme");
         assert!(found.subject.contains("0000:00:02.0/nvme") && found.severity == Severity::Refused);
         assert!(blocker("State blocked by invtsc").reason.contains("invtsc"));
+        let shared = "Migration is disabled when VirtFS export path '/s' is mounted in the guest";
+        assert!(blocker(shared).fix.contains("unmount"));
     }
 
     #[test]

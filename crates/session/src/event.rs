@@ -336,6 +336,8 @@ pub enum Step {
     RepeatWrites,
     /// Have the VMM of a guest that has ended do what its user wants then.
     FinishGuestEnd,
+    /// Find the images beneath the VM's disks as they were when the run began.
+    KeepImages,
     /// Return the blocks of a failed checkpoint to the next one.
     GiveBackBlocks,
     /// Release the blocks of a sealed checkpoint.

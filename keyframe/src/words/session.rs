@@ -361,6 +361,7 @@ fn step_name(step: Step) -> &'static str {
     match step {
         Step::RepeatWrites => "resume the VM that was stopped for want of space",
         Step::FinishGuestEnd => "have QEMU do what its command line says for the guest's end",
+        Step::KeepImages => "an image must be put back, or no checkpoint of this run restores",
         Step::GiveBackBlocks => "give the blocks of a failed checkpoint to the next one",
         Step::ReleaseBlocks => "release the blocks of a checkpoint",
         Step::RestartDisks => "begin a complete capture of the VM's disks",

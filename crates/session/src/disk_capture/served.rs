@@ -18,6 +18,7 @@ use keyframe_locks::IgnorePoison;
 use keyframe_store::{DiskMeta, Meta, Run, Store};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
 use keyframe_vm_disks::ServedDisks;
+use keyframe_vm_disks::base_image::require_unchanged;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
@@ -79,6 +80,8 @@ pub struct ServedDiskCapture {
     events: SharedEventSink,
     current: Option<ServedCut>,
     in_flight: BTreeMap<u64, Vec<DiskEpoch>>,
+    /// True once an image beneath a disk was found changed, which is told.
+    has_told_of_image: bool,
 }
 
 /// Reads the captured blocks of served disks, for the encoder's thread.
@@ -94,7 +97,9 @@ impl ServedDiskCapture {
         if let Some(served) = &shared.lock().served {
             served.disks.observe(observer(&shared, &events));
         }
-        Self { shared, metas, pause_limit, events, current: None, in_flight: BTreeMap::new() }
+        let (current, in_flight) = (None, BTreeMap::new());
+        let has_told_of_image = false;
+        Self { shared, metas, pause_limit, events, current, in_flight, has_told_of_image }
     }
 
     /// Returns the descriptions of the disks.
@@ -219,6 +224,20 @@ impl ServedDiskCapture {
             let released = self.shared.ask_idle(|disks| disks.release(&epochs));
             tell_failed(&*self.events, Step::ReleaseBlocks, released);
         }
+        self.look_at_images();
+    }
+
+    /// Tells once that another program has changed an image beneath the disks: no checkpoint of the
+    /// run can be restored over it.
+    fn look_at_images(&mut self) {
+        if self.has_told_of_image {
+            return;
+        }
+        let ours = self.metas.iter().filter(|disk| !disk.left_out);
+        let unchanged = ours.map(|disk| require_unchanged(&disk.base)).collect();
+        let unchanged: keyframe_vm_disks::Result<()> = unchanged;
+        self.has_told_of_image = unchanged.is_err();
+        tell_failed(&*self.events, Step::KeepImages, unchanged);
     }
 
     /// Tells the server that the checkpoints of the captures `lost` are lost: the next cut covers
