@@ -233,9 +233,8 @@ impl ServedDiskCapture {
         if self.has_told_of_image {
             return;
         }
-        let ours = self.metas.iter().filter(|disk| !disk.left_out);
-        let unchanged = ours.map(|disk| require_unchanged(&disk.base)).collect();
-        let unchanged: keyframe_vm_disks::Result<()> = unchanged;
+        let mut ours = self.metas.iter().filter(|disk| !disk.left_out);
+        let unchanged = ours.try_for_each(|disk| require_unchanged(&disk.base));
         self.has_told_of_image = unchanged.is_err();
         tell_failed(&*self.events, Step::KeepImages, unchanged);
     }
