@@ -262,10 +262,19 @@ fn the_engine_is_told_whether_the_watchdog_fired_since_it_armed() {
     watchdog.end();
 }
 
+/// Waits until no process can read what is written to `pipe`: one that another test is starting has a
+/// copy of the pipe's other end for an instant.
+fn await_no_reader(pipe: &ChildStdin) {
+    let mut looked = [PollFd::new(pipe, PollFlags::empty())];
+    let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
+    assert_eq!(poll(&mut looked, Some(&limit)), Ok(1), "the pipe has a reader");
+}
+
 #[test]
 fn a_watchdog_that_has_died_is_noticed_before_the_vm_is_paused() {
     let mut watchdog = engine("read x; echo K").unwrap();
     watchdog.child.wait().unwrap();
+    await_no_reader(watchdog.stdin.as_ref().unwrap());
     assert!(matches!(watchdog.arm(Duration::from_secs(1)), Err(Error::Watchdog { .. })));
     assert!(engine("exit 0").is_err(), "one that never was ready");
     assert!(engine("read x; echo what; read y").is_err(), "one that talks nonsense");
