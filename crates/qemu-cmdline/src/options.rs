@@ -135,6 +135,24 @@ pub fn parse(words: &[String]) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
+/// Returns driver, property and value of a `-global`, which has two forms: `driver.property=value`, and
+/// `driver=...,property=...,value=...`. `None` for another argument.
+pub fn global_property(argument: &Argument) -> Option<[String; 3]> {
+    if argument.name() != "global" {
+        return None;
+    }
+    let text = argument.value();
+    let short = text.split_once('=').and_then(|(name, value)| {
+        let (driver, property) = name.split_once('.')?;
+        Some([driver, property, value].map(str::to_owned))
+    });
+    short.or_else(|| {
+        let keys = keys(text, "");
+        let value = |key| value_of(&keys, key).map(str::to_owned);
+        Some([value("driver")?, value("property")?, value("value")?])
+    })
+}
+
 /// Splits `first,a=b,c=d` into keys and values. A first part without `=` is the value of the key
 /// `implied`; `,,` stands for a comma. A key without a value is `on`, or with a leading `no`,
 /// `off`.

@@ -289,8 +289,7 @@ impl KeptLine<'_> {
 
 /// True for a default of QEMU's migration, which holds for the load of a checkpoint too.
 fn sets_migration(global: &Argument) -> bool {
-    let driver = options::keys(global.value(), "driver");
-    global.value().starts_with("migration.") || value_of(&driver, "driver") == Some("migration")
+    options::global_property(global).is_some_and(|[driver, ..]| driver == "migration")
 }
 
 fn refused(argument: &Argument, reason: &str, fix: &str) -> CommandLineError {

@@ -14,7 +14,9 @@
 
 use crate::{Error, Qmp, Result, stateless, unsavable};
 use keyframe_qemu_cmdline::is_served;
-use keyframe_qemu_cmdline::options::{Argument, devices as devices_of_line, keys, value_of};
+use keyframe_qemu_cmdline::options::{
+    Argument, devices as devices_of_line, global_property, value_of,
+};
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -84,13 +86,12 @@ pub(crate) fn blockers(qmp: &mut Qmp) -> Result<Vec<AuditFinding>> {
 
 /// Returns findings about options of the command line that no answer of QEMU shows.
 pub(crate) fn of_line(line: &[Argument]) -> Vec<AuditFinding> {
-    let is_off = |value: &str| matches!(value, "off" | "no" | "false" | "n");
     let lacks_footers = |argument: &&Argument| {
-        let keys = keys(argument.value(), "driver");
-        let property = value_of(&keys, "property") == Some("send-section-footer");
-        argument.name() == "global"
-            && (value_of(&keys, "migration.send-section-footer").is_some_and(is_off)
-                || property && value_of(&keys, "value").is_some_and(is_off))
+        global_property(argument).is_some_and(|[driver, property, value]| {
+            driver == "migration"
+                && property == "send-section-footer"
+                && matches!(&*value, "off" | "no" | "false" | "n")
+        })
     };
     let found = line.iter().filter(lacks_footers).map(|argument| {
         refused(

@@ -45,12 +45,18 @@ impl QemuIdentity {
 
     /// The binary `path` of version `version`, whose contents can be read at `contents`.
     pub(crate) fn hashed(contents: &Path, path: PathBuf, version: String) -> Result<Self> {
-        let mut hasher = blake3::Hasher::new();
-        std::fs::File::open(contents)
-            .and_then(|file| hasher.update_reader(file).map(drop))
+        let blake3 = hash_of(contents)
             .map_err(Error::io(format!("read the QEMU binary {}", path.display())))?;
-        Ok(Self { path, version, blake3: hasher.finalize().to_hex().to_string() })
+        Ok(Self { path, version, blake3 })
     }
+}
+
+/// Returns the BLAKE3 hash of the file at `path`, in hexadecimal digits. Error: the file cannot be
+/// read.
+pub(crate) fn hash_of(path: &Path) -> std::io::Result<String> {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update_reader(std::fs::File::open(path)?)?;
+    Ok(hasher.finalize().to_hex().to_string())
 }
 
 /// Finds a program as a shell does: a name with a slash is a path, any other name is looked up in

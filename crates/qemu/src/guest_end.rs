@@ -32,21 +32,8 @@ pub struct EndHold {
 impl EndHold {
     /// Returns the ends at which a QEMU with these arguments can be held; `None` if it cannot.
     pub fn of_arguments(arguments: &[Argument]) -> Option<Self> {
-        let (mut shutdown, mut panic, mut watchdog) = ("poweroff", "shutdown", "reset");
-        let actions: Vec<_> =
-            arguments.iter().map(|a| (a.name(), a.value(), options::keys(a.value(), ""))).collect();
-        for (name, value, keys) in &actions {
-            match *name {
-                "no-shutdown" => shutdown = "pause",
-                "watchdog-action" => watchdog = value,
-                "action" => {
-                    shutdown = value_of(keys, "shutdown").unwrap_or(shutdown);
-                    panic = value_of(keys, "panic").unwrap_or(panic);
-                    watchdog = value_of(keys, "watchdog").unwrap_or(watchdog);
-                }
-                _ => {}
-            }
-        }
+        let [shutdown, panic, watchdog] =
+            ["shutdown", "panic", "watchdog"].map(|event| action_at(arguments, event));
         let hold = Self { panic_ends: panic == "shutdown", watchdog_ends: watchdog == "poweroff" };
         (shutdown == "poweroff" && panic != "exit-failure").then_some(hold)
     }
@@ -101,6 +88,24 @@ impl EndHold {
             _ => false,
         }
     }
+}
+
+/// Returns QEMU's action at `event` (`shutdown`, `panic`, `watchdog` or `reboot`) by its arguments: the
+/// last one counts.
+pub(crate) fn action_at(arguments: &[Argument], event: &str) -> String {
+    let of_argument = |argument: &Argument| match (argument.name(), event) {
+        ("no-shutdown", "shutdown") => Some("pause".to_owned()),
+        ("no-reboot", "reboot") => Some("shutdown".to_owned()),
+        ("watchdog-action", "watchdog") => Some(argument.value().to_owned()),
+        ("action", _) => value_of(&options::keys(argument.value(), ""), event).map(str::to_owned),
+        _ => None,
+    };
+    let default = match event {
+        "shutdown" => "poweroff",
+        "panic" => "shutdown",
+        _ => "reset",
+    };
+    arguments.iter().rev().find_map(of_argument).unwrap_or_else(|| default.to_owned())
 }
 
 impl Vm {

@@ -274,20 +274,24 @@ impl Vm {
     /// Returns the devices and media of the machine as they are now. Error: QEMU does not answer.
     pub fn shape(&mut self) -> Result<MachineShape> {
         let captured = self.captured_disks();
-        MachineShape::of(self.qmp(), &captured)
+        let shape = MachineShape::of(self.qmp(), &captured)?;
+        self.find_new_cpus(shape.processors);
+        Ok(shape)
     }
 
     /// Returns [`Vm::ram_layout`] and [`Vm::shape`] of the same time. Error: QEMU does not answer.
     pub fn ram_layout_and_shape(&mut self) -> Result<(RamLayout, MachineShape)> {
         let captured = self.captured_disks();
-        self.asked_for_ram(|qmp, backends| {
+        let (layout, shape) = self.asked_for_ram(|qmp, backends| {
             let [with_id, without_id, blocks, processors, migration] = questions();
             let list = (ramblock::LIST, json!({}));
             let [list, answers @ ..] =
                 qmp.ask_all([list, with_id, without_id, blocks, processors, migration])?;
             let layout = ramblock::layout_of_answer(qmp, &list, backends)?;
             Ok((layout, MachineShape::of_answers(qmp, &answers, &captured)?))
-        })
+        })?;
+        self.find_new_cpus(shape.processors);
+        Ok((layout, shape))
     }
 
     /// Returns the words that, after [`Vm::user_command`], make the machine as it is now. `now` is

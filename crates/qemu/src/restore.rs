@@ -148,8 +148,7 @@ impl Restored {
 /// Errors: [`Error::Exited`] if QEMU ends meanwhile (its standard error says why),
 /// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`.
 /// After an error no process is left.
-pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
-    let mut plan = plan;
+pub fn start(mut plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
     if needs_private(&plan) {
         match start_with(&mut plan, &Ram::Private(ram), device_state) {
             // A host that lets no process look into another one cannot checkpoint the VM either.
@@ -166,9 +165,9 @@ pub fn start(plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Res
 ///
 /// Errors: those of [`start`]; [`Error::Memory`] if the kernel does not let this process serve
 /// QEMU's memory.
-pub fn start_lazy(plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<Restored> {
+pub fn start_lazy(mut plan: Plan, ram: SharedSource, device_state: &[u8]) -> Result<Restored> {
     let ram = if needs_private(&plan) { Ram::LazyPrivate(ram) } else { Ram::Lazy(ram) };
-    start_with(&mut { plan }, &ram, device_state)
+    start_with(&mut plan, &ram, device_state)
 }
 
 /// True if the VM could not be checkpointed with shared RAM ([`private_ram`]).
@@ -354,6 +353,15 @@ impl Starting {
         Ok(words)
     }
 
+    /// The main RAM of the started QEMU, whose process id is `pid`.
+    fn main_ram(&self, plan: &Plan, qmp: &mut Qmp, pid: u32) -> Result<Vec<Memory>> {
+        if self.memories.is_empty() {
+            return private_ram::memories(qmp, pid, &plan.source.ram);
+        }
+        let copies = self.memories.iter().map(Memory::try_clone).collect::<io::Result<_>>();
+        copies.map_err(Error::io("duplicate a descriptor of the VM's memory"))
+    }
+
     /// Does all steps after the start, until the VM runs. Returns the time at which it did.
     ///
     /// This process's ends of the socket pairs outlive the call, so that a QEMU that is about to be
@@ -375,23 +383,17 @@ impl Starting {
             }
             Ram::Private(source) => {
                 let mut qmp = self.meet(plan, child, crossing)?;
-                let memories = private_ram::memories(&mut qmp, child.id(), &plan.source.ram)?;
+                let memories = self.main_ram(plan, &mut qmp, child.id())?;
                 let filled_ns = fill::fill(&memories, *source, &AtomicBool::new(false))?;
                 (qmp, None, Some(filled_ns))
             }
             Ram::Shared(..) => (self.meet(plan, child, crossing)?, None, None),
             Ram::Lazy(source) | Ram::LazyPrivate(source) => {
                 let mut qmp = self.meet(plan, child, crossing)?;
-                let own = match ram {
-                    Ram::LazyPrivate(_) => {
-                        private_ram::memories(&mut qmp, child.id(), &plan.source.ram)?
-                    }
-                    _ => Vec::new(),
-                };
-                let memories = if own.is_empty() { &self.memories } else { &own };
+                let memories = self.main_ram(plan, &mut qmp, child.id())?;
                 // Before anything is loaded: devices touch RAM as they come to life.
-                let source = Arc::clone(source);
-                (qmp, Some(Lazy::attach(child.id(), memories, source, self.started)?), None)
+                let lazy = Lazy::attach(child.id(), &memories, Arc::clone(source), self.started)?;
+                (qmp, Some(lazy), None)
             }
         };
         let mut single_core = None;

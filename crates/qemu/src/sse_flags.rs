@@ -22,8 +22,9 @@ mod layout;
 mod search;
 mod trial;
 
+use crate::binary::hash_of;
 use crate::stream::{SavedCpu, add_sse_flags};
-use crate::{Result, Vm};
+use crate::{Error, Result, Vm};
 use keyframe_kernel::{Process, read_memory};
 use keyframe_machine::HostBlock;
 use keyframe_units::{HostRange, HostVirt};
@@ -45,7 +46,8 @@ const CPUS_MAX: usize = 4096;
 /// Errors: those of the trial; the binary cannot be read.
 fn layout_of(pid: u32, cache: Option<&Path>) -> Result<CpuLayout> {
     // Not the identity that the VM was given: that may be the one of a script, or of another host.
-    let binary = trial::hash_of(Path::new(&format!("/proc/{pid}/exe")))?;
+    let path = format!("/proc/{pid}/exe");
+    let binary = hash_of(Path::new(&path)).map_err(Error::io(format!("read {path}")))?;
     if let Some(layout) = cache.and_then(|cache| CpuLayout::load(cache, &binary)) {
         return Ok(layout);
     }
@@ -65,8 +67,8 @@ pub(crate) struct SseFlags {
     ram: Vec<HostRange>,
     /// The addresses of the CPUs' registers. Some may be those of CPUs that were unplugged.
     cpus: Vec<HostVirt>,
-    /// The number of virtual CPUs at the last search, if CPUs can be plugged in.
-    searched_for: Option<u32>,
+    /// The number of virtual CPUs at the last search.
+    searched_for: usize,
     /// How often a CPU that is not found may cause another search.
     searches_left: u32,
     /// The CPUs as they were in the last pause.
@@ -90,9 +92,9 @@ impl CpuMemory {
 }
 
 impl Vm {
-    /// Has later device states hold the SSE exception flags, which QEMU leaves out of them under TCG.
-    /// Finds out by a trial where QEMU keeps them, and remembers it in the directory `cache`, if there
-    /// is one. Has no effect under KVM. The trial starts a second QEMU for half a second.
+    /// Makes later device states hold the SSE exception flags, which QEMU leaves out of them under TCG.
+    /// A trial finds out where QEMU keeps them; the directory `cache`, if there is one, holds its
+    /// result. The trial starts a second QEMU for half a second. Under KVM this method does nothing.
     ///
     /// Error: the flags cannot be found in this QEMU.
     pub fn follow_sse_flags(&mut self, cache: Option<&Path>) -> Result<()> {
@@ -104,7 +106,7 @@ impl Vm {
         let layout = layout_of(pid, cache)?;
         let names = CpuNames::of(self.qmp())?;
         let process = Process::open(pid).map_err(|error| trial::unreadable(&error))?;
-        let searched_for = if self.may_get_cpus() { Some(self.cpus()?) } else { None };
+        let cpus = self.cpus()? as usize;
         let range =
             |block: &HostBlock| HostRange { start: block.host, len_bytes: block.block.total_bytes };
         let ram = self.ram_blocks()?.iter().map(range).collect();
@@ -114,12 +116,11 @@ impl Vm {
             names,
             ram,
             cpus: Vec::new(),
-            searched_for,
+            searched_for: cpus,
             searches_left: SEARCHES_MAX,
             noted: Vec::new(),
         };
         known.cpus = known.found()?;
-        let cpus = self.cpus()? as usize;
         // A guest that writes such names into other memory than RAM makes too many.
         if !(cpus..=cpus * PLACES_MAX).contains(&known.cpus.len()) {
             let problem = format!("{} of {cpus} virtual CPUs were found", known.cpus.len());
@@ -129,17 +130,12 @@ impl Vm {
         Ok(())
     }
 
-    /// Finds virtual CPUs that were plugged in. To be called before a pause.
-    pub fn find_new_cpus(&mut self) {
-        let Some(before) = self.sse_flags.as_ref().and_then(|known| known.searched_for) else {
-            return;
-        };
-        // A QEMU that does not answer fails the pause itself.
-        let Ok(cpus) = self.cpus() else { return };
-        if cpus != before
-            && let Some(known) = &mut self.sse_flags
+    /// Searches for the virtual CPUs anew if their number is no longer that of the last search.
+    pub(crate) fn find_new_cpus(&mut self, cpus: usize) {
+        if let Some(known) = &mut self.sse_flags
+            && cpus != known.searched_for
         {
-            known.searched_for = Some(cpus);
+            known.searched_for = cpus;
             known.searches_left = SEARCHES_MAX;
             known.search();
         }
@@ -158,20 +154,21 @@ impl Vm {
     /// Adds the flags that were noted in the last pause to `device_state`, which was saved in that
     /// pause.
     ///
-    /// Error: [`crate::Error::SseFlags`] if the flags of a virtual CPU are not known. `device_state` then holds
+    /// Error: [`Error::SseFlags`] if the flags of a virtual CPU are not known. `device_state` then holds
     /// those of the others.
     pub fn add_sse_flags(&mut self, device_state: &mut [u8]) -> Result<()> {
         let Some(known) = &mut self.sse_flags else { return Ok(()) };
         let mut missing = None;
-        add_sse_flags(device_state, &mut |saved| {
+        let cpus = add_sse_flags(device_state, &mut |saved| {
             let flags = known.flags_of(saved);
             if flags.is_none() {
                 missing = Some(saved.index);
             }
             flags.unwrap_or_default()
         })?;
-        let Some(index) = missing else { return Ok(()) };
-        // A CPU that was plugged in just before the pause is found by the next one.
+        // A CPU was plugged in or out just before the pause: no checkpoint of the former machine is
+        // sealed, and the look at the machine after the pause finds the CPU.
+        let Some(index) = missing.filter(|_| cpus == known.searched_for) else { return Ok(()) };
         known.search();
         Err(trial::unknown(&format!("virtual CPU {index} was not found in its memory")))
     }
@@ -180,14 +177,6 @@ impl Vm {
     fn has_hardware_cpus(&mut self) -> Result<bool> {
         let answer = self.qmp().execute("query-kvm", None)?;
         Ok(answer.get("enabled").and_then(Value::as_bool).unwrap_or_default())
-    }
-
-    /// True if CPUs can be plugged in, or unplugged and plugged in again.
-    fn may_get_cpus(&mut self) -> bool {
-        // A machine without slots refuses the question.
-        let slots = self.qmp().execute("query-hotpluggable-cpus", None).unwrap_or_default();
-        // The first CPU stays.
-        slots.as_array().is_some_and(|slots| slots.len() > 1)
     }
 }
 

@@ -408,7 +408,8 @@ struct PreparedParts {
     shapes: Vec<Option<MachineShape>>,
 }
 
-/// Has the device states of `vm` hold the SSE flags of its CPUs. A failure is told to `events`.
+/// Makes the device states of `vm` hold the SSE flags of its CPUs. If that fails, `events` gets the
+/// reason and the session goes on without the flags.
 pub fn follow_sse_flags(vm: &mut Vm, events: &dyn EventSink<Event>) {
     let cache = keyframe_store::backend::cache_root(&|name| std::env::var(name).ok());
     tell_failed(events, Step::SaveSseFlags, vm.follow_sse_flags(cache.as_deref()));

@@ -397,7 +397,6 @@ impl PauseSteps for SessionVm {
     fn prepare_pause(&mut self) -> Result<(), BoxError> {
         if let Ok(vm) = self.qemu() {
             vm.require_savable()?;
-            vm.find_new_cpus();
         }
         if self.watched.form() == PauseForm::Separate
             && self.recorded.is_none()

@@ -11,8 +11,7 @@
 //! Invariant: dropping it ends QEMU; nothing but [`Prepared::activate`] lets the guest run.
 
 use super::{
-    Memory, Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, private_ram, send,
-    wait_until_loaded,
+    Memory, Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, send, wait_until_loaded,
 };
 use crate::lifetime::Lifetime;
 use crate::spawn;
@@ -161,18 +160,11 @@ impl Prepared {
     /// Returns the main RAM, which any thread can read and write. Error: a file of the RAM cannot
     /// be opened.
     pub fn memory(&mut self) -> Result<PreparedRam> {
-        if self.starting.memories.is_empty() {
-            let pid = self.pid();
-            let (Some(qmp), Some(plan)) = (&mut self.qmp, &self.plan) else {
-                return Err(activated_twice());
-            };
-            let parts = private_ram::memories(qmp, pid, &plan.source.ram)?;
-            return Ok(PreparedRam { parts });
-        }
-        let parts = self.starting.memories.iter().map(Memory::try_clone).collect::<io::Result<_>>();
-        parts
-            .map(|parts| PreparedRam { parts })
-            .map_err(Error::io("duplicate a descriptor of the VM's memory"))
+        let pid = self.pid();
+        let (Some(qmp), Some(plan)) = (&mut self.qmp, &self.plan) else {
+            return Err(activated_twice());
+        };
+        Ok(PreparedRam { parts: self.starting.main_ram(plan, qmp, pid)? })
     }
 
     /// Loads the device state, and from `small` the blocks outside main RAM. Then resumes the VM,

@@ -62,10 +62,10 @@ impl SharedRam {
 /// Restores a VM as [`super::start`], with main RAM that the VM shares with others until it writes
 /// a page. `ram` provides the small blocks. Errors: those of [`super::start`].
 pub fn start_shared(
-    plan: Plan,
+    mut plan: Plan,
     shared: &SharedRam,
     ram: &dyn RamSource,
     device_state: &[u8],
 ) -> Result<Restored> {
-    start_with(&mut { plan }, &Ram::Shared(shared, ram), device_state)
+    start_with(&mut plan, &Ram::Shared(shared, ram), device_state)
 }

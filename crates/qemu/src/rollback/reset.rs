@@ -10,9 +10,10 @@
 //! QEMU cannot be asked for its present actions, so those of its command line count.
 
 use super::LOOK_EVERY;
+use crate::guest_end::action_at;
 use crate::standstill::needs_reset;
 use crate::{Error, Result, Vm};
-use keyframe_qemu_cmdline::options::{self, Argument, value_of};
+use keyframe_qemu_cmdline::options;
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -20,13 +21,14 @@ use std::time::{Duration, Instant};
 const RESET_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Vm {
-    /// Resets the machine if `cont` would not resume it before. Returns when QEMU is in another one.
+    /// Resets the machine if `cont` would not resume it otherwise, and waits until its run state shows
+    /// the reset. Errors: QEMU refuses or does not answer; the run state stays.
     pub(super) fn leave_final_state(&mut self) -> Result<()> {
         if !needs_reset(self.qmp().status()?.name()) {
             return Ok(());
         }
         let arguments = options::parse(self.full_command().get(1..).unwrap_or_default());
-        let ends = arguments.is_ok_and(|arguments| ends_at_reboot(&arguments));
+        let ends = arguments.is_ok_and(|line| action_at(&line, "reboot") == "shutdown");
         let qmp = self.qmp();
         // Otherwise a reset could end QEMU.
         qmp.execute("set-action", Some(json!({ "reboot": "reset" })))?;
@@ -51,23 +53,6 @@ impl Vm {
     }
 }
 
-/// True if QEMU shuts down when its guest reboots.
-fn ends_at_reboot(arguments: &[Argument]) -> bool {
-    let mut ends = false;
-    for argument in arguments {
-        match argument.name() {
-            "no-reboot" => ends = true,
-            "action" => {
-                if let Some(action) = value_of(&options::keys(argument.value(), ""), "reboot") {
-                    ends = action == "shutdown";
-                }
-            }
-            _ => {}
-        }
-    }
-    ends
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -76,7 +61,7 @@ mod tests {
     fn the_line_says_whether_a_reboot_ends_qemu() {
         let ends = |line: &str| {
             let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
-            ends_at_reboot(&options::parse(&words).unwrap())
+            action_at(&options::parse(&words).unwrap(), "reboot") == "shutdown"
         };
         assert!(ends("-no-reboot"));
         assert!(ends("-no-shutdown -action reboot=shutdown,panic=pause"));

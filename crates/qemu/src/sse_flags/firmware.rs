@@ -1,7 +1,7 @@
 //! The firmware of the trial: it divides two numbers, and so raises flags that are known.
 //!
 //! The machine runs it again after each reset. A counter in RAM, which a reset keeps, chooses the
-//! division. After it, the registers hold [`GENERAL`], and the processor halts.
+//! division. After it, the registers hold the values of [`general`], and the processor halts.
 
 /// The size of the image, which ends at 4 GiB and also appears below 1 MiB.
 const IMAGE_BYTES: usize = 64 << 10;
@@ -9,7 +9,7 @@ const IMAGE_BYTES: usize = 64 << 10;
 const RESET_VECTOR: usize = 0xfff0;
 /// Offset of the divisions: MXCSR, dividend, divisor, unused; 32 bits each.
 const TABLE: usize = 0x70;
-/// Offset of the counter's number in [`general`].
+/// The place of the division's number in [`general`].
 const RCX: usize = 1;
 
 /// All exceptions masked, no flags.
@@ -65,24 +65,25 @@ pub(super) fn eax() -> String {
 }
 
 /// The code, in real mode, at offset 0.
+#[rustfmt::skip]
 const CODE: &[&[u8]] = &[
-    &[0xfa],                                             // cli
-    &[0x31, 0xc0],                                       // xor %ax, %ax
-    &[0x8e, 0xd8],                                       // mov %ax, %ds
-    &[0x0f, 0x20, 0xc0],                                 // mov %cr0, %eax
-    &[0x66, 0x83, 0xe0, 0xfb], // and $~4, %eax        no emulation of the FPU
-    &[0x0c, 0x02],             // or $2, %al           monitor the coprocessor
-    &[0x0f, 0x22, 0xc0],       // mov %eax, %cr0
-    &[0x0f, 0x20, 0xe0],       // mov %cr4, %eax
-    &[0x66, 0x0d, 0x00, 0x06, 0x00, 0x00], // or $0x600, %eax      SSE and its exceptions
-    &[0x0f, 0x22, 0xe0],       // mov %eax, %cr4
-    &[0x66, 0x0f, 0xb7, 0x0e, 0x00, 0x05], // movzwl 0x500, %ecx   the counter
-    &[0xff, 0x06, 0x00, 0x05], // incw 0x500
-    &[0x89, 0xcb],             // mov %cx, %bx
-    &[0xc1, 0xe3, 0x04],       // shl $4, %bx
-    &[0x2e, 0x0f, 0xae, 0x97, TABLE as u8, 0], // ldmxcsr %cs:TABLE(%bx)
-    &[0x2e, 0xf3, 0x0f, 0x10, 0x87, TABLE as u8 + 4, 0], // movss %cs:TABLE+4(%bx), %xmm0
-    &[0x2e, 0xf3, 0x0f, 0x5e, 0x87, TABLE as u8 + 8, 0], // divss %cs:TABLE+8(%bx), %xmm0
+    &[0xfa],                                                // cli
+    &[0x31, 0xc0],                                          // xor %ax, %ax
+    &[0x8e, 0xd8],                                          // mov %ax, %ds
+    &[0x0f, 0x20, 0xc0],                                    // mov %cr0, %eax
+    &[0x66, 0x83, 0xe0, 0xfb],                              // and $~4, %eax        no emulation of the FPU
+    &[0x0c, 0x02],                                          // or $2, %al           monitor the coprocessor
+    &[0x0f, 0x22, 0xc0],                                    // mov %eax, %cr0
+    &[0x0f, 0x20, 0xe0],                                    // mov %cr4, %eax
+    &[0x66, 0x0d, 0x00, 0x06, 0x00, 0x00],                  // or $0x600, %eax      SSE and its exceptions
+    &[0x0f, 0x22, 0xe0],                                    // mov %eax, %cr4
+    &[0x66, 0x0f, 0xb7, 0x0e, 0x00, 0x05],                  // movzwl 0x500, %ecx   the counter
+    &[0xff, 0x06, 0x00, 0x05],                              // incw 0x500
+    &[0x89, 0xcb],                                          // mov %cx, %bx
+    &[0xc1, 0xe3, 0x04],                                    // shl $4, %bx
+    &[0x2e, 0x0f, 0xae, 0x97, TABLE as u8, 0],              // ldmxcsr %cs:TABLE(%bx)
+    &[0x2e, 0xf3, 0x0f, 0x10, 0x87, TABLE as u8 + 4, 0],    // movss %cs:TABLE+4(%bx), %xmm0
+    &[0x2e, 0xf3, 0x0f, 0x5e, 0x87, TABLE as u8 + 8, 0],    // divss %cs:TABLE+8(%bx), %xmm0
 ];
 /// `mov $value, register` with 32 bits, for each register.
 const LOADS: [(u8, u32); 7] =

@@ -96,7 +96,7 @@ fn flags_go_to_the_cpu_whose_registers_agree() {
         names: names(),
         ram: Vec::new(),
         cpus: Vec::new(),
-        searched_for: None,
+        searched_for: 0,
         searches_left: 0,
         noted: vec![cpu(1, 0x21), cpu(2, 0), cpu(3, 0), cpu(3, 0), cpu(4, 1), cpu(4, 2)],
     };

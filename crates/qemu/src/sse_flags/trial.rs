@@ -6,6 +6,7 @@
 use super::firmware::{self, DIVISIONS};
 use super::layout::{CpuLayout, DISTANCE_MAX, Trial};
 use super::search::{self, CpuNames};
+use crate::binary::hash_of;
 use crate::spawn;
 use crate::vm::{inherited_path, memfd};
 use crate::{Error, Qmp, Result};
@@ -13,7 +14,6 @@ use keyframe_kernel::{Process, read_memory};
 use keyframe_units::{HostVirt, PAGE_BYTES};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use serde_json::Value;
-use std::fs::File;
 use std::os::unix::ffi::OsStringExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -102,7 +102,7 @@ fn command(pid: u32, binary: &str) -> Result<Command> {
     Ok(command)
 }
 
-/// True if nobody but this user and root can change the file at `path` or put another one there.
+/// True if only root and this user can change the file at `path`, or put another file in its place.
 fn is_beyond_others(path: &Path) -> bool {
     let ours = rustix::process::geteuid().as_raw();
     path.is_absolute()
@@ -111,15 +111,6 @@ fn is_beyond_others(path: &Path) -> bool {
                 [0, ours].contains(&found.uid()) && found.mode() & 0o022 == 0 && !found.is_symlink()
             })
         })
-}
-
-/// Returns the BLAKE3 hash of the file at `path`, in hexadecimal digits.
-pub(super) fn hash_of(path: &Path) -> Result<String> {
-    let mut hasher = blake3::Hasher::new();
-    File::open(path)
-        .and_then(|file| hasher.update_reader(file).map(drop))
-        .map_err(Error::io(format!("read the QEMU binary {}", path.display())))?;
-    Ok(hasher.finalize().to_hex().to_string())
 }
 
 /// Has the guest of the trial do all divisions. Returns its CPU after each, and the names of its model.

@@ -80,7 +80,7 @@ pub struct ServedDiskCapture {
     events: SharedEventSink,
     current: Option<ServedCut>,
     in_flight: BTreeMap<u64, Vec<DiskEpoch>>,
-    /// True once an image beneath a disk was found changed, which is told.
+    /// True once the user was told that another program has changed an image beneath a disk.
     has_told_of_image: bool,
 }
 
