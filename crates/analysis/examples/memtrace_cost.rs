@@ -37,7 +37,7 @@ fn own_cpu() -> Duration {
 }
 
 fn once(recording: &Recording, way: Way, context: &RunContext) -> (Duration, Duration) {
-    let end = context.intervals[0].end;
+    let end = context.first.end;
     if way == Way::Plain {
         let mut vm = recording.restored(0, &context.dir, None);
         let before = vm.cpu();
@@ -50,7 +50,7 @@ fn once(recording: &Recording, way: Way, context: &RunContext) -> (Duration, Dur
         Way::Plain | Way::Callback => Baseline::Callback.begin(context).unwrap(),
     };
     let before = own_cpu();
-    let (_, qemu) = recording.replay(context, running);
+    let (_, qemu) = recording.replay(context, &[context.first], running);
     (qemu, if way == Way::Memtrace { own_cpu().saturating_sub(before) } else { Duration::ZERO })
 }
 
@@ -63,7 +63,7 @@ fn main() {
         println!("{} ({}), {:?}", qemu.path, qemu.interface, recording.intervals());
         let mut best = [(Duration::MAX, Duration::ZERO); 4];
         let context = |way: usize| {
-            recording.context(&recording.file(&format!("way-{way}")), 0, recording.intervals())
+            recording.context(&recording.file(&format!("way-{way}")), 0, recording.intervals()[0])
         };
         for _ in 0..turns {
             for (number, way) in WAYS.into_iter().enumerate() {

@@ -2,15 +2,17 @@
 //!
 //! ```text
 //!   recording   │ interval 0 │ interval 1 │ interval 2 │ ...    cut at the checkpoints
-//!   run         [────────────]                                  in parallel: a QEMU for each
+//!   run         [────────────┼────────────]                     in parallel: a QEMU for each range
 //!               [────────────┼────────────┼────────────]        in sequence: one QEMU for all
 //!   part                0            1            2             the same bytes both ways
 //! ```
 
+use crate::error::{Error, Result};
 use crate::plugin::PluginInterface;
 use keyframe_plugins::FILE_ARGUMENTS;
 use keyframe_units::GuestPhys;
 use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
@@ -82,7 +84,8 @@ impl ReplayRam {
     }
 }
 
-/// The inputs of a run: one QEMU that replays one interval or several consecutive ones.
+/// The inputs of a run: one QEMU that replays one interval or several consecutive ones. The
+/// intervals after the first are given to [`ToolRun::cut`](crate::ToolRun::cut).
 #[derive(Clone, Debug)]
 pub struct RunContext {
     /// The plugin interface of the run's QEMU.
@@ -96,19 +99,87 @@ pub struct RunContext {
     /// The instructions that the run replays before the first interval, if that does not begin at
     /// its checkpoint. The part of these instructions is dropped.
     pub warm_up: Option<IcountInterval>,
-    /// The intervals in order, each beginning at the end of the previous one.
-    pub intervals: Vec<IcountInterval>,
+    /// The first interval.
+    pub first: IcountInterval,
+    /// False if the first interval is certainly the only one.
+    pub may_continue: bool,
+}
+
+/// The part of a run between two cuts.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RunningInterval {
+    pub interval: IcountInterval,
+    /// False for the warm-up, whose part is dropped.
+    pub is_kept: bool,
+}
+
+impl RunningInterval {
+    /// An interval whose part is kept.
+    pub fn kept(interval: IcountInterval) -> Self {
+        Self { interval, is_kept: true }
+    }
+}
+
+/// The intervals of a run: the running one, and those whose parts have not been returned yet.
+#[derive(Debug)]
+pub(crate) struct RunIntervals {
+    dir: PathBuf,
+    running: Option<RunningInterval>,
+    /// The intervals that have ended, in order.
+    ended: VecDeque<IcountInterval>,
+    /// The number of intervals that have begun, and of the cuts so far.
+    begun: usize,
+    cuts: usize,
+}
+
+impl RunIntervals {
+    /// Begins with the warm-up of `run`, or with its first interval if it has none.
+    pub fn new(run: &RunContext) -> Self {
+        let (dir, running) = (run.dir.clone(), Some(run.first_running()));
+        Self { dir, running, ended: VecDeque::new(), begun: 1, cuts: 0 }
+    }
+
+    /// Ends the running interval and begins `next`. Returns the part of the ended one; `None` if
+    /// that was the warm-up. Error: [`Error::Cuts`] if all intervals had ended.
+    pub fn cut(&mut self, next: Option<IcountInterval>) -> Result<Option<Part>> {
+        self.cuts += 1;
+        let running = self.running.take();
+        let Some(RunningInterval { interval, is_kept }) = running else {
+            return Err(Error::Cuts { intervals: self.begun, cuts: self.cuts });
+        };
+        if is_kept {
+            self.ended.push_back(interval);
+        }
+        self.begun += usize::from(next.is_some());
+        self.running = next.map(RunningInterval::kept);
+        Ok(is_kept.then(|| Part { interval, dir: self.dir.clone() }))
+    }
+
+    /// Returns the parts of the intervals that have ended since the last call.
+    pub fn take_ended(&mut self) -> Vec<Part> {
+        let dir = &self.dir;
+        self.ended.drain(..).map(|interval| Part { interval, dir: dir.clone() }).collect()
+    }
+
+    /// Returns [`Error::Cuts`] if the last interval has not ended.
+    pub fn check_ended(&self) -> Result<()> {
+        match self.running {
+            None => Ok(()),
+            Some(_) => Err(Error::Cuts { intervals: self.begun, cuts: self.cuts }),
+        }
+    }
 }
 
 impl RunContext {
-    /// The parts of the run's intervals.
-    pub(crate) fn parts(&self) -> Vec<Part> {
-        self.intervals.iter().map(|&interval| Part { interval, dir: self.dir.clone() }).collect()
+    /// The warm-up, or the first interval if there is no warm-up.
+    pub(crate) fn first_running(&self) -> RunningInterval {
+        let warm_up = self.warm_up.map(|interval| RunningInterval { interval, is_kept: false });
+        warm_up.unwrap_or(RunningInterval::kept(self.first))
     }
 
-    /// The number of cuts of the run: one for the warm-up, if any, and one for each interval.
-    pub(crate) fn cuts(&self) -> usize {
-        self.intervals.len() + usize::from(self.warm_up.is_some())
+    /// Whether the run may have more than one cut.
+    pub(crate) fn has_many_cuts(&self) -> bool {
+        self.may_continue || self.warm_up.is_some()
     }
 }
 

@@ -13,6 +13,7 @@
 //!    still empties the ring, so that QEMU does not wait.
 //! 3. Every wait is bounded.
 
+use crate::context::IcountInterval;
 use crate::error::{Error, Result};
 use keyframe_plugins::board::{Board, Record};
 use rustix::fs::MemfdFlags;
@@ -70,12 +71,13 @@ impl SharedBoard {
 pub trait RecordSink: Send + 'static {
     /// Takes one record. An error ends the reading.
     fn record(&mut self, record: Record) -> Result<()>;
-    /// Ends the interval. Called after all its records. An error ends the reading.
-    fn cut(&mut self) -> Result<()>;
+    /// Ends the interval and begins `next`; `None` after the last one. Called after all records of
+    /// the interval. An error ends the reading.
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()>;
 }
 
 enum ReaderCommand {
-    Cut { head: u64 },
+    Cut { head: u64, next: Option<IcountInterval> },
     Finish,
 }
 
@@ -105,12 +107,12 @@ impl RingReader {
         Ok(Self { shared, commands, answers, thread: Some(thread) })
     }
 
-    /// Ends an interval: waits until `sink` has taken all its records. The VM must be stopped.
-    /// Errors: [`Error::Plugin`]; those of the sink.
-    pub fn cut(&mut self) -> Result<()> {
+    /// Ends an interval and begins `next`: waits until the sink has taken all records of the ended
+    /// one. The VM must be stopped. Errors: [`Error::Plugin`]; those of the sink.
+    pub fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
         self.shared.check()?;
         self.shared.board.cut();
-        self.ask(ReaderCommand::Cut { head: self.shared.board.head() })
+        self.ask(ReaderCommand::Cut { head: self.shared.board.head(), next })
     }
 
     /// Ends the thread. Records since the last cut are dropped. Errors: [`Error::Plugin`]; those of
@@ -170,9 +172,9 @@ impl<S: RecordSink> ReaderThread<S> {
                 Err(TryRecvError::Disconnected) => return,
             };
             match command {
-                Some(ReaderCommand::Cut { head }) => {
+                Some(ReaderCommand::Cut { head, next }) => {
                     while self.take(head) > 0 {}
-                    let answer = self.failed.take().map_or_else(|| self.sink.cut(), Err);
+                    let answer = self.failed.take().map_or_else(|| self.sink.cut(next), Err);
                     if self.outbox.send(answer).is_err() {
                         return;
                     }
@@ -231,7 +233,7 @@ mod tests {
             Ok(())
         }
 
-        fn cut(&mut self) -> Result<()> {
+        fn cut(&mut self, _: Option<IcountInterval>) -> Result<()> {
             self.taken.lock().unwrap().push(Vec::new());
             Ok(())
         }
@@ -261,7 +263,7 @@ mod tests {
                 writer.push([number, !number]).unwrap();
                 number += 1;
             }
-            reader.cut().unwrap();
+            reader.cut(None).unwrap();
         }
         // After the last cut: in no interval.
         writer.push([u64::MAX; 2]).unwrap();
@@ -278,7 +280,7 @@ mod tests {
         for number in 0..1000 {
             writer.push([number; 2]).unwrap();
         }
-        assert!(reader.cut().unwrap_err().to_string().contains("asked to"));
+        assert!(reader.cut(None).unwrap_err().to_string().contains("asked to"));
         reader.finish().unwrap();
     }
 
@@ -292,7 +294,7 @@ mod tests {
         std::os::unix::fs::FileExt::write_all_at(&file, &u64::MAX.to_le_bytes(), head).unwrap();
         let sink = TestSink { taken: Taken::default(), fails_at: None };
         let mut reader = RingReader::start(shared, sink).unwrap();
-        assert!(reader.cut().unwrap_err().to_string().contains("corrupt"));
+        assert!(reader.cut(None).unwrap_err().to_string().contains("corrupt"));
     }
 
     #[test]

@@ -16,11 +16,13 @@
 //! The plugin writes the part when QEMU exits. It knows nothing of cuts, so each run has one
 //! interval.
 
-use crate::context::{MergeContext, Part, RunContext, ToolSummary, part_file};
+use crate::context::{
+    IcountInterval, MergeContext, Part, RunContext, RunIntervals, ToolSummary, part_file,
+};
 use crate::error::{Error, Result, file};
 use crate::plugin::PluginInterface;
 use crate::result_file::CsvFile;
-use crate::tools::{Tool, ToolRun, check_cuts, plugin_option};
+use crate::tools::{Tool, ToolRun, plugin_option};
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -174,10 +176,9 @@ impl ThirdPartyTool {
 }
 
 struct ThirdPartyRun {
-    context: RunContext,
+    intervals: RunIntervals,
     option: String,
     part: PathBuf,
-    cuts: usize,
 }
 
 impl Tool for ThirdPartyTool {
@@ -195,11 +196,8 @@ impl Tool for ThirdPartyTool {
     }
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
-        let &[interval] = run.intervals.as_slice() else {
-            return Err(Error::Cuts { intervals: 1, cuts: run.intervals.len() });
-        };
         let plugin = self.plugin(run.interface)?;
-        let part = part_file(&run.dir, interval.index, &self.manifest.name, "part");
+        let part = part_file(&run.dir, run.first.index, &self.manifest.name, "part");
         let arguments: Result<Vec<_>> = self
             .manifest
             .arguments
@@ -210,7 +208,7 @@ impl Tool for ThirdPartyTool {
         let arguments: Vec<_> =
             arguments.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
         let option = plugin_option(&plugin, &arguments);
-        Ok(Box::new(ThirdPartyRun { context: run.clone(), option, part, cuts: 0 }))
+        Ok(Box::new(ThirdPartyRun { intervals: RunIntervals::new(run), option, part }))
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
@@ -232,16 +230,15 @@ impl ToolRun for ThirdPartyRun {
         self.option.clone()
     }
 
-    fn cut(&mut self) -> Result<()> {
-        self.cuts += 1;
-        Ok(())
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
+        self.intervals.cut(next).map(drop)
     }
 
-    fn finish(self: Box<Self>) -> Result<Vec<Part>> {
-        check_cuts(&self.context, self.cuts)?;
+    fn finish(mut self: Box<Self>) -> Result<Vec<Part>> {
+        self.intervals.check_ended()?;
         // The plugin may have failed to write its part.
         std::fs::metadata(&self.part).map_err(file("looking for the plugin's part", &self.part))?;
-        Ok(self.context.parts())
+        Ok(self.intervals.take_ended())
     }
 }
 

@@ -2,8 +2,9 @@
 //!
 //! ```text
 //!   by_name ─▶ Tool ── begin(run) ──▶ ToolRun ── option() ──▶ QEMU's -plugin
-//!                                       │  VM stopped at an interval's end: cut()
-//!                                       └─ QEMU has exited: finish() ──▶ Part, Part ...
+//!                                       │  VM stopped at an interval's end: cut(next)
+//!                                       │                                   completed() ──▶ Part ...
+//!                                       └─ QEMU has exited: finish() ──▶ the other parts
 //!                └──── merge(all parts in order) ──▶ result files, ToolSummary
 //! ```
 
@@ -21,7 +22,7 @@ mod table_run;
 mod watch;
 mod working_set;
 
-use crate::context::{MergeContext, Part, RunContext, ToolSummary};
+use crate::context::{IcountInterval, MergeContext, Part, RunContext, ToolSummary};
 use crate::error::{Error, Result};
 use crate::symbols::SymbolTable;
 use std::collections::BTreeMap;
@@ -81,14 +82,22 @@ pub trait ToolRun: Send {
     /// Returns the value of QEMU's option `-plugin`.
     fn option(&self) -> String;
 
-    /// Ends the present interval (at first the warm-up, if there is one) and begins the next one.
-    /// Called while the VM is stopped, also at the end of the last interval. Error:
-    /// [`Error::Plugin`] if the plugin has given up.
-    fn cut(&mut self) -> Result<()>;
+    /// Ends the present interval (at first the warm-up, if there is one) and begins `next`, which
+    /// starts where the present one ends: the first interval after the warm-up, `None` after the
+    /// last interval. Called while the VM is stopped. Errors: [`Error::Plugin`] if the plugin has
+    /// given up; [`Error::File`].
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()>;
 
-    /// Returns a part for each interval, in their order. Called after the last cut, when QEMU has
-    /// exited regularly. Errors: [`Error::Plugin`]; [`Error::Cuts`] if an interval was not cut;
+    /// Returns the parts that are complete, in their order, each once. Called while the VM is
+    /// stopped, after a cut. A tool may hold parts back until [`ToolRun::finish`]. Errors:
     /// [`Error::File`].
+    fn completed(&mut self) -> Result<Vec<Part>> {
+        Ok(Vec::new())
+    }
+
+    /// Returns the parts of all other intervals, in their order. Called after the last cut, when
+    /// QEMU has exited regularly. Errors: [`Error::Plugin`]; [`Error::Cuts`] if an interval was not
+    /// cut; [`Error::File`].
     fn finish(self: Box<Self>) -> Result<Vec<Part>>;
 }
 
@@ -224,9 +233,4 @@ pub(crate) fn plugin_option(plugin: &Path, arguments: &[(&str, &str)]) -> String
         let _ = write!(option, ",{name}={}", value.replace(',', ",,"));
     }
     option
-}
-
-/// Refuses a number of cuts other than the run's number of intervals.
-pub(crate) fn check_cuts(run: &RunContext, cuts: usize) -> Result<()> {
-    if cuts == run.cuts() { Ok(()) } else { Err(Error::Cuts { intervals: run.cuts(), cuts }) }
 }

@@ -1,7 +1,7 @@
 //! The baselines that benchmarks compare tools with. They run like tools and have no results.
 
-use super::{Tool, ToolRun, check_cuts, plugin_option};
-use crate::context::{MergeContext, Part, RunContext, ToolSummary};
+use super::{Tool, ToolRun, plugin_option};
+use crate::context::{IcountInterval, MergeContext, Part, RunContext, RunIntervals, ToolSummary};
 use crate::error::Result;
 use crate::ring_reader::SharedBoard;
 
@@ -35,7 +35,8 @@ impl Tool for Baseline {
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let shared = SharedBoard::create(0)?;
-        Ok(Box::new(BaselineRun { baseline: *self, context: run.clone(), shared, cuts: 0 }))
+        let (context, intervals) = (run.clone(), RunIntervals::new(run));
+        Ok(Box::new(BaselineRun { baseline: *self, context, intervals, shared }))
     }
 
     fn merge(&self, _merge: &MergeContext) -> Result<ToolSummary> {
@@ -46,8 +47,8 @@ impl Tool for Baseline {
 struct BaselineRun {
     baseline: Baseline,
     context: RunContext,
+    intervals: RunIntervals,
     shared: SharedBoard,
-    cuts: usize,
 }
 
 impl ToolRun for BaselineRun {
@@ -65,14 +66,18 @@ impl ToolRun for BaselineRun {
         }
     }
 
-    fn cut(&mut self) -> Result<()> {
-        self.cuts += 1;
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
+        self.intervals.cut(next)?;
         self.shared.check()
     }
 
-    fn finish(self: Box<Self>) -> Result<Vec<Part>> {
+    fn completed(&mut self) -> Result<Vec<Part>> {
+        Ok(self.intervals.take_ended())
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<Vec<Part>> {
         self.shared.check()?;
-        check_cuts(&self.context, self.cuts)?;
-        Ok(self.context.parts())
+        self.intervals.check_ended()?;
+        Ok(self.intervals.take_ended())
     }
 }

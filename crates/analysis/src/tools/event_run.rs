@@ -5,8 +5,8 @@
 //! ([`IcountMapper`]).
 
 use super::ToolRun;
-use super::ring_run::{IcountMapper, RingRun, RunningInterval};
-use crate::context::{RunContext, part_file};
+use super::ring_run::{IcountMapper, RingRun};
+use crate::context::{IcountInterval, RunContext, RunningInterval, part_file};
 use crate::error::{Error, Result, file};
 use crate::ring_reader::{RecordSink, RingReader, SharedBoard};
 use keyframe_plugins::board::{Board, Record};
@@ -32,11 +32,11 @@ pub(super) fn begin(
         dir: run.dir.clone(),
         kind,
         columns,
-        icounts: IcountMapper::new(run),
+        icounts: IcountMapper::default(),
         running: None,
         words: Vec::new(),
     };
-    sink.next_interval();
+    sink.begin(Some(run.first_running()));
     let mut all =
         vec![("tool", kind.to_owned()), ("board", shared.path()), ("ram", run.ram.argument())];
     all.extend(run.ram.file_arguments());
@@ -56,8 +56,11 @@ struct EventCollector {
 }
 
 impl EventCollector {
-    fn next_interval(&mut self) {
-        self.running = self.icounts.next_interval(self.board.counted(0));
+    fn begin(&mut self, running: Option<RunningInterval>) {
+        self.running = running;
+        if let Some(running) = running {
+            self.icounts.begin(running.interval, self.board.counted(0));
+        }
     }
 
     fn kept_interval(&self) -> Option<u32> {
@@ -82,14 +85,14 @@ impl RecordSink for EventCollector {
         Ok(())
     }
 
-    fn cut(&mut self) -> Result<()> {
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
         if let Some(index) = self.kept_interval() {
             let path = part_file(&self.dir, index, self.kind, "part");
             let written = keyframe_plugins::write_part(&path, self.kind, self.columns, &self.words);
             written.map_err(file("writing", &path))?;
             self.words.clear();
         }
-        self.next_interval();
+        self.begin(next.map(RunningInterval::kept));
         Ok(())
     }
 }

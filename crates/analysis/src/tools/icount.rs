@@ -1,11 +1,12 @@
 //! `icount`: instructions of each interval, by half of the address space.
 
-use super::{Tool, ToolArguments, ToolDescription, ToolRun, check_cuts, plugin_option};
-use crate::context::{MergeContext, Part, RunContext, ToolSummary};
+use super::{Tool, ToolArguments, ToolDescription, ToolRun, plugin_option};
+use crate::context::{IcountInterval, MergeContext, Part, RunContext, RunIntervals, ToolSummary};
 use crate::error::{Error, Result, file};
 use crate::part_table::PartTable;
 use crate::result_file::CsvFile;
 use crate::ring_reader::SharedBoard;
+use std::path::PathBuf;
 
 pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "icount",
@@ -30,12 +31,11 @@ pub(super) fn make(_arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
 }
 
 struct InstructionCountRun {
-    context: RunContext,
+    plugin: PathBuf,
+    intervals: RunIntervals,
     shared: SharedBoard,
     /// The counters at the last cut.
     seen: [u64; HALVES],
-    /// The instructions between each cut and the one before.
-    cuts: Vec<[u64; HALVES]>,
 }
 
 impl Tool for InstructionCount {
@@ -45,8 +45,8 @@ impl Tool for InstructionCount {
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let shared = SharedBoard::create(0)?;
-        let context = run.clone();
-        Ok(Box::new(InstructionCountRun { context, shared, seen: [0; HALVES], cuts: Vec::new() }))
+        let (plugin, intervals) = (run.plugin.clone(), RunIntervals::new(run));
+        Ok(Box::new(InstructionCountRun { plugin, intervals, shared, seen: [0; HALVES] }))
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
@@ -76,29 +76,29 @@ impl Tool for InstructionCount {
 
 impl ToolRun for InstructionCountRun {
     fn option(&self) -> String {
-        plugin_option(&self.context.plugin, &[("tool", "icount"), ("board", &self.shared.path())])
+        plugin_option(&self.plugin, &[("tool", "icount"), ("board", &self.shared.path())])
     }
 
-    fn cut(&mut self) -> Result<()> {
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
         self.shared.check()?;
         let now: [u64; HALVES] = std::array::from_fn(|half| self.shared.board.counted(half));
-        self.cuts.push(std::array::from_fn(|half| now[half].wrapping_sub(self.seen[half])));
+        let counts: [u64; HALVES] =
+            std::array::from_fn(|half| now[half].wrapping_sub(self.seen[half]));
         self.seen = now;
+        if let Some(part) = self.intervals.cut(next)? {
+            let path = part.file(KIND, "part");
+            keyframe_plugins::write_part(&path, KIND, HALVES, &counts)
+                .map_err(file("writing", &path))?;
+        }
         Ok(())
     }
 
-    fn finish(self: Box<Self>) -> Result<Vec<Part>> {
-        check_cuts(&self.context, self.cuts.len())?;
-        let warm_ups = usize::from(self.context.warm_up.is_some());
-        let dir = &self.context.dir;
-        let parts =
-            self.context.intervals.iter().zip(&self.cuts[warm_ups..]).map(|(&interval, counts)| {
-                let part = Part { interval, dir: dir.clone() };
-                let path = part.file(KIND, "part");
-                keyframe_plugins::write_part(&path, KIND, HALVES, counts)
-                    .map_err(file("writing", &path))?;
-                Ok(part)
-            });
-        parts.collect()
+    fn completed(&mut self) -> Result<Vec<Part>> {
+        Ok(self.intervals.take_ended())
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<Vec<Part>> {
+        self.intervals.check_ended()?;
+        Ok(self.intervals.take_ended())
     }
 }

@@ -6,9 +6,11 @@
 //! Instruction counts: a record has the low 32 bits of the plugin's count. [`IcountMapper`] maps
 //! the count to the recording's; the column never falls.
 
-use super::ring_run::{IcountMapper, RingRun, RunningInterval};
+use super::ring_run::{IcountMapper, RingRun};
 use super::{Tool, ToolArguments, ToolDescription, ToolRun};
-use crate::context::{MergeContext, RunContext, ToolSummary, part_file};
+use crate::context::{
+    IcountInterval, MergeContext, RunContext, RunningInterval, ToolSummary, part_file,
+};
 use crate::error::{Error, Result};
 use crate::parquet_table::{
     self, ColumnData, ColumnEncoding, ColumnSpec, ColumnType, GROUP_ROWS, ParquetTable,
@@ -98,7 +100,7 @@ impl Tool for Memtrace {
         let mut sink = TraceSink {
             board: Arc::clone(&shared.board),
             dir: run.dir.clone(),
-            icounts: IcountMapper::new(run),
+            icounts: IcountMapper::default(),
             table: None,
             columns: RowColumns::new(),
             instructions: Vec::new(),
@@ -109,7 +111,7 @@ impl Tool for Memtrace {
             group_pages: GroupPages::default(),
             count: 0,
         };
-        sink.next_interval()?;
+        sink.begin(Some(run.first_running()))?;
         let arguments =
             vec![("tool", KIND.to_owned()), ("board", shared.path()), ("ram", run.ram.argument())];
         Ok(Box::new(RingRun::new(run, RingReader::start(shared, sink)?, arguments)))
@@ -217,10 +219,11 @@ struct TraceSink {
 }
 
 impl TraceSink {
-    fn next_interval(&mut self) -> Result<()> {
+    fn begin(&mut self, running: Option<RunningInterval>) -> Result<()> {
         self.count = self.board.counted(0);
-        let running = self.icounts.next_interval(self.count);
-        if let Some(RunningInterval { interval, is_kept: true }) = running {
+        let Some(RunningInterval { interval, is_kept }) = running else { return Ok(()) };
+        self.icounts.begin(interval, self.count);
+        if is_kept {
             let path = part_file(&self.dir, interval.index, KIND, "parquet");
             self.table = Some(ParquetTable::create(&path, COLUMNS)?);
         }
@@ -353,11 +356,11 @@ impl RecordSink for TraceSink {
         if rows + 1 == GROUP_ROWS { self.flush() } else { Ok(()) }
     }
 
-    fn cut(&mut self) -> Result<()> {
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
         self.flush()?;
         if let Some(table) = self.table.take() {
             table.finish()?;
         }
-        self.next_interval()
+        self.begin(next.map(RunningInterval::kept))
     }
 }

@@ -1,18 +1,19 @@
 //! Runs whose plugin sends records through the ring, and the mapping of the plugin's instruction
 //! count to the recording's.
 
-use super::{ToolRun, check_cuts, plugin_option};
-use crate::context::{IcountInterval, Part, RunContext};
+use super::{ToolRun, plugin_option};
+use crate::context::{IcountInterval, Part, RunContext, RunIntervals};
 use crate::error::Result;
 use crate::ring_reader::RingReader;
+use std::path::PathBuf;
 
 /// A run whose plugin sends records through the ring. A [`RingReader`] takes them.
 pub(super) struct RingRun {
-    context: RunContext,
+    plugin: PathBuf,
+    intervals: RunIntervals,
     reader: RingReader,
     /// The plugin's arguments.
     arguments: Vec<(&'static str, String)>,
-    cuts: usize,
 }
 
 impl RingRun {
@@ -23,7 +24,7 @@ impl RingRun {
         reader: RingReader,
         arguments: Vec<(&'static str, String)>,
     ) -> Self {
-        Self { context: run.clone(), reader, arguments, cuts: 0 }
+        Self { plugin: run.plugin.clone(), intervals: RunIntervals::new(run), reader, arguments }
     }
 }
 
@@ -31,36 +32,33 @@ impl ToolRun for RingRun {
     fn option(&self) -> String {
         let arguments: Vec<_> =
             self.arguments.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        plugin_option(&self.context.plugin, &arguments)
+        plugin_option(&self.plugin, &arguments)
     }
 
-    fn cut(&mut self) -> Result<()> {
-        self.cuts += 1;
-        self.reader.cut()
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
+        self.reader.cut(next)?;
+        self.intervals.cut(next).map(drop)
     }
 
-    fn finish(self: Box<Self>) -> Result<Vec<Part>> {
+    /// The reader has written a part when its cut returns.
+    fn completed(&mut self) -> Result<Vec<Part>> {
+        Ok(self.intervals.take_ended())
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<Vec<Part>> {
         self.reader.finish()?;
-        check_cuts(&self.context, self.cuts)?;
-        Ok(self.context.parts())
+        self.intervals.check_ended()?;
+        Ok(self.intervals.take_ended())
     }
 }
 
-/// An interval of a run.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct RunningInterval {
-    pub interval: IcountInterval,
-    /// False for the warm-up, whose part is dropped.
-    pub is_kept: bool,
-}
-
-/// Goes through the intervals of a run and maps the plugin's instruction count to the recording's.
+/// Maps the plugin's instruction count to the recording's.
 ///
 /// The plugin counts the instructions begun since QEMU started. An instruction that a page fault
 /// restarts counts twice there, and once in QEMU's own count. The count therefore starts anew at
 /// each interval, and is limited to the interval's last instruction.
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct IcountMapper {
-    pending: std::vec::IntoIter<RunningInterval>,
     /// The difference between the recording's count and the plugin's, wrapping.
     base: u64,
     /// The interval's last instruction.
@@ -68,24 +66,12 @@ pub(super) struct IcountMapper {
 }
 
 impl IcountMapper {
-    /// Starts before the first interval of `run`; the warm-up, if any, is the first one.
-    pub fn new(run: &RunContext) -> Self {
-        let warm_up =
-            run.warm_up.into_iter().map(|interval| RunningInterval { interval, is_kept: false });
-        let kept =
-            run.intervals.iter().map(|&interval| RunningInterval { interval, is_kept: true });
-        let all: Vec<_> = warm_up.chain(kept).collect();
-        Self { pending: all.into_iter(), base: 0, last: 0 }
-    }
-
-    /// Moves to the next interval and returns it; `None` after the last one. `begun` is the number
-    /// of instructions that the plugin has counted before the interval.
-    pub fn next_interval(&mut self, begun: u64) -> Option<RunningInterval> {
-        let running = self.pending.next()?;
-        let IcountInterval { start, end, .. } = running.interval;
+    /// Moves to `interval`. `begun` is the number of instructions that the plugin has counted
+    /// before it.
+    pub fn begin(&mut self, interval: IcountInterval, begun: u64) {
+        let IcountInterval { start, end, .. } = interval;
         self.base = start.0.wrapping_sub(begun).wrapping_sub(1);
         self.last = end.0.saturating_sub(1).max(start.0);
-        Some(running)
     }
 
     /// Converts an instruction count of the plugin into one of the recording. `count` includes the

@@ -1,17 +1,24 @@
 //! Runs whose plugin keeps tables and writes the part files itself (`plugins/src/cut.rs`).
 
-use super::{ToolRun, check_cuts, plugin_option};
-use crate::context::{Part, RunContext};
+use super::{ToolRun, plugin_option};
+use crate::context::{IcountInterval, Part, RunContext, RunIntervals};
 use crate::error::{Result, file};
 use crate::ring_reader::SharedBoard;
+use std::collections::VecDeque;
+use std::path::PathBuf;
 
-/// A run whose plugin writes tables.
+/// A run whose plugin writes tables: `DIR/CUT.KIND.part`, when the first block after the cut runs,
+/// or when QEMU exits.
 pub(super) struct TableRun {
-    context: RunContext,
+    plugin: PathBuf,
+    dir: PathBuf,
+    intervals: RunIntervals,
     shared: SharedBoard,
     /// The tables that the plugin writes at each cut.
     kinds: &'static [&'static str],
     arguments: Vec<(&'static str, String)>,
+    /// The parts that the plugin writes when the VM goes on, each with the number of its cut.
+    unwritten: VecDeque<(usize, Option<Part>)>,
     cuts: usize,
 }
 
@@ -25,7 +32,7 @@ impl TableRun {
         arguments: Vec<(&'static str, String)>,
     ) -> Result<Box<dyn ToolRun>> {
         let shared = SharedBoard::create(0)?;
-        let cuts = if run.cuts() > 1 { "many" } else { "one" };
+        let cuts = if run.has_many_cuts() { "many" } else { "one" };
         let mut all = vec![
             ("tool", tools.to_owned()),
             ("board", shared.path()),
@@ -33,7 +40,36 @@ impl TableRun {
             ("cuts", cuts.to_owned()),
         ];
         all.extend(arguments);
-        Ok(Box::new(Self { context: run.clone(), shared, kinds, arguments: all, cuts: 0 }))
+        Ok(Box::new(Self {
+            plugin: run.plugin.clone(),
+            dir: run.dir.clone(),
+            intervals: RunIntervals::new(run),
+            shared,
+            kinds,
+            arguments: all,
+            unwritten: VecDeque::new(),
+            cuts: 0,
+        }))
+    }
+
+    /// Gives the files that the plugin has written the names of their parts, but for the last
+    /// `held_back` cuts. The warm-up's are removed.
+    fn collect(&mut self, held_back: usize) -> Result<Vec<Part>> {
+        let count = self.unwritten.len().saturating_sub(held_back);
+        let mut parts = Vec::with_capacity(count);
+        for (cut, part) in self.unwritten.drain(..count) {
+            for kind in self.kinds {
+                let from = self.dir.join(format!("{cut}.{kind}.part"));
+                match &part {
+                    Some(part) => std::fs::rename(&from, part.file(kind, "part"))
+                        .map_err(file("renaming the plugin's part", &from))?,
+                    None => std::fs::remove_file(&from)
+                        .map_err(file("removing the warm-up's part", &from))?,
+                }
+            }
+            parts.extend(part);
+        }
+        Ok(parts)
     }
 }
 
@@ -41,37 +77,25 @@ impl ToolRun for TableRun {
     fn option(&self) -> String {
         let arguments: Vec<_> =
             self.arguments.iter().map(|(name, value)| (*name, value.as_str())).collect();
-        plugin_option(&self.context.plugin, &arguments)
+        plugin_option(&self.plugin, &arguments)
     }
 
-    fn cut(&mut self) -> Result<()> {
+    fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
         self.shared.check()?;
         self.shared.board.cut();
+        self.unwritten.push_back((self.cuts, self.intervals.cut(next)?));
         self.cuts += 1;
         Ok(())
     }
 
-    fn finish(self: Box<Self>) -> Result<Vec<Part>> {
+    /// The tables of the last cut are written when the VM goes on.
+    fn completed(&mut self) -> Result<Vec<Part>> {
+        self.collect(1)
+    }
+
+    fn finish(mut self: Box<Self>) -> Result<Vec<Part>> {
         self.shared.check()?;
-        check_cuts(&self.context, self.cuts)?;
-        let dir = &self.context.dir;
-        let written = |cut: usize, kind: &str| dir.join(format!("{cut}.{kind}.part"));
-        let warm_ups = usize::from(self.context.warm_up.is_some());
-        for kind in self.kinds {
-            for cut in 0..warm_ups {
-                let path = written(cut, kind);
-                std::fs::remove_file(&path).map_err(file("removing the warm-up's part", &path))?;
-            }
-        }
-        let mut parts = Vec::new();
-        for (number, &interval) in self.context.intervals.iter().enumerate() {
-            let part = Part { interval, dir: dir.clone() };
-            for kind in self.kinds {
-                let (from, to) = (written(warm_ups + number, kind), part.file(kind, "part"));
-                std::fs::rename(&from, &to).map_err(file("renaming the plugin's part", &from))?;
-            }
-            parts.push(part);
-        }
-        Ok(parts)
+        self.intervals.check_ended()?;
+        self.collect(0)
     }
 }

@@ -324,15 +324,12 @@ impl Recording {
         vm
     }
 
-    /// What a tool is told of a run from checkpoint `from` over `intervals`, in a directory of its
-    /// own.
-    pub fn context(&self, dir: &Path, from: usize, intervals: Vec<IcountInterval>) -> RunContext {
+    /// What a tool is told of a run from checkpoint `from` that begins with the interval `first`, in
+    /// a directory of its own.
+    pub fn context(&self, dir: &Path, from: usize, first: IcountInterval) -> RunContext {
         std::fs::create_dir_all(dir).unwrap();
-        let warm_up = IcountInterval {
-            index: from as u32,
-            start: self.checkpoints[from],
-            end: intervals[0].start,
-        };
+        let warm_up =
+            IcountInterval { index: from as u32, start: self.checkpoints[from], end: first.start };
         let range = RamRange { guest: GuestPhys(0), number: 0, len_bytes: RAM_MIB << 20 };
         let file = RamFile { number: 0, path: dir.join("ram") };
         RunContext {
@@ -341,27 +338,36 @@ impl Recording {
             ram: ReplayRam { files: vec![file], ranges: vec![range] },
             dir: dir.to_owned(),
             warm_up: Some(warm_up),
-            intervals,
+            first,
+            may_continue: true,
         }
     }
 
-    /// Replays what `context` says under `running`; returns the parts and QEMU's CPU time from the
-    /// start of the first interval.
+    /// Replays `intervals` under `running`, of which `context` tells; returns the parts and QEMU's
+    /// CPU time from the start of the first interval.
     pub fn replay(
         &self,
         context: &RunContext,
+        intervals: &[IcountInterval],
         mut running: Box<dyn ToolRun>,
     ) -> (Vec<Part>, Duration) {
         let warm_up = context.warm_up.unwrap();
         let mut vm = self.restored(warm_up.index as usize, &context.dir, Some(running.option()));
         let before = vm.cpu();
-        for interval in [warm_up].iter().chain(&context.intervals) {
-            self.run_to(&mut vm, interval.end);
-            running.cut().unwrap();
+        let mut following = intervals.iter().copied();
+        let (mut end, mut parts) = (warm_up.end, Vec::new());
+        loop {
+            self.run_to(&mut vm, end);
+            let next = following.next();
+            running.cut(next).unwrap();
+            parts.extend(running.completed().unwrap());
+            let Some(next) = next else { break };
+            end = next.end;
         }
         let cpu = vm.cpu().saturating_sub(before);
         vm.quit();
-        (running.finish().unwrap(), cpu)
+        parts.extend(running.finish().unwrap());
+        (parts, cpu)
     }
 
     /// Replays up to `end`, exactly.
@@ -378,8 +384,9 @@ impl Recording {
         let each = (0..all.len()).map(|index| {
             let dir = self.file(&format!("{name}-{index}"));
             let from = index.saturating_sub(tool.warm_up_intervals());
-            let context = self.context(&dir, from, all[from..=index].to_vec());
-            let mut parts = self.replay(&context, tool.begin(&context).unwrap()).0;
+            let context = self.context(&dir, from, all[from]);
+            let running = tool.begin(&context).unwrap();
+            let mut parts = self.replay(&context, &all[from..=index], running).0;
             parts.split_off(index - from)
         });
         each.flatten().collect()
@@ -387,8 +394,9 @@ impl Recording {
 
     /// One QEMU for all.
     pub fn in_sequence(&self, tool: &dyn Tool, name: &str) -> Vec<Part> {
-        let context = self.context(&self.file(name), 0, self.intervals());
-        self.replay(&context, tool.begin(&context).unwrap()).0
+        let all = self.intervals();
+        let context = self.context(&self.file(name), 0, all[0]);
+        self.replay(&context, &all, tool.begin(&context).unwrap()).0
     }
 
     /// The results of parts, in a directory of their own.
