@@ -1,6 +1,6 @@
 //! Runs workers in this process: one worker with a thread for each slot.
 
-use crate::{Placement, Queue, QueueItem, Result, Runner, Worker, WorkerId};
+use crate::{Placement, Queue, QueueItem, Result, Runner, Share, Slot, Worker, WorkerId};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
@@ -11,32 +11,38 @@ use std::time::Duration;
 /// taken stay unavailable.
 const LEASE: Duration = Duration::from_secs(30);
 
+/// The function that processes an item in a slot.
+pub type LocalJob<'env> = &'env (dyn Fn(QueueItem, &Slot<'_>) + Sync);
+
 /// A runner whose only worker is in this process.
 pub struct LocalRunner<'scope, 'env> {
     scope: &'scope Scope<'scope, 'env>,
-    job: &'env (dyn Fn(QueueItem) + Sync),
+    job: LocalJob<'env>,
     slots: usize,
+    placement: Placement,
     stopped: Arc<AtomicBool>,
     result: Option<Receiver<Result<usize>>>,
 }
 
 impl<'scope, 'env> LocalRunner<'scope, 'env> {
-    /// Runs `job` for each item in `slots` threads of `scope`. They end when the queue is done, or
-    /// when `stopped` is set.
+    /// Runs `job` for each item in `slots` threads of `scope`, which choose items by `placement`.
+    /// They end when the queue is done, or when `stopped` is set.
     pub fn new(
         scope: &'scope Scope<'scope, 'env>,
         slots: usize,
+        placement: Placement,
         stopped: &Arc<AtomicBool>,
-        job: &'env (dyn Fn(QueueItem) + Sync),
+        job: LocalJob<'env>,
     ) -> Self {
-        Self { scope, job, slots, stopped: Arc::clone(stopped), result: None }
+        Self { scope, job, slots, placement, stopped: Arc::clone(stopped), result: None }
     }
 
     fn begin(&mut self, queue: &Queue) {
         let worker = Worker {
             id: WorkerId::local(),
             slots: self.slots,
-            placement: Placement::LongestFirst,
+            placement: self.placement,
+            share: Some(Share { number: 0, count: 1 }),
             lease: LEASE,
         };
         let (queue, stopped, job) = (queue.clone(), Arc::clone(&self.stopped), self.job);

@@ -18,7 +18,7 @@
 //!
 //! Only times of the file system are compared with each other, never a host's clock.
 
-use crate::{Error, Placement, Result};
+use crate::{Error, Placement, Preference, Result};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 use std::fs;
 use std::io;
@@ -196,25 +196,37 @@ impl Queue {
         self.dir.join(CLOSED).exists()
     }
 
-    /// Takes an item for `worker`, whose last item was `last`, as `placement` chooses; `None` if
-    /// all are taken or settled. Error: [`Error::Io`].
+    /// Takes an item for `worker` with this `preference`, as `placement` chooses; `None` if all are
+    /// taken or settled. Error: [`Error::Io`].
     pub fn take(
         &self,
         worker: &WorkerId,
         placement: Placement,
-        last: Option<u32>,
+        preference: Preference,
     ) -> Result<Option<QueueItem>> {
         let mut open = self.items()?;
-        while let Some(item) = placement.choose(&open, last) {
-            let from = self.dir.join(ITEMS).join(item.name());
-            let to = self.dir.join(TAKEN).join(TakenItem { item, worker: worker.clone() }.name());
-            if unless_gone(fs::rename(&from, &to)).map_err(Error::io("rename", &from))? {
+        while let Some(item) = placement.choose(&open, preference) {
+            if self.try_take(worker, item)? {
                 return Ok(Some(item));
             }
             // Another worker was faster.
             open.retain(|other| other.index != item.index);
         }
         Ok(None)
+    }
+
+    /// Takes item `index` for `worker`; `None` if it is not open. Error: [`Error::Io`].
+    pub fn take_number(&self, worker: &WorkerId, index: u32) -> Result<Option<QueueItem>> {
+        let item = self.items()?.into_iter().find(|item| item.index == index);
+        let Some(item) = item else { return Ok(None) };
+        Ok(self.try_take(worker, item)?.then_some(item))
+    }
+
+    /// Takes `item` for `worker`. Returns false if another worker was faster.
+    fn try_take(&self, worker: &WorkerId, item: QueueItem) -> Result<bool> {
+        let from = self.dir.join(ITEMS).join(item.name());
+        let to = self.dir.join(TAKEN).join(TakenItem { item, worker: worker.clone() }.name());
+        unless_gone(fs::rename(&from, &to)).map_err(Error::io("rename", &from))
     }
 
     /// Settles an item of `worker`. Returns false if the worker was taken for lost meanwhile.
@@ -250,8 +262,6 @@ impl Queue {
         Ok(())
     }
 
-    /// Records that `worker` lives, with the present time: the file system's if it has a clock,
-    /// otherwise this host's. Error: [`Error::Io`].
     fn heartbeat_path(&self, worker: &WorkerId) -> PathBuf {
         self.dir.join(WORKERS).join(&worker.0)
     }
@@ -330,7 +340,9 @@ mod tests {
                 scope.spawn(move || {
                     let worker = WorkerId::new(&format!("w{n}"));
                     let mut last = None;
-                    while let Some(item) = queue.take(&worker, Placement::Neighbours, last).unwrap()
+                    while let Some(item) = queue
+                        .take(&worker, Placement::Neighbours, Preference { last, share: None })
+                        .unwrap()
                     {
                         last = Some(item.index);
                         seen.lock().unwrap().push(item.index);
@@ -352,7 +364,8 @@ mod tests {
         let (lost, alive) = (WorkerId::new("lost/1:2"), WorkerId::new("alive"));
         assert_eq!(lost.as_str(), "lost_1_2");
         queue.heartbeat(&lost).unwrap();
-        let item = queue.take(&lost, Placement::LongestFirst, None).unwrap().unwrap();
+        let item =
+            queue.take(&lost, Placement::LongestFirst, Preference::default()).unwrap().unwrap();
         assert_eq!(item.index, 1);
         queue.heartbeat(&alive).unwrap();
         assert_eq!(queue.return_stale(&alive, Duration::from_secs(60)).unwrap(), 0);
@@ -360,7 +373,10 @@ mod tests {
         let sign = fs::File::options().write(true).open(queue.heartbeat_path(&lost)).unwrap();
         sign.set_modified(long_ago).unwrap();
         assert_eq!(queue.return_stale(&alive, Duration::from_secs(60)).unwrap(), 1);
-        assert_eq!(queue.take(&alive, Placement::LongestFirst, None).unwrap(), Some(item));
+        assert_eq!(
+            queue.take(&alive, Placement::LongestFirst, Preference::default()).unwrap(),
+            Some(item)
+        );
         assert!(!queue.settle(&lost, item).unwrap());
         assert!(queue.settle(&alive, item).unwrap());
         // An item that was given up is tried again.

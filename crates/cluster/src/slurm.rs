@@ -15,7 +15,7 @@
 mod programs;
 mod tasks;
 
-use crate::{Error, Queue, Result, Runner, WorkerId};
+use crate::{Error, Queue, Result, Runner, Share, WorkerId};
 pub use programs::SlurmPrograms;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -141,6 +141,15 @@ impl SlurmRunner {
         let (task, restarts) = (of("SLURM_ARRAY_TASK_ID", "0"), of("SLURM_RESTART_COUNT", "0"));
         let (node, pid) = (of("SLURMD_NODENAME", "node"), std::process::id());
         WorkerId::new(&format!("slurm.{job}.{task}.{restarts}.{node}.{pid}"))
+    }
+
+    /// Returns the share of a pilot in the work, from its task's number; `None` if Slurm does not
+    /// tell. `variable` reads the environment that Slurm gives the pilot.
+    pub fn share(variable: impl Fn(&str) -> Option<String>) -> Option<Share> {
+        let number = |name: &str| variable(name)?.parse::<u32>().ok();
+        let (task, first) = (number("SLURM_ARRAY_TASK_ID")?, number("SLURM_ARRAY_TASK_MIN")?);
+        let count = number("SLURM_ARRAY_TASK_COUNT")?;
+        Some(Share { number: task.checked_sub(first)?, count }).filter(|one| one.number < count)
     }
 
     /// Returns whether `other` is an earlier start of `own`'s task.

@@ -1,6 +1,11 @@
 //! A worker: takes item after item from a queue, in several slots, until none is left.
+//!
+//! ```text
+//!   slot   take 4 ─▶ job: item 4 ends, take_number(5) ─▶ item 5 ends, take_number(6): taken
+//!                              └ settle 4                       └ settle 5           └ the job returns
+//! ```
 
-use crate::{Placement, Queue, QueueItem, Result, WorkerId};
+use crate::{Placement, Preference, Queue, QueueItem, Result, Share, WorkerId};
 use keyframe_locks::IgnorePoison;
 use std::sync::Condvar;
 use std::sync::Mutex;
@@ -20,23 +25,87 @@ pub struct Worker {
     pub slots: usize,
     /// How it chooses items.
     pub placement: Placement,
+    /// Its share of the work, which its slots divide among them; `None` if it is not known.
+    pub share: Option<Share>,
     /// A worker without a heartbeat for this long counts as lost.
     pub lease: Duration,
+}
+
+/// A slot of a worker, with the items that it has at present.
+pub struct Slot<'a> {
+    queue: &'a Queue,
+    worker: &'a WorkerId,
+    /// The number of the slot in its worker, from 0 on.
+    number: u32,
+    held: Mutex<HeldItems>,
+    settled: &'a AtomicUsize,
+}
+
+/// The items of a slot.
+#[derive(Default)]
+struct HeldItems {
+    items: Vec<QueueItem>,
+    /// The item that was taken last.
+    last: Option<u32>,
+}
+
+impl Slot<'_> {
+    /// Returns the number of the slot in its worker, from 0 on.
+    pub fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// Takes item `index` in addition to those that the slot has. Returns false if the item is not
+    /// open. Error: [`Error::Io`](crate::Error::Io).
+    pub fn take_number(&self, index: u32) -> Result<bool> {
+        let taken = self.queue.take_number(self.worker, index)?;
+        if let Some(item) = taken {
+            self.hold(item);
+        }
+        Ok(taken.is_some())
+    }
+
+    /// Notes an item that was taken for the slot.
+    fn hold(&self, item: QueueItem) {
+        let mut held = self.held.lock().ignore_poison();
+        held.items.push(item);
+        held.last = Some(item.index);
+    }
+
+    /// Settles item `index`, which the slot has. Error: [`Error::Io`](crate::Error::Io).
+    pub fn settle(&self, index: u32) -> Result<()> {
+        let mut held = self.held.lock().ignore_poison();
+        let Some(at) = held.items.iter().position(|item| item.index == index) else {
+            return Ok(());
+        };
+        let item = held.items.remove(at);
+        if self.queue.settle(self.worker, item)? {
+            self.settled.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Settles all items that the slot has.
+    fn settle_all(&self) -> Result<()> {
+        let held = self.held.lock().ignore_poison().items.clone();
+        held.iter().map(|item| item.index).try_for_each(|index| self.settle(index))
+    }
 }
 
 impl Worker {
     /// Runs `job` for item after item until none will come any more or `interrupted` is set.
     /// Returns how many items it settled.
     ///
-    /// An item is settled when `job` returns, with any outcome. If `interrupted` is set by
-    /// then, the item returns to the queue.
+    /// A job may take further items through its slot, and settle items before it returns. All
+    /// other items of the slot are settled when `job` returns, with any outcome. If `interrupted`
+    /// is set by then, they return to the queue.
     ///
     /// Error: [`Error::Io`](crate::Error::Io).
     pub fn run(
         &self,
         queue: &Queue,
         interrupted: &AtomicBool,
-        job: impl Fn(QueueItem) + Sync,
+        job: impl Fn(QueueItem, &Slot<'_>) + Sync,
     ) -> Result<usize> {
         queue.heartbeat(&self.id)?;
         let (settled, ended) = (AtomicUsize::new(0), EndSignal::default());
@@ -48,8 +117,17 @@ impl Worker {
                     let _ = queue.return_stale(&self.id, self.lease);
                 }
             });
+            let slot = |number: usize| Slot {
+                queue,
+                worker: &self.id,
+                number: number as u32,
+                held: Mutex::default(),
+                settled: &settled,
+            };
+            let job = &job;
             let slots: Vec<_> = (0..self.slots.max(1))
-                .map(|_| scope.spawn(|| self.run_slot(queue, interrupted, &settled, &job)))
+                .map(slot)
+                .map(|slot| scope.spawn(move || self.run_slot(&slot, interrupted, job)))
                 .collect();
             let joined: Vec<_> = slots.into_iter().map(ScopedJoinHandle::join).collect();
             ended.set();
@@ -64,16 +142,18 @@ impl Worker {
 
     fn run_slot(
         &self,
-        queue: &Queue,
+        slot: &Slot<'_>,
         interrupted: &AtomicBool,
-        settled: &AtomicUsize,
-        job: &(impl Fn(QueueItem) + Sync),
+        job: &(impl Fn(QueueItem, &Slot<'_>) + Sync),
     ) -> Result<()> {
-        let mut last = None;
+        let Slot { queue, number, .. } = *slot;
+        let share = self.share.map(|share| share.of_slot(number, self.slots.max(1) as u32));
         while !interrupted.load(Ordering::Relaxed) {
             // Read first: an item that is added in between is seen at the next look.
             let is_closed = queue.is_closed();
-            let Some(item) = queue.take(&self.id, self.placement, last)? else {
+            let last = slot.held.lock().ignore_poison().last;
+            let preference = Preference { last, share: share.filter(|_| is_closed) };
+            let Some(item) = queue.take(&self.id, self.placement, preference)? else {
                 // Items of other workers may come back if these are lost.
                 if is_closed && queue.taken()?.is_empty() && queue.items()?.is_empty() {
                     return Ok(());
@@ -81,10 +161,10 @@ impl Worker {
                 std::thread::sleep(LOOK_EVERY);
                 continue;
             };
-            last = Some(item.index);
-            job(item);
-            if !interrupted.load(Ordering::Relaxed) && queue.settle(&self.id, item)? {
-                settled.fetch_add(1, Ordering::Relaxed);
+            slot.hold(item);
+            job(item, slot);
+            if !interrupted.load(Ordering::Relaxed) {
+                slot.settle_all()?;
             }
         }
         Ok(())
@@ -115,7 +195,8 @@ mod tests {
 
     fn worker(name: &str, slots: usize) -> Worker {
         let lease = Duration::from_millis(300);
-        Worker { id: WorkerId::new(name), slots, placement: Placement::Neighbours, lease }
+        let (id, placement) = (WorkerId::new(name), Placement::Neighbours);
+        Worker { id, slots, placement, share: None, lease }
     }
 
     #[test]
@@ -124,7 +205,7 @@ mod tests {
         let queue = Queue::create(dir.path()).unwrap();
         let never = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let working = scope.spawn(|| worker("a", 2).run(&queue, &never, |_| ()).unwrap());
+            let working = scope.spawn(|| worker("a", 2).run(&queue, &never, |_, _| ()).unwrap());
             for index in 0..20 {
                 std::thread::sleep(Duration::from_millis(3));
                 queue.add(QueueItem { index, weight: 1 }).unwrap();
@@ -144,8 +225,8 @@ mod tests {
         let dead = WorkerId::new("dead");
         let began = Instant::now();
         queue.heartbeat(&dead).unwrap();
-        queue.take(&dead, Placement::Neighbours, None).unwrap().unwrap();
-        assert_eq!(worker("b", 1).run(&queue, &AtomicBool::new(false), |_| ()).unwrap(), 3);
+        queue.take(&dead, Placement::Neighbours, Preference::default()).unwrap().unwrap();
+        assert_eq!(worker("b", 1).run(&queue, &AtomicBool::new(false), |_, _| ()).unwrap(), 3);
         assert!(began.elapsed() >= Duration::from_millis(200), "its lease is respected");
     }
 
@@ -155,7 +236,7 @@ mod tests {
         let queue = Queue::create(dir.path()).unwrap();
         (0..3).for_each(|index| queue.add(QueueItem { index, weight: 1 }).unwrap());
         let interrupted = AtomicBool::new(false);
-        let job = |_| interrupted.store(true, Ordering::Relaxed);
+        let job = |_, _: &Slot<'_>| interrupted.store(true, Ordering::Relaxed);
         assert_eq!(worker("c", 1).run(&queue, &interrupted, job).unwrap(), 0);
         assert_eq!(queue.items().unwrap().len(), 3);
     }

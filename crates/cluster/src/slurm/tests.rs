@@ -1,7 +1,7 @@
 //! Tests against programs that answer as Slurm's do. The end-to-end tests use the real ones.
 
 use super::*;
-use crate::{Placement, QueueItem};
+use crate::{Placement, Preference, QueueItem};
 use std::os::unix::fs::PermissionsExt;
 
 struct Fake {
@@ -135,7 +135,7 @@ fn items_return_to_the_queue_when_their_task_does_not_run() {
     };
     let [lost, alive] = ["0", "1"].map(|task| SlurmRunner::worker_id(variables(task, "0")));
     for worker in [&lost, &alive] {
-        queue.take(worker, Placement::Neighbours, None).unwrap().unwrap();
+        queue.take(worker, Placement::Neighbours, Preference::default()).unwrap().unwrap();
     }
     fs::write(fake.path("tasks"), "10|0|PENDING||BeginTime\n10|1|RUNNING|n2|None\n").unwrap();
     slurm.asked = None;
