@@ -1,5 +1,5 @@
-//! Runs a tool over the intervals of a recording: its plugin in the QEMU of each interval, or in
-//! one QEMU for all.
+//! Runs a tool over the intervals of a recording: its plugin in the QEMU of each range of intervals,
+//! or in one QEMU for all.
 //!
 //! ```text
 //!   OUT/analysis.json      what is analysed, and how: a second run goes on with what is missing
@@ -10,7 +10,8 @@
 //!   OUT/intervals.json     how long each interval took, and how many tries
 //! ```
 //!
-//! `files.rs` reads and writes these files, `parts.rs` makes the parts, `results.rs` the results.
+//! `files.rs` reads and writes these files, `range.rs` and `parts.rs` make the parts, `results.rs`
+//! the results.
 //!
 //! Invariants: a part is made under another name and renamed when it is complete, so that two
 //! workers that make the same part do not disturb each other; a part counts only with its `done`;
@@ -18,12 +19,15 @@
 
 mod files;
 mod parts;
+mod range;
 mod results;
 
 pub use files::{
     AnalysisHeader, FinishedPart, IntervalState, IntervalTiming, interval_states,
     median_dispatch_ns, previous_timings,
 };
+pub use parts::PartMaker;
+pub use range::OpenIntervals;
 
 use crate::error::{AnalysisError, Error, Result};
 use crate::event::{EventSink, ReplayEvent};
@@ -31,7 +35,9 @@ use crate::{AnalysisSubject, KnownIntervals, jobs};
 use files::{claim, finished_part};
 use keyframe_analysis::Tool;
 use keyframe_analysis::plugin::{self, PluginInterface};
-use keyframe_cluster::{ItemSource, LocalRunner, NewItems, Queue, QueueItem, WorkerId, drive};
+use keyframe_cluster::{
+    ItemSource, LocalRunner, NewItems, Placement, Queue, QueueItem, Slot, WorkerId, drive,
+};
 use keyframe_locks::IgnorePoison;
 use keyframe_replay::interval::Interval;
 use keyframe_units::error_chain;
@@ -274,27 +280,29 @@ impl<'a> Analysis<'a> {
         let this = &*self;
         events.event(&ReplayEvent::Replayed { instructions: this.old_instructions() });
         let slots = jobs.map_or_else(jobs::core_count, |n| n as usize);
-        let job = |item: QueueItem| {
+        let job = |item: QueueItem, slot: &Slot<'_>| {
             // The queue's items are intervals that this process knows.
             let Ok(interval) = this.interval(item.index) else { return };
-            let maker = format!("local-{:?}", std::thread::current().id());
+            let name = format!("local-{:?}", std::thread::current().id());
+            let maker = PartMaker { name: &name, tries_max: tries, interrupted };
             let mut reached = interval.from_icount;
             let mut on_progress = |icount: u64| {
-                let instructions = icount.min(interval.end_icount).saturating_sub(reached);
+                let instructions = icount.saturating_sub(reached);
                 events.event(&ReplayEvent::Replayed { instructions });
                 reached = icount.max(reached);
             };
-            match this.make(&interval, &maker, tries, interrupted, &mut on_progress) {
-                Ok(()) => on_progress(interval.end_icount),
+            match this.make(&interval, slot, maker, &mut on_progress) {
                 // The part is missed when the parts are collected.
                 Err(error) if !interrupted.load(Ordering::Relaxed) => {
                     events.event(&ReplayEvent::IntervalFailed { index: item.index, error });
                 }
-                Err(_) => {}
+                Ok(()) | Err(_) => {}
             }
         };
+        let placement =
+            if this.can_continue() { Placement::Neighbours } else { Placement::LongestFirst };
         std::thread::scope(|scope| {
-            let mut local = LocalRunner::new(scope, slots, interrupted, &job);
+            let mut local = LocalRunner::new(scope, slots, placement, interrupted, &job);
             drive(&queue, &mut this.feed(), &mut local, interrupted, &mut |_| ())
         })?;
         jobs::check_interrupted(interrupted)

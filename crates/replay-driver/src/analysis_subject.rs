@@ -6,6 +6,7 @@ use crate::{LiveRecording, Replay, ReplayOptions, ReplayableRecording, StopReaso
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Store;
+use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
 /// The object of an analysis.
@@ -95,69 +96,78 @@ impl<'a> AnalysisSubject<'a> {
         }
     }
 
-    /// Runs one QEMU from the checkpoint `begin` through `intervals`, which are consecutive.
-    /// `on_end` is called at the end of each of them, and, if `begin` lies before the first, at the
-    /// end of this warm-up.
+    /// Runs one QEMU from the checkpoint `begin` through the interval `first` and the intervals that
+    /// `on_end` returns. Each of them must begin where the one before ends. `on_end` is called at
+    /// the end of each interval, with the VM stopped; the run ends when it returns `None`. If
+    /// `begin` lies before `first`, `on_end` is also called where `first` begins, and returns
+    /// `first` then.
     ///
     /// # Errors
     ///
     /// [`Error::Interrupted`] if the user asked for an end; other errors if a replay or simulation
-    /// fails.
-    pub fn run_intervals(
+    /// fails; those of `on_end`.
+    pub fn run_range(
         self,
         begin: RecordedCheckpoint,
-        intervals: &[Interval],
+        first: &Interval,
         options: ReplayOptions,
         control: ReplayControl<'_>,
-        on_end: &mut dyn FnMut() -> Result<()>,
+        on_end: &mut dyn FnMut() -> Result<Option<Interval>>,
     ) -> Result<()> {
+        let ReplayControl { interrupted, on_progress } = control;
+        if let Self::Unrecorded(run) = self {
+            let mut simulated = run.start(begin.checkpoint, options)?;
+            if !simulated.run(first, interrupted, on_progress)? {
+                return Err(Error::Interrupted);
+            }
+            if on_end()?.is_some() {
+                return Err(AnalysisError::SimulatedByInterval.into());
+            }
+            return simulated.end();
+        }
+        let recording = self.replayable()?;
+        let end = if begin.icount < first.from_icount {
+            Until::Instruction(first.from_icount)
+        } else {
+            recording.get().until(first.end_icount)?
+        };
+        let mut replay = Replay::start(recording.get(), begin, end, &options)?;
+        let mut reached = replay.arrive(interrupted, on_progress)?;
+        loop {
+            if reached == StopReason::Interrupted {
+                return Err(Error::Interrupted);
+            }
+            let Some(next) = on_end()? else { break };
+            // A live recording has grown since.
+            let recording = self.replayable()?;
+            replay.set_holds(recording.get().holds()?);
+            let end = recording.get().until(next.end_icount)?;
+            reached = replay.go_on(end, interrupted, on_progress)?;
+        }
+        replay.end()
+    }
+
+    /// Returns the part of the recording that can be replayed now.
+    fn replayable(self) -> Result<Replayable<'a>> {
         match self {
-            Self::Recorded(recording) => {
-                replay(recording, begin, intervals, &options, control, on_end)
-            }
-            Self::Live(live) => replay(&*live.now()?, begin, intervals, &options, control, on_end),
-            Self::Unrecorded(run) => {
-                let [interval] = intervals else {
-                    return Err(AnalysisError::SimulatedByInterval.into());
-                };
-                let ReplayControl { interrupted, on_progress } = control;
-                let mut simulated = run.start(interval.begin.checkpoint, options)?;
-                if !simulated.run(interval, interrupted, on_progress)? {
-                    return Err(Error::Interrupted);
-                }
-                on_end()?;
-                simulated.end()
-            }
+            Self::Recorded(recording) => Ok(Replayable::Whole(recording)),
+            Self::Live(live) => live.now().map(Replayable::SoFar),
+            Self::Unrecorded(_) => Err(AnalysisError::SimulatedByInterval.into()),
         }
     }
 }
 
-fn replay(
-    recording: &ReplayableRecording,
-    begin: RecordedCheckpoint,
-    intervals: &[Interval],
-    options: &ReplayOptions,
-    control: ReplayControl<'_>,
-    on_end: &mut dyn FnMut() -> Result<()>,
-) -> Result<()> {
-    let ReplayControl { interrupted, on_progress } = control;
-    let from = intervals.first().map_or(begin.icount, |first| first.from_icount);
-    let of_warm_up = (begin.icount < from).then_some(Until::Instruction(from));
-    let each: Vec<Until> = intervals
-        .iter()
-        .map(|interval| recording.until(interval.end_icount))
-        .collect::<Result<_>>()?;
-    let mut ends = of_warm_up.into_iter().chain(each);
-    let Some(end) = ends.next() else { return Ok(()) };
-    let mut replay = Replay::start(recording, begin, end, options)?;
-    let mut reached = replay.arrive(interrupted, on_progress)?;
-    loop {
-        if reached == StopReason::Interrupted {
-            return Err(Error::Interrupted);
+/// A recording that can be replayed.
+enum Replayable<'a> {
+    Whole(&'a ReplayableRecording),
+    SoFar(Arc<ReplayableRecording>),
+}
+
+impl Replayable<'_> {
+    fn get(&self) -> &ReplayableRecording {
+        match self {
+            Self::Whole(recording) => recording,
+            Self::SoFar(recording) => recording,
         }
-        on_end()?;
-        let Some(end) = ends.next() else { break };
-        reached = replay.go_on(end, interrupted, on_progress)?;
     }
-    replay.end()
 }

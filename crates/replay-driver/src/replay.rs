@@ -96,6 +96,12 @@ impl Replay {
         self.vm.disks.as_mut().map(|disks| &mut disks.served)
     }
 
+    /// Replaces the instructions at which the replay stops for a moment on its way
+    /// ([`ReplayableRecording::holds`]), which are more in a recording that has grown.
+    pub fn set_holds(&mut self, holds: Arc<[u64]>) {
+        self.stepper.holds = holds;
+    }
+
     /// Waits until the replay has reached its target, as [`ReplayStepper::arrive`] does. Errors:
     /// the replay departs from the recording; QEMU ends early or does not answer.
     pub fn arrive(

@@ -4,9 +4,9 @@
 use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::words::replay::ReplayWords;
-use keyframe_cluster::{Placement, Queue, QueueItem, Worker, slurm::SlurmRunner};
+use keyframe_cluster::{Placement, Queue, QueueItem, Slot, Worker, slurm::SlurmRunner};
 use keyframe_locks::IgnorePoison;
-use keyframe_replay_driver::{AnalysisHeader, JobSpec, jobs, tool};
+use keyframe_replay_driver::{AnalysisHeader, JobSpec, PartMaker, jobs, tool};
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -50,12 +50,12 @@ impl Work {
         queue.return_items(|other| SlurmRunner::is_earlier_start(&id, other)).map_err(failed)?;
         eprintln!("keyframe: {} works on {}", id.as_str(), out.display());
         let broken = Mutex::new(None);
-        let job = |item: QueueItem| {
-            let maker = format!("{}-{:?}", id.as_str(), std::thread::current().id());
+        let job = |item: QueueItem, slot: &Slot<'_>| {
+            let name = format!("{}-{:?}", id.as_str(), std::thread::current().id());
             let interval = patiently(|| analysis.interval(item.index), &interrupted);
-            let made = interval.and_then(|one| {
-                analysis.make(&one, &maker, job_spec.tries, &interrupted, &mut |_| ())
-            });
+            let maker =
+                PartMaker { name: &name, tries_max: job_spec.tries, interrupted: &interrupted };
+            let made = interval.and_then(|one| analysis.make(&one, slot, maker, &mut |_| ()));
             if let Err(failure) = made {
                 // It cannot even say so where it should: nor will it with the next.
                 *broken.lock().ignore_poison() = Some(failure);
@@ -63,8 +63,9 @@ impl Work {
             }
         };
         let slots = self.slots as usize;
-        let worker =
-            Worker { id: id.clone(), slots, placement: Placement::Neighbours, lease: self.lease };
+        let share = SlurmRunner::share(|name| std::env::var(name).ok());
+        let (placement, lease) = (Placement::Neighbours, self.lease);
+        let worker = Worker { id: id.clone(), slots, placement, share, lease };
         let count = worker.run(&queue, &interrupted, job).map_err(failed)?;
         eprintln!("keyframe: {} settled {count} intervals", id.as_str());
         match broken.into_inner().ignore_poison() {

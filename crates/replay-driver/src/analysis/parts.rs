@@ -1,4 +1,5 @@
-//! Makes the part of an interval: its QEMU, with the tool's plugin.
+//! Makes the parts of intervals: a QEMU with the tool's plugin, which replays one interval or a
+//! range of them.
 
 use super::Analysis;
 use super::files::{
@@ -12,10 +13,83 @@ use keyframe_analysis::{Icount, IcountInterval, Part, ReplayRam, RunContext};
 use keyframe_inspect::source_of;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_units::{duration_ns, elapsed_ns, error_chain};
+use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+/// The worker that makes parts.
+#[derive(Clone, Copy)]
+pub struct PartMaker<'a> {
+    /// The worker's name, which no other worker has at the same time.
+    pub name: &'a str,
+    /// The number of times that it tries an interval.
+    pub tries_max: u32,
+    /// A flag that becomes true when the user asks for an end.
+    pub interrupted: &'a AtomicBool,
+}
+
+/// The caller of a run, which learns of its ends and its parts.
+pub(super) trait RunCaller {
+    /// Returns the interval with which the run goes on, which begins where `ended` ends; `None` to
+    /// end the run. Called with the VM stopped.
+    fn next(&mut self, ended: &Interval) -> Result<Option<Interval>>;
+
+    /// Receives complete parts, in their order.
+    fn take_parts(&mut self, parts: Vec<Part>) -> Result<()>;
+}
+
+/// A caller that wants the parts of known intervals in one run.
+struct ListedIntervals<'a> {
+    following: VecDeque<Interval>,
+    parts: &'a mut Vec<Part>,
+}
+
+impl RunCaller for ListedIntervals<'_> {
+    fn next(&mut self, _: &Interval) -> Result<Option<Interval>> {
+        Ok(self.following.pop_front())
+    }
+
+    fn take_parts(&mut self, parts: Vec<Part>) -> Result<()> {
+        self.parts.extend(parts);
+        Ok(())
+    }
+}
+
+/// The beginning of an interval's work.
+#[derive(Clone, Copy)]
+pub(super) struct Began {
+    pub instant: Instant,
+    pub time: SystemTime,
+}
+
+impl Began {
+    pub fn now() -> Self {
+        Self { instant: Instant::now(), time: SystemTime::now() }
+    }
+}
+
+/// The tries of an interval so far.
+#[derive(Default)]
+pub(super) struct Tries {
+    pub count: u32,
+    /// What is written into the part's log.
+    pub log: String,
+}
+
+impl Tries {
+    /// Notes a try that took `seconds`, or failed, with QEMU's `messages`.
+    pub fn add(&mut self, outcome: std::result::Result<f64, &Error>, messages: &str) {
+        self.count += 1;
+        let try_ = self.count;
+        let _ = match outcome {
+            Ok(seconds) => writeln!(self.log, "try {try_}: done after {seconds:.3} s"),
+            Err(error) => writeln!(self.log, "try {try_}: {}", error_chain(error)),
+        };
+        self.log.push_str(messages);
+    }
+}
 
 impl Analysis<'_> {
     /// Returns the directory of the interval's part.
@@ -23,28 +97,23 @@ impl Analysis<'_> {
         part_dir(&self.out, interval)
     }
 
-    /// Makes the part of `interval` in up to `tries_max` tries, and publishes it, or the reason why
-    /// it failed. `maker` is the name of the worker. `on_progress` is called now and then with the
-    /// instruction that QEMU has reached.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Interrupted`] if `interrupted` became true, with nothing published; other errors if
-    /// the analysis' directory cannot be written. A replay that fails is no error.
-    pub fn make(
+    /// Returns the directory in which `maker` makes the part of `interval`.
+    pub(super) fn making_dir(&self, interval: &Interval, maker: PartMaker<'_>) -> PathBuf {
+        self.out.join("parts").join(format!(".{:06}.{}", interval.index, maker.name))
+    }
+
+    /// Makes the part of `interval` in a QEMU of its own, after the `tries` that it has had, and
+    /// publishes it, or the reason why it failed.
+    pub(super) fn make_alone(
         &self,
         interval: &Interval,
-        maker: &str,
-        tries_max: u32,
-        interrupted: &AtomicBool,
+        maker: PartMaker<'_>,
+        mut tries: Tries,
         on_progress: &mut dyn FnMut(u64),
     ) -> Result<()> {
-        let (began, began_at) = (Instant::now(), SystemTime::now());
-        let dir = self.out.join("parts").join(format!(".{:06}.{maker}", interval.index));
-        let mut log = String::new();
-        let mut tries = 0;
+        let (began, interrupted) = (Began::now(), maker.interrupted);
+        let dir = self.making_dir(interval, maker);
         loop {
-            tries += 1;
             empty_dir(&dir)?;
             let control = ReplayControl { interrupted, on_progress: &mut *on_progress };
             let ran = self.run(&dir, std::slice::from_ref(interval), control);
@@ -53,39 +122,49 @@ impl Analysis<'_> {
                 let _ = std::fs::remove_dir_all(&dir);
                 return Err(Error::Interrupted);
             }
-            let _ = match &ran {
-                Ok(_) => {
-                    writeln!(log, "try {tries}: done after {:.3} s", began.elapsed().as_secs_f64())
-                }
-                Err(error) => writeln!(log, "try {tries}: {}", error_chain(error)),
-            };
             let messages = qemu_messages(&dir.join(QEMU_LOG));
-            log.push_str(&messages);
-            write(&dir.join("log"), log.as_bytes())?;
+            tries.add(ran.as_ref().map(|_| began.instant.elapsed().as_secs_f64()), &messages);
             match ran {
                 Ok(parts) => {
-                    let since = began_at.duration_since(UNIX_EPOCH).unwrap_or_default();
-                    let done = FinishedPart {
-                        index: interval.index,
-                        tries,
-                        wall_ns: elapsed_ns(began),
-                        began_at_ns: duration_ns(since),
-                        worker: maker.to_owned(),
-                        is_old: false,
-                        parts,
-                    };
-                    let text = serde_json::to_string(&done).unwrap_or_default();
-                    write(&dir.join(DONE), text.as_bytes())?;
-                    return self.publish(&dir, interval);
+                    let wall_ns = elapsed_ns(began.instant);
+                    let done = finished(interval, maker, tries.count, began, wall_ns, parts);
+                    return self.publish_done(&dir, interval, &done, &tries.log);
                 }
-                Err(error) if tries >= tries_max => {
-                    let text = with_last_lines(error_chain(&error), &messages);
-                    write(&dir.join(FAILED), text.as_bytes())?;
-                    return self.publish(&dir, interval);
+                Err(error) if tries.count >= maker.tries_max => {
+                    return self.publish_failure(&dir, interval, &error, &tries.log, &messages);
                 }
                 Err(_) => {}
             }
         }
+    }
+
+    /// Publishes the part of `interval` that is in `dir`.
+    pub(super) fn publish_done(
+        &self,
+        dir: &Path,
+        interval: &Interval,
+        done: &FinishedPart,
+        log: &str,
+    ) -> Result<()> {
+        write(&dir.join("log"), log.as_bytes())?;
+        let text = serde_json::to_string(done).unwrap_or_default();
+        write(&dir.join(DONE), text.as_bytes())?;
+        self.publish(dir, interval)
+    }
+
+    /// Publishes why `interval` has no part.
+    fn publish_failure(
+        &self,
+        dir: &Path,
+        interval: &Interval,
+        error: &Error,
+        log: &str,
+        messages: &str,
+    ) -> Result<()> {
+        write(&dir.join("log"), log.as_bytes())?;
+        let text = with_last_lines(error_chain(error), messages);
+        write(&dir.join(FAILED), text.as_bytes())?;
+        self.publish(dir, interval)
     }
 
     /// Renames `dir` to the interval's part, unless another worker was faster.
@@ -121,6 +200,11 @@ impl Analysis<'_> {
         before[at - count..at].to_vec()
     }
 
+    /// Returns whether a run can go on from one interval to the next.
+    pub(super) fn can_continue(&self) -> bool {
+        self.tool.can_cut() && !self.subject.is_approximate()
+    }
+
     /// Makes the parts of `intervals`, which are consecutive, in one QEMU that runs through the
     /// tool's warm-up and then through them.
     pub(super) fn run(
@@ -129,37 +213,46 @@ impl Analysis<'_> {
         intervals: &[Interval],
         control: ReplayControl<'_>,
     ) -> Result<Vec<Part>> {
-        let Some(first) = intervals.first() else { return Ok(Vec::new()) };
-        let before = self.warm_up(first);
-        let all = [&*before, intervals].concat();
-        let begin = before.first().unwrap_or(first).begin;
-        let mut parts = self.run_from(dir, begin, &all, control)?;
-        parts.retain(|part| before.iter().all(|one| one.index != part.interval.index));
+        let Some((first, following)) = intervals.split_first() else { return Ok(Vec::new()) };
+        let mut parts = Vec::new();
+        let following: VecDeque<Interval> = following.iter().copied().collect();
+        let may_continue = !following.is_empty();
+        let mut caller = ListedIntervals { following, parts: &mut parts };
+        self.run_range(dir, first, may_continue, control, &mut caller)?;
         Ok(parts)
     }
 
-    /// Makes the parts of `intervals`, which are consecutive, in one QEMU that begins at the
-    /// checkpoint `begin`. The tool drops what lies before the first interval.
-    fn run_from(
+    /// Runs one QEMU through the tool's warm-up, then through `first` and the intervals that
+    /// `caller` returns. `may_continue` is false if it certainly returns none.
+    pub(super) fn run_range(
         &self,
         dir: &Path,
-        begin: RecordedCheckpoint,
-        intervals: &[Interval],
+        first: &Interval,
+        may_continue: bool,
         control: ReplayControl<'_>,
-    ) -> Result<Vec<Part>> {
-        let Some(first) = intervals.first() else { return Ok(Vec::new()) };
-        let warm_up = (begin.icount < first.from_icount).then_some(IcountInterval {
-            index: first.index,
+        caller: &mut dyn RunCaller,
+    ) -> Result<()> {
+        let warm_up = self.warm_up(first);
+        let kept = |mut parts: Vec<Part>| {
+            parts.retain(|part| warm_up.iter().all(|one| one.index != part.interval.index));
+            parts
+        };
+        let mut filling: VecDeque<Interval> = warm_up.iter().chain([first]).copied().collect();
+        let Some(begins) = filling.pop_front() else { return Ok(()) };
+        let begin = begins.begin;
+        let before = (begin.icount < begins.from_icount).then_some(IcountInterval {
+            index: begins.index,
             start: Icount(begin.icount),
-            end: Icount(first.from_icount),
+            end: Icount(begins.from_icount),
         });
         let context = RunContext {
             interface: self.interface,
             plugin: self.plugin.clone(),
             ram: self.ram_at(begin)?,
             dir: dir.to_owned(),
-            warm_up,
-            intervals: intervals.iter().copied().map(icount_interval).collect(),
+            warm_up: before,
+            first: icount_interval(begins),
+            may_continue: may_continue || !filling.is_empty(),
         };
         let mut running = self.tool.begin(&context)?;
         let options = ReplayOptions {
@@ -168,9 +261,22 @@ impl Analysis<'_> {
             lazy: !self.tool.reads_ram(),
             ..ReplayOptions::default()
         };
-        let mut on_end = || running.cut().map_err(Error::from);
-        self.subject.run_intervals(begin, intervals, options, control, &mut on_end)?;
-        Ok(running.finish()?)
+        let mut present = before.is_none().then_some(begins);
+        let mut on_end = || {
+            let next = match present {
+                None => Some(begins),
+                Some(ended) => match filling.pop_front() {
+                    Some(following) => Some(following),
+                    None => caller.next(&ended)?,
+                },
+            };
+            running.cut(next.map(icount_interval))?;
+            present = next;
+            caller.take_parts(kept(running.completed()?))?;
+            Ok(next)
+        };
+        self.subject.run_range(begin, &begins, options, control, &mut on_end)?;
+        caller.take_parts(kept(running.finish()?))
     }
 
     /// Describes the guest's RAM at a checkpoint.
@@ -187,6 +293,27 @@ impl Analysis<'_> {
 fn with_last_lines(error: String, messages: &str) -> String {
     let last: Vec<&str> = messages.lines().rev().take(MESSAGE_LINES).collect();
     last.iter().rev().fold(error, |all, line| all + "\n  " + line)
+}
+
+/// Describes a part that `maker` has made.
+pub(super) fn finished(
+    interval: &Interval,
+    maker: PartMaker<'_>,
+    tries: u32,
+    began: Began,
+    wall_ns: u64,
+    parts: Vec<Part>,
+) -> FinishedPart {
+    let since = began.time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    FinishedPart {
+        index: interval.index,
+        tries,
+        wall_ns,
+        began_at_ns: duration_ns(since),
+        worker: maker.name.to_owned(),
+        is_old: false,
+        parts,
+    }
 }
 
 fn icount_interval(interval: Interval) -> IcountInterval {
