@@ -19,6 +19,7 @@ mod ring_run;
 mod syscall_names;
 mod syscalls;
 mod table_run;
+mod wait;
 mod watch;
 mod working_set;
 
@@ -65,6 +66,12 @@ pub trait Tool: Send + Sync {
     /// Returns whether a run may have more than one interval.
     fn can_cut(&self) -> bool {
         true
+    }
+
+    /// Returns a factor if each interval must take at least so many times its recorded time. The
+    /// caller waits for the rest before it ends an interval. This is for measurements only.
+    fn waits(&self) -> Option<u64> {
+        None
     }
 
     /// Prepares a run: makes what the tool's plugin needs, before the run's QEMU starts. Errors:
@@ -195,6 +202,7 @@ const TOOLS: &[(ToolDescription, MakeTool)] = &[
     (watch::DESCRIPTION, watch::make),
     (syscalls::DESCRIPTION, syscalls::make),
     (cache::DESCRIPTION, cache::make),
+    (wait::DESCRIPTION, wait::make),
 ];
 
 /// The arguments of tools that name code.

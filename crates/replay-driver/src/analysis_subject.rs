@@ -2,12 +2,14 @@
 //! whose intervals are simulated.
 
 use crate::error::{AnalysisError, Error, Result};
+use crate::replay::StartTimes;
 use crate::{LiveRecording, Replay, ReplayOptions, ReplayableRecording, StopReason, UnrecordedRun};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Store;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
+use std::time::Duration;
 
 /// The object of an analysis.
 #[derive(Clone, Copy)]
@@ -36,6 +38,8 @@ pub struct ReplayControl<'a> {
     /// A function that is called now and then with the number of the instruction that QEMU has
     /// reached.
     pub on_progress: &'a mut dyn FnMut(u64),
+    /// A function that is called once, when QEMU runs, with the times of its start.
+    pub on_start: &'a mut dyn FnMut(StartTimes),
 }
 
 impl<'a> AnalysisSubject<'a> {
@@ -96,6 +100,29 @@ impl<'a> AnalysisSubject<'a> {
         }
     }
 
+    /// Returns the time for which the VM ran in `interval` while it was recorded. It is the time
+    /// between the interval's checkpoints, or if these were taken later, from a replay, the
+    /// interval's part of the whole time by its instructions. Error: the store or the recording
+    /// cannot be read.
+    pub fn recorded_time(self, interval: &Interval) -> Result<Duration> {
+        let store = self.store();
+        let sealed = |id| store.sealed(id).map_err(|e| Error::store(store.path(), e));
+        let ends = (sealed(interval.begin.checkpoint)?, interval.end.map(sealed).transpose()?);
+        if let (begin, Some(end)) = ends
+            && [&begin, &end].iter().all(|one| one.meta.reason != "segment")
+        {
+            let ns = end.meta.taken_at.duration_since(begin.meta.taken_at).as_nanos();
+            return Ok(Duration::from_nanos(u64::try_from(ns).unwrap_or_default()));
+        }
+        let whole = match self {
+            Self::Unrecorded(_) => return Ok(Duration::ZERO),
+            Self::Recorded(recording) => recording.recording.meta.clone(),
+            Self::Live(live) => live.now()?.recording.meta.clone(),
+        };
+        let share = interval.len() as f64 / whole.instructions.max(1) as f64;
+        Ok(Duration::from_nanos(whole.duration_ns).mul_f64(share.min(1.0)))
+    }
+
     /// Runs one QEMU from the checkpoint `begin` through the interval `first` and the intervals that
     /// `on_end` returns. Each of them must begin where the one before ends. `on_end` is called at
     /// the end of each interval, with the VM stopped; the run ends when it returns `None`. If
@@ -114,7 +141,7 @@ impl<'a> AnalysisSubject<'a> {
         control: ReplayControl<'_>,
         on_end: &mut dyn FnMut() -> Result<Option<Interval>>,
     ) -> Result<()> {
-        let ReplayControl { interrupted, on_progress } = control;
+        let ReplayControl { interrupted, on_progress, on_start } = control;
         if let Self::Unrecorded(run) = self {
             let mut simulated = run.start(begin.checkpoint, options)?;
             if !simulated.run(first, interrupted, on_progress)? {
@@ -132,6 +159,7 @@ impl<'a> AnalysisSubject<'a> {
             recording.get().until(first.end_icount)?
         };
         let mut replay = Replay::start(recording.get(), begin, end, &options)?;
+        on_start(replay.start_times);
         let mut reached = replay.arrive(interrupted, on_progress)?;
         loop {
             if reached == StopReason::Interrupted {

@@ -61,7 +61,7 @@ pub use job_spec::{JobSpec, OpenedSubject, RunSelection, tool};
 pub use live_recording::LiveRecording;
 pub use measurements::{MeasuredInterval, RecordingMeasurements};
 pub use paused_replay::{PauseOptions, PausedReplay, ReplayRoute};
-pub use replay::{Replay, ReplayOptions};
+pub use replay::{Replay, ReplayOptions, StartTimes};
 pub use replay_stepper::{ReplayStepper, StopReason};
 pub use replayable_recording::{
     ReplayableRecording, adopt_first_checkpoint, checkpoints_in, copy_checkpoints,

@@ -25,13 +25,15 @@ use keyframe_qemu::restore::{self, Plan, RestoreOptions, RestoreSource, Restored
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_store::{LoadedCheckpoint, MachineMeta, Store};
+use keyframe_units::elapsed_ns;
 use keyframe_vm_disks::media::Media;
 use keyframe_vm_disks::{self as disks, ServedDisks, restored};
+use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The name of the disks' socket.
 const DISKS_SOCKET: &str = "disks.sock";
@@ -57,12 +59,26 @@ impl Default for ReplayOptions {
     }
 }
 
+/// How long the steps of a replay's start took, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StartTimes {
+    /// Reading the checkpoint's index and serving its disks.
+    pub checkpoint_ns: u64,
+    /// Then, starting QEMU's process with the tool's plugin, and loading the devices.
+    pub qemu_ns: u64,
+    /// Meanwhile, copying the RAM out of the store; `None` if its pages are loaded when the guest
+    /// touches them.
+    pub ram_ns: Option<u64>,
+}
+
 /// A QEMU that replays.
 pub struct Replay {
     vm: RunningVm,
     stepper: ReplayStepper,
     /// The checkpoint that the replay began with.
     pub loaded: Arc<LoadedCheckpoint>,
+    /// How long its start took.
+    pub start_times: StartTimes,
 }
 
 impl Replay {
@@ -81,9 +97,17 @@ impl Replay {
             log: recording.log().into(),
             patience: options.patience,
         };
+        let began = Instant::now();
         let started = start_qemu(recording, checkpoint, stepper.next_stop(), options)?;
+        let whole_ns = elapsed_ns(began);
         let StartedReplay { restored, disks, loaded } = started;
-        Ok(Self { vm: RunningVm { restored, disks }, stepper, loaded })
+        let (ready_ns, ram_ns) = (restored.ready_ns(), restored.filled_ns());
+        let start_times = StartTimes {
+            checkpoint_ns: whole_ns.saturating_sub(ready_ns),
+            qemu_ns: ready_ns,
+            ram_ns,
+        };
+        Ok(Self { vm: RunningVm { restored, disks }, stepper, loaded, start_times })
     }
 
     /// Returns the replay's QEMU.

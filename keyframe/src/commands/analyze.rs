@@ -11,7 +11,7 @@ use indicatif::ProgressBar;
 use keyframe_analysis::{Tool, ToolSummary, tools};
 use keyframe_replay::interval::Interval;
 use keyframe_replay_driver::{
-    Analysis, AnalysisHeader, FinishedPart, JobSpec, OpenedSubject, RunSelection, jobs,
+    Analysis, AnalysisHeader, FinishedPart, JobSpec, OpenedSubject, RunSelection, StartTimes, jobs,
     median_dispatch_ns, tool,
 };
 use keyframe_store_keys::{self as keys, KeyArg};
@@ -25,9 +25,9 @@ use std::time::Instant;
 /// Run an analysis tool over a recording, its intervals side by side
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Each interval is replayed in a QEMU of its own with the tool's plugin, from its checkpoint to just before the instruction of the next
-one. The results are merged in order. The merged result equals that of one replay of the whole recording, byte for byte: see
---check-sequential. If the command is interrupted, or intervals fail, call it again: it continues with the intervals that are left.
+    after_help = "Each job replays a range of neighbouring intervals in one QEMU with the tool's plugin, from the checkpoint of the first one on. A job
+that has nothing left takes half of what is left of another's range. The results are merged in order. The merged result equals that
+of one replay of the whole recording, byte for byte: see --check-sequential. If the command is interrupted, or intervals fail, call it again: it continues with the intervals that are left.
 
 With --approximate the command analyses a run under KVM that was never recorded (keyframe run). REC then names its store. Each
 interval is simulated under TCG from its checkpoint, for as long as the guest ran. Input from outside does not come again, and a
@@ -116,6 +116,8 @@ struct Shown {
     wall_ns: u64,
     began_at_ns: u64,
     worker: String,
+    /// Of the first interval of a range: how long the start of its QEMU took.
+    start: Option<StartTimes>,
     /// Its part was there from an earlier run.
     is_old: bool,
 }
@@ -325,6 +327,7 @@ fn shown(done: &FinishedPart) -> Shown {
         wall_ns: done.wall_ns,
         began_at_ns: done.began_at_ns,
         worker: done.worker.clone(),
+        start: done.start,
         is_old: done.is_old,
     }
 }

@@ -23,7 +23,7 @@ const KIND: &str = "icount";
 /// The halves of the address space, user and kernel, in the order of the board's counters.
 const HALVES: usize = 2;
 
-struct InstructionCount;
+pub(super) struct InstructionCount;
 
 #[expect(clippy::unnecessary_wraps, reason = "all tools have the same signature")]
 pub(super) fn make(_arguments: &ToolArguments) -> Result<Box<dyn Tool>> {

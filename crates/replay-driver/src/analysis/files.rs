@@ -1,8 +1,8 @@
 //! The files in the directory of an analysis.
 
-use crate::AnalysisSubject;
 use crate::error::{AnalysisError, Error, Result};
 use crate::job_spec::read_json;
+use crate::{AnalysisSubject, StartTimes};
 use keyframe_analysis::Part;
 use keyframe_replay::interval::Interval;
 use serde::{Deserialize, Serialize};
@@ -132,6 +132,9 @@ pub struct FinishedPart {
     pub began_at_ns: u64,
     /// The name of the worker that made it.
     pub worker: String,
+    /// How long the start of its QEMU took, as part of its time; `None` if the QEMU had replayed
+    /// the interval before.
+    pub start: Option<StartTimes>,
     /// True if an earlier run made it.
     #[serde(skip)]
     pub is_old: bool,

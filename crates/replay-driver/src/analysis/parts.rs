@@ -8,16 +8,17 @@ use super::files::{
 };
 use crate::error::{Error, Result};
 use crate::guest_ram::guest_ram;
-use crate::{ReplayControl, ReplayOptions};
+use crate::{ReplayControl, ReplayOptions, StartTimes};
 use keyframe_analysis::{Icount, IcountInterval, Part, ReplayRam, RunContext};
 use keyframe_inspect::source_of;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_units::{duration_ns, elapsed_ns, error_chain};
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// The worker that makes parts.
 #[derive(Clone, Copy)]
@@ -36,8 +37,20 @@ pub(super) trait RunCaller {
     /// end the run. Called with the VM stopped.
     fn next(&mut self, ended: &Interval) -> Result<Option<Interval>>;
 
+    /// Learns how long the start of the run took, before its first end.
+    fn started(&mut self, _: StartTimes) {}
+
     /// Receives complete parts, in their order.
     fn take_parts(&mut self, parts: Vec<Part>) -> Result<()>;
+}
+
+/// The begin of a range.
+pub(super) struct RangeBegin<'a> {
+    /// The directory of the run.
+    pub dir: &'a Path,
+    pub first: &'a Interval,
+    /// False if the first interval is certainly the only one.
+    pub may_continue: bool,
 }
 
 /// A caller that wants the parts of known intervals in one run.
@@ -115,8 +128,7 @@ impl Analysis<'_> {
         let dir = self.making_dir(interval, maker);
         loop {
             empty_dir(&dir)?;
-            let control = ReplayControl { interrupted, on_progress: &mut *on_progress };
-            let ran = self.run(&dir, std::slice::from_ref(interval), control);
+            let ran = self.run(&dir, std::slice::from_ref(interval), interrupted, on_progress);
             if interrupted.load(Ordering::Relaxed) {
                 // No other process knows of this directory.
                 let _ = std::fs::remove_dir_all(&dir);
@@ -127,7 +139,7 @@ impl Analysis<'_> {
             match ran {
                 Ok(parts) => {
                     let wall_ns = elapsed_ns(began.instant);
-                    let done = finished(interval, maker, tries.count, began, wall_ns, parts);
+                    let done = finished(interval, maker, tries.count, (began, wall_ns), parts);
                     return self.publish_done(&dir, interval, &done, &tries.log);
                 }
                 Err(error) if tries.count >= maker.tries_max => {
@@ -211,25 +223,26 @@ impl Analysis<'_> {
         &self,
         dir: &Path,
         intervals: &[Interval],
-        control: ReplayControl<'_>,
+        interrupted: &AtomicBool,
+        on_progress: &mut dyn FnMut(u64),
     ) -> Result<Vec<Part>> {
         let Some((first, following)) = intervals.split_first() else { return Ok(Vec::new()) };
         let mut parts = Vec::new();
         let following: VecDeque<Interval> = following.iter().copied().collect();
         let may_continue = !following.is_empty();
         let mut caller = ListedIntervals { following, parts: &mut parts };
-        self.run_range(dir, first, may_continue, control, &mut caller)?;
+        let range = RangeBegin { dir, first, may_continue };
+        self.run_range(range, interrupted, on_progress, &mut caller)?;
         Ok(parts)
     }
 
-    /// Runs one QEMU through the tool's warm-up, then through `first` and the intervals that
-    /// `caller` returns. `may_continue` is false if it certainly returns none.
+    /// Runs one QEMU through the tool's warm-up, then through the first interval of `range` and the
+    /// intervals that `caller` returns.
     pub(super) fn run_range(
         &self,
-        dir: &Path,
-        first: &Interval,
-        may_continue: bool,
-        control: ReplayControl<'_>,
+        RangeBegin { dir, first, may_continue }: RangeBegin<'_>,
+        interrupted: &AtomicBool,
+        on_progress: &mut dyn FnMut(u64),
         caller: &mut dyn RunCaller,
     ) -> Result<()> {
         let warm_up = self.warm_up(first);
@@ -262,7 +275,16 @@ impl Analysis<'_> {
             ..ReplayOptions::default()
         };
         let mut present = before.is_none().then_some(begins);
+        let (mut began, start_times) = (Instant::now(), Cell::new(None));
         let mut on_end = || {
+            if let Some(times) = start_times.take() {
+                caller.started(times);
+            }
+            if let (Some(factor), Some(ended)) = (self.tool.waits(), &present) {
+                let time = self.subject.recorded_time(ended)?;
+                wait_until(began + time.saturating_mul(factor as u32), interrupted);
+            }
+            began = Instant::now();
             let next = match present {
                 None => Some(begins),
                 Some(ended) => match filling.pop_front() {
@@ -275,6 +297,8 @@ impl Analysis<'_> {
             caller.take_parts(kept(running.completed()?))?;
             Ok(next)
         };
+        let mut on_start = |times| start_times.set(Some(times));
+        let control = ReplayControl { interrupted, on_progress, on_start: &mut on_start };
         self.subject.run_range(begin, &begins, options, control, &mut on_end)?;
         caller.take_parts(kept(running.finish()?))
     }
@@ -300,8 +324,7 @@ pub(super) fn finished(
     interval: &Interval,
     maker: PartMaker<'_>,
     tries: u32,
-    began: Began,
-    wall_ns: u64,
+    (began, wall_ns): (Began, u64),
     parts: Vec<Part>,
 ) -> FinishedPart {
     let since = began.time.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -312,7 +335,20 @@ pub(super) fn finished(
         began_at_ns: duration_ns(since),
         worker: maker.name.to_owned(),
         is_old: false,
+        start: None,
         parts,
+    }
+}
+
+/// Waits until `end`, or until `interrupted` becomes true.
+fn wait_until(end: Instant, interrupted: &AtomicBool) {
+    const LOOK_EVERY: Duration = Duration::from_millis(20);
+    while !interrupted.load(Ordering::Relaxed) {
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return;
+        }
+        std::thread::sleep(left.min(LOOK_EVERY));
     }
 }
 

@@ -13,9 +13,9 @@
 //! of its own, so that one interval that fails costs no other one its part.
 
 use super::Analysis;
-use super::files::{QEMU_LOG, empty_dir, qemu_messages};
-use super::parts::{Began, PartMaker, RunCaller, Tries, finished};
-use crate::ReplayControl;
+use super::files::{FinishedPart, QEMU_LOG, empty_dir, qemu_messages};
+use super::parts::{Began, PartMaker, RangeBegin, RunCaller, Tries, finished};
+use crate::StartTimes;
 use crate::error::{Error, Result};
 use keyframe_analysis::Part;
 use keyframe_cluster::Slot;
@@ -60,8 +60,10 @@ struct RangeRun<'a> {
     maker: PartMaker<'a>,
     open: &'a dyn OpenIntervals,
     /// The directory of the run.
-    dir: PathBuf,
+    dir: &'a Path,
     begun: VecDeque<BegunInterval>,
+    /// How long the start took, until a part has it.
+    start: Option<StartTimes>,
     /// A part could not be published.
     failed_to_publish: bool,
 }
@@ -88,17 +90,20 @@ impl Analysis<'_> {
         let dir = self.making_dir(first, maker);
         empty_dir(&dir)?;
         let begun = VecDeque::from([BegunInterval::now(*first)]);
-        let mut run =
-            RangeRun { analysis: self, maker, open, dir, begun, failed_to_publish: false };
-        let ran = {
-            let control =
-                ReplayControl { interrupted: maker.interrupted, on_progress: &mut *on_progress };
-            let dir = run.dir.clone();
-            self.run_range(&dir, first, true, control, &mut run)
+        let mut run = RangeRun {
+            analysis: self,
+            maker,
+            open,
+            dir: &dir,
+            begun,
+            start: None,
+            failed_to_publish: false,
         };
-        let messages = qemu_messages(&run.dir.join(QEMU_LOG));
+        let range = RangeBegin { dir: &dir, first, may_continue: true };
+        let ran = self.run_range(range, maker.interrupted, on_progress, &mut run);
+        let messages = qemu_messages(&dir.join(QEMU_LOG));
         // No other process knows of this directory.
-        let _ = std::fs::remove_dir_all(&run.dir);
+        let _ = std::fs::remove_dir_all(&dir);
         let error = match ran {
             Ok(()) => return Ok(()),
             Err(_) if maker.interrupted.load(Ordering::Relaxed) => return Err(Error::Interrupted),
@@ -147,6 +152,10 @@ impl RunCaller for RangeRun<'_> {
         Ok(Some(next))
     }
 
+    fn started(&mut self, times: StartTimes) {
+        self.start = Some(times);
+    }
+
     fn take_parts(&mut self, parts: Vec<Part>) -> Result<()> {
         for part in parts {
             let published = self.publish(part);
@@ -163,15 +172,17 @@ impl RangeRun<'_> {
         let Some(BegunInterval { interval, began, wall_ns }) = self.begun.pop_front() else {
             return Ok(());
         };
-        let mut dir = self.dir.clone().into_os_string();
+        let mut dir = self.dir.to_owned().into_os_string();
         dir.push(format!(".{:06}", interval.index));
         let dir = PathBuf::from(dir);
         empty_dir(&dir)?;
-        move_files(&self.dir, &dir, &format!("{:06}.", interval.index))?;
+        move_files(self.dir, &dir, &format!("{:06}.", interval.index))?;
         let wall_ns = wall_ns.unwrap_or_default();
         let mut tries = Tries::default();
         tries.add(Ok(wall_ns as f64 / 1e9), &qemu_messages(&self.dir.join(QEMU_LOG)));
-        let done = finished(&interval, self.maker, tries.count, began, wall_ns, vec![part]);
+        let timing = (began, wall_ns);
+        let done = finished(&interval, self.maker, tries.count, timing, vec![part]);
+        let done = FinishedPart { start: self.start.take(), ..done };
         self.analysis.publish_done(&dir, &interval, &done, &tries.log)?;
         self.open.settle(interval.index)
     }

@@ -2,7 +2,6 @@
 
 use super::Analysis;
 use super::files::{FAILED, FinishedPart, IntervalTiming, TIMES, empty_dir, finished_part, write};
-use crate::ReplayControl;
 use crate::error::{AnalysisError, Error, Result};
 use crate::event::{EventSink, ReplayEvent};
 use keyframe_analysis::{MergeContext, ToolSummary};
@@ -73,7 +72,7 @@ impl Analysis<'_> {
         } else {
             vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
         };
-        let parts = self.run(&parts, &intervals, ReplayControl { interrupted, on_progress })?;
+        let parts = self.run(&parts, &intervals, interrupted, on_progress)?;
         Ok(self.tool.merge(&MergeContext { parts, out })?)
     }
 
