@@ -2,7 +2,7 @@
 
 use crate::{
     Error, Report, evaluation, memtrace_columns, overhead, pause, replay, replication, restore,
-    store,
+    speedup, store,
 };
 use keyframe_units::error_chain as chain;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ pub struct Options {
     pub guest: Option<PathBuf>,
     /// The directory of the real guest; built if `None`.
     pub real_guest: Option<PathBuf>,
-    /// The QEMU with which `replay` and `evaluation` record; `qemu-system-x86_64` if `None`.
+    /// The QEMU with which `replay`, `speedup` and `evaluation` record; `qemu-system-x86_64` if `None`.
     pub qemu: Option<PathBuf>,
     /// The directory to which `evaluation` writes; `out/evaluation` if `None`.
     pub out: Option<PathBuf>,
@@ -49,19 +49,20 @@ impl Options {
 
 type Run = fn(&Options) -> Result<Report, Error>;
 
-const ALL: [(&str, Run); 8] = [
+const ALL: [(&str, Run); 9] = [
     ("pause", pause::run),
     ("overhead", overhead::run),
     ("restore", run_restore),
     ("store", store::run),
     ("replay", replay::run),
+    ("speedup", speedup::run),
     ("replication", replication::run),
     ("evaluation", evaluation::run),
     ("memtrace-columns", memtrace_columns::run),
 ];
 
 /// Returns the names of all benchmarks.
-pub fn names() -> [&'static str; 8] {
+pub fn names() -> [&'static str; 9] {
     ALL.map(|(name, _)| name)
 }
 
@@ -71,7 +72,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
         return Err(Error::failed("find the benchmark", format!("no benchmark is named {name}")));
     };
     let special: [(&str, bool, &[&str]); 4] = [
-        ("--qemu", options.qemu.is_some(), &["replay", "evaluation"]),
+        ("--qemu", options.qemu.is_some(), &["replay", "speedup", "evaluation"]),
         ("--seconds", options.seconds.is_some(), &["replication"]),
         ("--out", options.out.is_some(), &["evaluation"]),
         ("--from", options.from.is_some(), &["store"]),

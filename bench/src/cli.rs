@@ -28,6 +28,9 @@ Benchmarks:
   replay       the cost of recording, replaying and analysing on the same guest work: recording
                over plain and over counting, with checkpoints, in two stages and three; replay over
                recording; each tool; two jobs (25 minutes)
+  speedup      an analysis with two jobs, and with one, over one replay through all intervals, by
+               tool; --only wait: 1 to 16 workers with a stand-in for a slow simulator
+               (40 minutes; wait: 45)
   replication  the cost of a standby for the guest, over 1 and 10 Gbit/s and by policy, against the
                unprotected guest: compiling, computing, a web server, a coordinator; and the time
                of a failover; on hosts of network namespaces, as root (70 minutes)
@@ -48,6 +51,7 @@ Examples:
   keyframe-bench memtrace-columns --json
   keyframe-bench replay --quick
   keyframe-bench replay --only record,compute,redis --qemu /opt/qemu10/bin/qemu-system-x86_64
+  keyframe-bench speedup --only icount,cache --rounds 1
   keyframe-bench replication --quick
   keyframe-bench replication --only web,1gbit,paper,adaptive --seconds 20 --json > web.json
   keyframe-bench replication --only failover
@@ -76,7 +80,7 @@ pub struct Cli {
     quick: bool,
     /// Measure only these parts, named as in the keys: 1k 5k 20k 60k 1gib 2gib 4gib disk, or
     /// compute 60k_1s compile ..., or keyframe kyoto borg ..., or record jobs memtrace compute
-    /// redis ..., or web failover 1gbit adaptive ..., or compile bonnie stream 500ms 1000ms ...
+    /// redis ..., or icount hot wait ..., or web failover 1gbit adaptive ..., or compile bonnie stream 500ms 1000ms ...
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
     /// Measure each thing N times [default: as many as a stable median needs]
@@ -94,7 +98,7 @@ pub struct Cli {
     /// The directory of the guest that compiles [default: built by guests/build real]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_REAL_GUEST")]
     real_guest: Option<PathBuf>,
-    /// The QEMU with which `replay` and `evaluation` record and replay
+    /// The QEMU with which `replay`, `speedup` and `evaluation` record and replay
     /// [default: qemu-system-x86_64]
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,

@@ -17,6 +17,7 @@
 //!                                                               parquet library's
 //!   replay ──────┬─▶ qemu, plain and counting; keyframe record   the same work, by the guest's lines
 //!                └─▶ keyframe verify, segment, analyze           its recordings
+//!   speedup ───────▶ keyframe record, analyze                     jobs against one replay
 //!   replication ─┬─▶ keyframe protect, standby, witness on hosts of network namespaces
 //!                │                                               against plain QEMU there
 //!                └─▶ a host that loses power                     until a client's next answer
@@ -44,6 +45,7 @@ mod restore;
 mod running_guest;
 mod sample;
 mod script_initrd;
+mod speedup;
 mod store;
 mod vcpu_clock;
 

@@ -13,11 +13,11 @@
 //! the benchmark.
 
 mod chart;
-mod recording;
+pub mod recording;
 mod rows;
-mod run_method;
+pub mod run_method;
 mod tool_costs;
-mod workload;
+pub mod workload;
 
 use crate::vcpu_clock::TimeSpent;
 use crate::{Error, Options, Report};

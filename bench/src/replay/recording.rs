@@ -89,8 +89,6 @@ impl Recording<'_> {
         jobs: &str,
         at_once: usize,
     ) -> Result<AnalysisCosts, Error> {
-        let dir = tempfile::tempdir_in(self.dir)
-            .map_err(Error::io("make a directory for an analysis"))?;
         let range = match part {
             AnalysedPart::All => Vec::new(),
             AnalysedPart::From(at) => vec!["--from".into(), at.to_string()],
@@ -98,33 +96,14 @@ impl Recording<'_> {
                 vec!["--from".into(), at.to_string(), "--to".into(), (at + 1).to_string()]
             }
         };
+        let mut all = vec!["--tool", tool, "--jobs", jobs];
+        all.extend(range.iter().map(String::as_str));
+        all.extend(arguments.iter().flat_map(|argument| ["--tool-arg", argument]));
         let before = cpu_ns();
-        let began = std::time::Instant::now();
-        let children = (0..at_once)
-            .map(|number| {
-                let out = dir.path().join(number.to_string()).display().to_string();
-                let fixed = ["--tool", tool, "--jobs", jobs, "--out", &out, "--json"];
-                let mut command = self.command("analyze", &fixed);
-                command.args(&range);
-                for argument in arguments {
-                    command.args(["--tool-arg", argument]);
-                }
-                spawn(command, "analyze")
-            })
-            .collect::<Result<Vec<Child>, Error>>()?;
-        let reports = children
-            .into_iter()
-            .map(|child| wait_for(child, "analyze"))
-            .collect::<Result<Vec<Output>, Error>>()?;
-        let whole_ns = began.elapsed().as_nanos() as f64;
-        let mut analysed = AnalysisCosts {
-            wall_ns: whole_ns,
-            cpu_ns: cpu_ns() - before,
-            ..AnalysisCosts::default()
-        };
-        for output in reports {
-            let report: Value = serde_json::from_slice(&output.stdout)
-                .map_err(|e| Error::failed("read keyframe analyze --json", e))?;
+        let (wall_ns, reports) = self.reports(&all, at_once)?;
+        let mut analysed =
+            AnalysisCosts { wall_ns, cpu_ns: cpu_ns() - before, ..AnalysisCosts::default() };
+        for report in reports {
             let ns = |value: &Value| value["wall_ns"].as_f64().unwrap_or(f64::NAN);
             analysed.intervals_ns =
                 report["intervals"].as_array().into_iter().flatten().map(ns).sum();
@@ -134,6 +113,32 @@ impl Recording<'_> {
             analysed.bytes_per_access = bytes_per_access(&report);
         }
         Ok(analysed)
+    }
+
+    /// Analyses it in `at_once` concurrent processes with these arguments of `analyze`. Returns the
+    /// time until the last one has ended, in nanoseconds, and what each of them says with `--json`.
+    pub fn reports(&self, arguments: &[&str], at_once: usize) -> Result<(f64, Vec<Value>), Error> {
+        let dir = tempfile::tempdir_in(self.dir)
+            .map_err(Error::io("make a directory for an analysis"))?;
+        let began = std::time::Instant::now();
+        let children = (0..at_once)
+            .map(|number| {
+                let out = dir.path().join(number.to_string()).display().to_string();
+                let mut command = self.command("analyze", &["--out", &out, "--json"]);
+                command.args(arguments);
+                spawn(command, "analyze")
+            })
+            .collect::<Result<Vec<Child>, Error>>()?;
+        let outputs = children
+            .into_iter()
+            .map(|child| wait_for(child, "analyze"))
+            .collect::<Result<Vec<Output>, Error>>()?;
+        let wall_ns = began.elapsed().as_nanos() as f64;
+        let read = |output: &Output| {
+            serde_json::from_slice(&output.stdout)
+                .map_err(|e| Error::failed("read keyframe analyze --json", e))
+        };
+        Ok((wall_ns, outputs.iter().map(read).collect::<Result<_, Error>>()?))
     }
 }
 

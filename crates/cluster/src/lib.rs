@@ -28,7 +28,7 @@ mod worker;
 pub use drive::{ItemSource, NewItems, drive, fill};
 pub use error::{Error, Result};
 pub use local_runner::{LocalJob, LocalRunner};
-pub use placement::{Placement, Preference, Share};
+pub use placement::{LiveRanges, Placement, Preference, Share};
 pub use queue::{Queue, QueueItem, WorkerId};
 pub use runner::{Runner, RunnerKind};
 pub use worker::{Slot, Worker};

@@ -35,12 +35,24 @@ impl Share {
 
 /// The facts about a worker by which its next item is chosen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Preference {
+pub struct Preference<'a> {
     /// The worker's last item; `None` if it had none.
     pub last: Option<u32>,
     /// Its share of the work, at the begin of which it takes its first item; `None` if the work is
     /// not known as a whole.
     pub share: Option<Share>,
+    /// The items that other workers have, if more items will come: the worker of such an item goes
+    /// on to the next ones.
+    pub live: Option<LiveRanges<'a>>,
+}
+
+/// The ranges of workers while items still come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LiveRanges<'a> {
+    /// The numbers of the items that workers have.
+    pub taken: &'a [u32],
+    /// The number of items that a worker gets in a row, its present one included.
+    pub length: u32,
 }
 
 /// The rule by which a worker chooses its next item.
@@ -57,12 +69,15 @@ pub enum Placement {
 impl Placement {
     /// Chooses an item of `open` (ascending, each index once) for a worker with this `preference`;
     /// `None` if there is none.
-    pub fn choose(self, open: &[QueueItem], preference: Preference) -> Option<QueueItem> {
+    pub fn choose(self, open: &[QueueItem], preference: Preference<'_>) -> Option<QueueItem> {
         match self {
             // Of items with the same weight, the first.
             Self::LongestFirst => open.iter().rev().max_by_key(|item| item.weight).copied(),
             Self::Neighbours => {
-                let Preference { last, share } = preference;
+                let Preference { last, share, live } = preference;
+                if let Some(live) = live {
+                    return behind_ranges(open, live);
+                }
                 let Some(last) = last else {
                     let of_share = share.and_then(|share| of_share(open, share));
                     return of_share.or_else(|| of_longest_stretch(open));
@@ -87,6 +102,25 @@ fn of_share(open: &[QueueItem], share: Share) -> Option<QueueItem> {
     let (item, previous) = (open[at], at.checked_sub(1).map(|at| open[at].index));
     let is_untouched = item.index == 0 || previous.is_some_and(|index| index + 1 == item.index);
     is_untouched.then_some(item)
+}
+
+/// The first item that lies behind the ranges of other workers. A stretch behind a worker's present
+/// item is that worker's up to the length of a range, or up to its middle if it is longer than two.
+fn behind_ranges(open: &[QueueItem], live: LiveRanges<'_>) -> Option<QueueItem> {
+    let stretches = open.chunk_by(|a, b| a.index.checked_add(1) == Some(b.index));
+    let free = stretches.filter_map(|stretch| {
+        let first = stretch.first()?.index;
+        let is_behind_a_worker =
+            first.checked_sub(1).is_some_and(|before| live.taken.contains(&before));
+        let kept = if is_behind_a_worker {
+            (live.length.saturating_sub(1) as usize).max(stretch.len() / 2)
+        } else {
+            0
+        };
+        stretch.get(kept..).filter(|free| !free.is_empty())
+    });
+    // Of several, the longest; of equal ones, the oldest.
+    free.rev().max_by_key(|free| free.len()).and_then(|free| free.first()).copied()
 }
 
 /// The first item if the longest stretch begins with number 0 and is thus untouched, else its
@@ -120,8 +154,26 @@ mod tests {
         all.iter().map(|&(index, weight)| QueueItem { index, weight }).collect()
     }
 
-    fn after(last: u32) -> Preference {
-        Preference { last: Some(last), share: None }
+    fn after(last: u32) -> Preference<'static> {
+        Preference { last: Some(last), ..Preference::default() }
+    }
+
+    #[test]
+    fn while_items_come_a_worker_keeps_the_next_ones() {
+        let all = items(&(0..12).map(|index| (index, 10)).collect::<Vec<_>>());
+        let next = |open: &[QueueItem], taken: &[u32], length| {
+            let live = Some(LiveRanges { taken, length });
+            let preference = Preference { live, ..Preference::default() };
+            Placement::Neighbours.choose(open, preference).map(|item| item.index)
+        };
+        assert_eq!(next(&all[..3], &[], 4), Some(0));
+        // The worker of 0 will do 1, 2 and 3.
+        assert_eq!(next(&all[1..4], &[0], 4), None);
+        assert_eq!(next(&all[1..5], &[0], 4), Some(4));
+        // The workers do not keep up: half of what waits.
+        assert_eq!(next(&all[1..], &[0], 1), Some(6));
+        // The worker of 3 has given up its range.
+        assert_eq!(next(&all[4..6], &[8], 4), Some(4));
     }
 
     #[test]
@@ -129,7 +181,10 @@ mod tests {
         let all = items(&(0..12).map(|index| (index, 10)).collect::<Vec<_>>());
         let first = |open: &[QueueItem], number| {
             let share = Some(Share { number, count: 3 });
-            Placement::Neighbours.choose(open, Preference { last: None, share }).unwrap().index
+            Placement::Neighbours
+                .choose(open, Preference { share, ..Preference::default() })
+                .unwrap()
+                .index
         };
         assert_eq!([0, 1, 2].map(|number| first(&all, number)), [0, 4, 8]);
         // Another worker has begun where the share begins: half of the longest stretch.
@@ -174,7 +229,8 @@ mod tests {
                 let who = (0..workers).min_by_key(|&who| free[who].0).unwrap();
                 let last: Option<u32> = free[who].1;
                 let share = Some(Share { number: who as u32, count: workers as u32 });
-                let preference = Preference { last, share: share.filter(|_| has_shares) };
+                let share = share.filter(|_| has_shares);
+                let preference = Preference { last, share, live: None };
                 let next = Placement::Neighbours.choose(&open, preference).unwrap();
                 open.retain(|item| item.index != next.index);
                 begun += usize::from(last.is_none_or(|last| last + 1 != next.index));

@@ -10,6 +10,7 @@
 //!   settled/000007-000000001200000000           done, or given up
 //!
 //!   workers/WORKER      heartbeat: the file's time      closed      no more items will come
+//!   range               the items that a worker gets in a row while more items come
 //! ```
 //!
 //! An item's state is its file's name; a change of state is one rename, which is atomic on all file
@@ -21,7 +22,7 @@
 use crate::{Error, Placement, Preference, Result};
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -30,6 +31,7 @@ const TAKEN: &str = "taken";
 const SETTLED: &str = "settled";
 const WORKERS: &str = "workers";
 const CLOSED: &str = "closed";
+const RANGE: &str = "range";
 /// The most names that are read from a directory of the queue.
 const NAMES_MAX: usize = 1 << 22;
 
@@ -165,6 +167,11 @@ impl Queue {
         self.names(TAKEN, TakenItem::parse)
     }
 
+    /// Returns the numbers of the items that workers have taken. Error: [`Error::Io`].
+    pub fn taken_numbers(&self) -> Result<Vec<u32>> {
+        Ok(self.taken()?.into_iter().map(|taken| taken.item.index).collect())
+    }
+
     /// Returns the settled items, in the order of their numbers. Error: [`Error::Io`].
     pub fn settled(&self) -> Result<Vec<QueueItem>> {
         let mut all = self.names(SETTLED, QueueItem::parse)?;
@@ -196,13 +203,30 @@ impl Queue {
         self.dir.join(CLOSED).exists()
     }
 
+    /// Sets the number of items that a worker gets in a row while more items come. Error:
+    /// [`Error::Io`].
+    pub fn set_range_length(&self, length: u32) -> Result<()> {
+        let (new, path) = (self.dir.join("range.new"), self.dir.join(RANGE));
+        fs::write(&new, length.to_string()).map_err(Error::io("write", &new))?;
+        fs::rename(&new, &path).map_err(Error::io("rename", &new))
+    }
+
+    /// Returns the number of items that a worker gets in a row while more items come, at least 1.
+    pub fn range_length(&self) -> u32 {
+        // Ten digits.
+        let mut text = String::new();
+        let read = fs::File::open(self.dir.join(RANGE))
+            .and_then(|file| file.take(10).read_to_string(&mut text));
+        read.ok().and_then(|_| text.parse().ok()).unwrap_or(1).max(1)
+    }
+
     /// Takes an item for `worker` with this `preference`, as `placement` chooses; `None` if all are
     /// taken or settled. Error: [`Error::Io`].
     pub fn take(
         &self,
         worker: &WorkerId,
         placement: Placement,
-        preference: Preference,
+        preference: Preference<'_>,
     ) -> Result<Option<QueueItem>> {
         let mut open = self.items()?;
         while let Some(item) = placement.choose(&open, preference) {
@@ -341,7 +365,11 @@ mod tests {
                     let worker = WorkerId::new(&format!("w{n}"));
                     let mut last = None;
                     while let Some(item) = queue
-                        .take(&worker, Placement::Neighbours, Preference { last, share: None })
+                        .take(
+                            &worker,
+                            Placement::Neighbours,
+                            Preference { last, ..Preference::default() },
+                        )
                         .unwrap()
                     {
                         last = Some(item.index);

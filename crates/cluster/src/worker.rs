@@ -5,7 +5,7 @@
 //!                              └ settle 4                       └ settle 5           └ the job returns
 //! ```
 
-use crate::{Placement, Preference, Queue, QueueItem, Result, Share, WorkerId};
+use crate::{LiveRanges, Placement, Preference, Queue, QueueItem, Result, Share, WorkerId};
 use keyframe_locks::IgnorePoison;
 use std::sync::Condvar;
 use std::sync::Mutex;
@@ -152,7 +152,10 @@ impl Worker {
             // Read first: an item that is added in between is seen at the next look.
             let is_closed = queue.is_closed();
             let last = slot.held.lock().ignore_poison().last;
-            let preference = Preference { last, share: share.filter(|_| is_closed) };
+            let taken = if is_closed { None } else { Some(queue.taken_numbers()?) };
+            let live =
+                taken.as_ref().map(|taken| LiveRanges { taken, length: queue.range_length() });
+            let preference = Preference { last, share: share.filter(|_| is_closed), live };
             let Some(item) = queue.take(&self.id, self.placement, preference)? else {
                 // Items of other workers may come back if these are lost.
                 if is_closed && queue.taken()?.is_empty() && queue.items()?.is_empty() {

@@ -114,7 +114,8 @@ impl Schedule {
     fn work(&mut self, at: usize) {
         let worker = &mut self.workers[at];
         let Some(item) = worker.item else {
-            let preference = Preference { last: worker.last, share: Some(worker.share) };
+            let preference =
+                Preference { last: worker.last, share: Some(worker.share), live: None };
             let taken = self.queue.take(&worker.id, Placement::Neighbours, preference).unwrap();
             self.ranges += usize::from(taken.is_some());
             worker.item = taken;

@@ -27,10 +27,12 @@
 mod constants;
 mod fit;
 mod formula;
+mod range_length;
 mod recommendation;
 pub mod simulation;
 
 pub use constants::{Constants, InvalidConstant};
 pub use fit::{SlowdownFit, TimedSimulation, fit_slowdown};
 pub use formula::Formula;
+pub use range_length::{RangeTimes, range_length};
 pub use recommendation::{Prediction, Recommendation, recommend, recommend_nodes};

@@ -18,6 +18,7 @@
 //! another recording, tool or argument is another analysis.
 
 mod files;
+mod live_ranges;
 mod parts;
 mod range;
 mod results;
@@ -258,7 +259,7 @@ impl<'a> Analysis<'a> {
 
     /// Returns the source of the queue's items, which follows a live recording.
     pub fn feed(&self) -> impl ItemSource {
-        IntervalFeed { analysis: self, looked: None }
+        IntervalFeed { analysis: self, looked: None, ranges: live_ranges::LiveRanges::default() }
     }
 
     /// Makes the parts of all intervals in this process, `jobs` at a time (as many as there are
@@ -313,6 +314,18 @@ impl<'a> Analysis<'a> {
 struct IntervalFeed<'a> {
     analysis: &'a Analysis<'a>,
     looked: Option<Instant>,
+    ranges: live_ranges::LiveRanges,
+}
+
+impl IntervalFeed<'_> {
+    fn look(&mut self) -> Result<NewItems> {
+        let items = self.analysis.refresh()?;
+        if matches!(items, NewItems::Open(_)) {
+            let queue = Queue::open(&self.analysis.out.join("queue"))?;
+            self.ranges.update(self.analysis, &self.analysis.intervals(), &queue)?;
+        }
+        Ok(items)
+    }
 }
 
 impl ItemSource for IntervalFeed<'_> {
@@ -320,7 +333,7 @@ impl ItemSource for IntervalFeed<'_> {
         if self.looked.is_some_and(|looked| looked.elapsed() < LOOK_EVERY) {
             return Ok(NewItems::Open(Vec::new()));
         }
-        let items = self.analysis.refresh();
+        let items = self.look();
         self.looked = Some(Instant::now());
         items.map_err(|error| keyframe_cluster::Error::Source(error_chain(&error)))
     }
