@@ -227,7 +227,9 @@ impl Disk {
         Ok(is_temporary)
     }
 
-    /// Handles a client's flush. Error: the sync failed.
+    /// Handles a client's flush. While the VM runs, makes all written data durable. In a pause,
+    /// returns [`FlushOutcome::Owed`] at once: the caller acknowledges the flush and calls
+    /// [`Self::sync`] afterwards. Error: the sync failed.
     pub fn flush(&self) -> Result<FlushOutcome> {
         {
             let pause = self.pause.lock().ignore_poison();

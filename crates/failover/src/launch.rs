@@ -100,12 +100,12 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
 }
 
 /// Launches the VM of the command line `command`, with its network behind a gate and its disks
-/// served, and protects it. `name` is the VM's name, `folder` the directory of its disks' overlays,
-/// and `addresses` those of its standby. If `is_last` is true, this process starts no other program
-/// later, and gives up the right to do so.
+/// served, and protects it. `name` is the VM's name, by default that of the command line. The
+/// guest's writes to disks go to a directory in `folder`. `addresses` are those of the standby. If
+/// `is_last` is true, this process starts no other program later, and gives up the right to do so.
 ///
-/// Errors: the command line or the VM cannot be protected; the standby cannot be reached or refuses
-/// the VM; a process cannot be started.
+/// Errors: the kernel lacks a feature; the command line or the VM cannot be protected; another VM
+/// has the name; a process or a thread cannot be started.
 pub fn protect(
     command: Vec<OsString>,
     name: Option<String>,

@@ -155,8 +155,8 @@ impl PrimaryEngine {
         Ok(Self { protocol, vm, gate, inbox, events, ends: flags.ends, _run_dir: run_dir })
     }
 
-    /// Runs the engine until the VM has ended or another host runs it. Errors: a failure of QEMU's
-    /// connection, of the VM's thread or of the teardown.
+    /// Runs the engine until the VM has ended or another host runs it, then ends all of its
+    /// processes. Errors: [`Error::VmThreadPanicked`]; the disks cannot be closed.
     pub fn run(mut self) -> Result<ProtectionEnding> {
         self.protocol.begin();
         while self.protocol.end().is_none() {

@@ -40,7 +40,8 @@ pub(crate) struct Gadgets {
 }
 
 impl Gadgets {
-    /// Finds the gadgets of `process`. Takes a millisecond for each MiB of its C library.
+    /// Finds the gadgets of `process`. Takes a millisecond for each MiB of its C library. Errors:
+    /// the memory of the process cannot be read; its vDSO has no gadget.
     pub fn find(process: &Process) -> Result<Self> {
         let maps = maps_with_vdso(process)?;
         if !has_shadow_stack(process)?
@@ -142,8 +143,8 @@ fn address_of(gadget: &[u8], range: HostRange, code: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 impl Gadgets {
-    /// Finds the gadgets of a process that has no way back from a signal handler: those of its
-    /// vDSO.
+    /// Finds gadgets in the vDSO of a process that offers no way back from a signal handler.
+    /// Errors: those of [`Self::find`].
     pub fn without_way_back(process: &Process) -> Result<Self> {
         Self::in_vdso(process, &maps_with_vdso(process)?)
     }

@@ -95,7 +95,8 @@ pub(crate) struct Pagemap {
 }
 
 impl Pagemap {
-    /// Opens `/proc/PID/pagemap` of a process.
+    /// Opens the files `pagemap` and `maps` of `process` in `/proc`. Error: a file cannot be
+    /// opened.
     pub fn open(process: &Process) -> Result<Self> {
         let open = |name| process.open_file(name, OFlags::RDONLY);
         Ok(Self { file: open("pagemap")?, maps: open("maps")? })
@@ -157,7 +158,8 @@ impl Pagemap {
         Ok(calls)
     }
 
-    /// Scans as [`Self::scan`], with two threads, each with a buffer.
+    /// Scans as [`Self::scan`] does, with two threads that each use one of the buffers. Errors:
+    /// those of [`Self::scan`].
     pub fn scan_by_two(
         &self,
         query: PagemapQuery,
@@ -203,7 +205,8 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Returns the contents of the entries of the pages of `list`.
+    /// Returns the states of the pages in the ranges of `list`, by their page table entries. Error:
+    /// the pagemap cannot be read.
     pub fn entries(&self, list: &[HostRange]) -> io::Result<Entries> {
         let mut out = Entries::default();
         let mut bytes = vec![0; ENTRIES_MAX * ENTRY_BYTES];

@@ -235,7 +235,8 @@ impl Port {
         })
     }
 
-    /// Returns the bytes that QEMU has not read, in the kernel's accounting.
+    /// Returns the number of bytes that QEMU has not read, as the kernel counts them. Error, as a
+    /// text: the kernel does not tell.
     pub fn unread(&self) -> Result<u64, String> {
         keyframe_kernel::socket::unread_bytes(self.stream.as_fd())
             .map_err(|e| format!("asking what it has read: {e}"))

@@ -43,8 +43,10 @@ impl WatchedOutput {
     }
 }
 
-/// Runs `launch` while the standard output of this process is the one that QEMU is to inherit.
-/// Returns the result of `launch` and the console.
+/// Runs `launch` while the standard output of this process is the one that QEMU is to inherit. If
+/// `when` is given, that is a pipe in whose output a watcher looks for this text; if only
+/// `to_stderr` is true, it is the standard error. Returns the result of `launch` and the console.
+/// Errors: the output cannot be redirected; an error of `launch`.
 pub fn around<T>(
     when: Option<&str>,
     to_stderr: bool,

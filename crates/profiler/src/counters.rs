@@ -76,8 +76,8 @@ impl Counters {
         }
     }
 
-    /// Returns the sectors and requests written since the VM's start; `None` if they are not
-    /// counted.
+    /// Returns the numbers of sectors and requests written since the VM's start. Returns `None` if
+    /// they are not counted. Error: the monitor does not answer.
     pub fn disks(&mut self, target: &mut Target) -> Result<Option<DiskWrites>> {
         match target.qmp().filter(|_| self.disks) {
             Some(qmp) => disks(qmp).map_err(Error::Disks),

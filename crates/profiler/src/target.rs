@@ -59,6 +59,8 @@ impl Drop for Launched {
 
 impl Target {
     /// Describes the VM that runs as process `pid`. Uses the monitor at the socket `qmp`, if given.
+    /// Errors: no such process; its RAM is not found; the monitor does not answer or is that of
+    /// another process.
     pub fn running(pid: u32, qmp: Option<&Path>) -> Result<Self> {
         let process = Process::open(pid)?;
         let Some(path) = qmp else {
@@ -99,7 +101,9 @@ impl Target {
         target.noting_a_pause()
     }
 
-    /// Launches a VM. It runs when this returns.
+    /// Launches the VM of the command line `command`, with `vcpus` virtual CPUs if given. The VM
+    /// runs when this returns. Errors: the command line cannot be used; QEMU cannot be started or
+    /// ends.
     pub fn launch(
         command: Vec<OsString>,
         vcpus: Option<u32>,
@@ -140,7 +144,8 @@ impl Target {
         Ok(Prepared { process, ranges: ranges(&blocks), vcpus, watch_discards, notes })
     }
 
-    /// Ends a VM that was launched. Leaves another one alone.
+    /// Ends a VM that [`Self::launch`] started. Does nothing to another VM. Error: QEMU cannot be
+    /// ended.
     pub fn end(mut self) -> Result<()> {
         match &mut self.access {
             Access::Launched(launched) => Ok(launched.vm.kill()?),
@@ -162,7 +167,8 @@ impl Target {
         self.ranges.iter().map(|r| r.len_bytes).sum()
     }
 
-    /// Returns true if the VM has ended or shuts down. Notes if another program has paused it.
+    /// Returns true if the VM has ended or shuts down. Adds a note to the profile if another
+    /// program has paused it. Error: the monitor does not answer.
     pub fn has_ended(&mut self) -> Result<bool> {
         if !self.process.is_alive() {
             return Ok(true);

@@ -78,8 +78,8 @@ impl Write for Timed {
 type Stream = StreamOwned<ServerConnection, Timed>;
 
 impl Common {
-    /// Serves one client until it or the network ends that. What a client does wrong ends its
-    /// connection, nothing else.
+    /// Serves one client until the client or the network ends the connection. An invalid request of
+    /// the client ends its connection, and nothing else. Error: the connection failed.
     pub fn serve(&self, socket: TcpStream) -> io::Result<()> {
         socket.set_nodelay(true)?;
         socket.set_write_timeout(Some(WRITE_MAX))?;

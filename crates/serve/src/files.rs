@@ -59,7 +59,7 @@ impl From<Error> for Refusal {
     }
 }
 
-/// The files of one store.
+/// The files of one store, from which the server answers its clients' requests.
 #[derive(Debug)]
 pub struct ServedFiles {
     backend: Arc<dyn Backend>,

@@ -227,8 +227,9 @@ impl SessionVm {
         self.changes.as_deref()
     }
 
-    /// Makes `machine` describe the machine as it is now, and expects that one from now on. `Err`
-    /// inside: the changes that no command line can make; nothing has changed then.
+    /// Makes `machine` describe the machine as it is now, and expects this machine from now on. The
+    /// inner `Err` has the changes that no command line can make; then nothing has changed. Error:
+    /// the VMM does not describe the machine.
     pub fn follow(
         &mut self,
         machine: &mut MachineMeta,
@@ -337,7 +338,8 @@ impl SessionVm {
         self.end_hold == EndHold::Held
     }
 
-    /// Undoes [`SessionVm::hold_end`]. A VMM whose guest has ended meanwhile ends.
+    /// Undoes [`SessionVm::hold_end`]. If the guest has ended in between, the VMM ends now. Error:
+    /// the VMM does not answer.
     pub fn release_end(&mut self) -> Result<()> {
         if std::mem::take(&mut self.end_hold) == EndHold::Held {
             self.vm_mut().release_end()?;

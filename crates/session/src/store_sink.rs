@@ -110,8 +110,8 @@ impl MachineDescriptions {
 }
 
 impl MachineDescriptions {
-    /// Makes the descriptions of changed VMs those of the machines as they are now. `Err` inside:
-    /// the changes that no command line can make.
+    /// Updates the descriptions of changed VMs to the machines as they are now. The inner `Err` has
+    /// the changes that no command line can make. Errors: those of [`SessionVm::follow`].
     pub fn follow<'a>(
         &mut self,
         vms: impl Iterator<Item = &'a mut SessionVm>,

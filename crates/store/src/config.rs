@@ -91,6 +91,7 @@ struct AnyVersion {
 
 impl Config {
     /// Creates a new identity with keys from the system's random source. `secret` locks the keys.
+    /// Error: the system gives no random numbers.
     pub fn fresh(secret: Option<&Secret>) -> Result<Self> {
         let (id, created, key) = (StoreId(random_bytes()?), now(), HashKey(random_bytes()?));
         let encryption = match secret {
@@ -116,7 +117,7 @@ impl Config {
         stored.id == self.id && same_keys
     }
 
-    /// Encodes `store.json`, with its checksum.
+    /// Encodes `store.json`, with its checksum. Error: it cannot be written as JSON.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let body = Body {
             format: FORMAT.into(),

@@ -76,7 +76,8 @@ impl Syncs {
         Some(Self { every, last: Instant::now() })
     }
 
-    /// Syncs after the seal of checkpoint `id`, if it is time.
+    /// Makes everything durable after the seal of checkpoint `id`, if the interval between syncs
+    /// has passed. Errors: the sync failed; the mark cannot be written.
     pub fn sealed(&mut self, inner: &OpenStore, id: CheckpointId) -> Result<()> {
         if self.every.is_some_and(|every| self.last.elapsed() >= every) {
             self.last = Instant::now();
@@ -134,7 +135,8 @@ impl OpenStore {
         Ok(is_known)
     }
 
-    /// Syncs everything, and moves the mark to `from`.
+    /// Makes everything durable, and then writes the mark that checkpoints from `from` on may be
+    /// lost by power loss. Errors: the sync failed; the mark cannot be written.
     pub fn sync_and_mark(&self, from: CheckpointId) -> Result<()> {
         if self.attempt(|| self.backend.sync_all())? {
             self.write_mark(&Mark { boot: self.backend.boot_id()?, from, tried: false })?;
@@ -142,7 +144,8 @@ impl OpenStore {
         Ok(())
     }
 
-    /// Syncs everything, and removes the mark.
+    /// Makes everything durable, and then removes the mark of unsynced checkpoints. Errors: the
+    /// sync failed; the mark cannot be removed.
     pub fn sync_and_unmark(&self) -> Result<()> {
         if self.attempt(|| self.backend.sync_all())? {
             self.backend.remove(UNSYNCED)
@@ -152,7 +155,8 @@ impl OpenStore {
     }
 
     /// Prepares the store for the next writer. If the machine went down before everything was
-    /// durable, moves what is damaged to the quarantine.
+    /// durable, moves damaged checkpoints to the quarantine, and returns them. Errors: files cannot
+    /// be read, moved or synced.
     pub fn settle(&self) -> Result<Vec<TornCheckpoint>> {
         let Some(mark) = self.mark()? else { return Ok(Vec::new()) };
         let boot = self.backend.boot_id()?;
@@ -174,7 +178,8 @@ impl OpenStore {
         Ok(torn)
     }
 
-    /// Returns the number up to which unfinished packs are not used.
+    /// Returns the number of the last pack whose unfinished records may be lost: unfinished packs
+    /// up to it are not used. Returns 0 if there is none. Error: the mark cannot be read.
     pub fn doubted_packs(&self) -> Result<u32> {
         let bytes = match self.backend.read(UNSYNCED_PACKS, UNSYNCED_BYTES_MAX) {
             Err(e) if e.is_not_found() => return Ok(0),

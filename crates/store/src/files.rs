@@ -24,7 +24,7 @@ impl StoreFile {
         Self(Arc::new(BytesFile(bytes)))
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the file in bytes. Error: the backend fails.
     pub fn len_bytes(&self) -> Result<u64> {
         Ok(self.0.len_bytes()?)
     }
@@ -46,16 +46,17 @@ impl StoreFile {
 }
 
 impl NewFile {
-    /// Appends bytes.
+    /// Appends `bytes` to the file. Error: the backend fails.
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         Ok(self.0.append(bytes)?)
     }
 
+    /// Makes the appended bytes durable. Error: the backend fails.
     pub fn sync(&mut self) -> Result<()> {
         Ok(self.0.sync()?)
     }
 
-    /// Cuts the file to `len_bytes` bytes.
+    /// Truncates the file to `len_bytes` bytes. Error: the backend fails.
     pub fn truncate(&mut self, len_bytes: u64) -> Result<()> {
         Ok(self.0.truncate(len_bytes)?)
     }
@@ -73,27 +74,31 @@ impl StoreFiles {
         self.0.describe(name)
     }
 
-    /// Locks the store for a writer. `holder` describes this process to others.
+    /// Takes the writer's lock of the store. `holder` describes this process to others. Errors:
+    /// another writer holds the lock; the backend fails.
     pub fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock(holder)?)
     }
 
-    /// Locks the store for a prune. `holder` describes this process to others.
+    /// Takes the prunes' lock of the store. `holder` describes this process to others. Errors:
+    /// another prune holds the lock; the backend fails.
     pub fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock_prune(holder)?)
     }
 
-    /// Returns the description of the process that holds the writer's lock, if there is one.
+    /// Returns the description of the process that holds the writer's lock. Returns `None` if the
+    /// lock is free. Error: the backend fails.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.0.lock_holder()?)
     }
 
-    /// Removes locks of dead processes; with `force` also locks whose holder cannot be checked.
+    /// Removes locks whose holders have ended. If `force` is true, also removes locks whose holder
+    /// cannot be checked. Error: the backend fails.
     pub fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
         Ok(self.0.unlock(force)?)
     }
 
-    /// Returns true if a prune is in progress.
+    /// Returns true if a prune is in progress. Error: the backend fails.
     pub fn is_pruning(&self) -> Result<bool> {
         Ok(self.0.is_pruning()?)
     }
@@ -104,7 +109,8 @@ impl StoreFiles {
         self.0.without_syncs().map(Self)
     }
 
-    /// Makes everything durable that any process has written so far.
+    /// Makes everything durable that any process has written to the store so far. Error: the
+    /// backend fails.
     pub fn sync_all(&self) -> Result<()> {
         Ok(self.0.sync_all()?)
     }
@@ -119,7 +125,8 @@ impl StoreFiles {
         self.0.space()
     }
 
-    /// Returns the id of the current boot of the machine that holds the files.
+    /// Returns the id of the current boot of the machine that holds the files. Error: the backend
+    /// fails.
     pub fn boot_id(&self) -> Result<String> {
         Ok(self.0.boot_id()?)
     }
@@ -129,36 +136,39 @@ impl StoreFiles {
         self.0.ciphertext().map(Self)
     }
 
-    /// Creates a file that grows at its end.
+    /// Creates the file `name`, to which the caller appends. Errors: it exists already; the backend
+    /// fails.
     pub fn create(&self, name: &str) -> Result<NewFile> {
         Ok(NewFile(self.0.create(name)?))
     }
 
-    /// Writes a whole file, atomically and durably. Replaces an existing one.
+    /// Writes the file `name` as a whole, atomically and durably. Replaces an existing file. Error:
+    /// the backend fails.
     pub fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         Ok(self.0.put(name, bytes)?)
     }
 
-    /// Opens a file for reading.
+    /// Opens the file `name` for reading. Errors: it does not exist; the backend fails.
     pub fn open(&self, name: &str) -> Result<StoreFile> {
         Ok(StoreFile(self.0.open(name)?))
     }
 
-    /// Returns the names of the files in a folder.
+    /// Returns the names of the files in the folder `folder`. Error: the backend fails.
     pub fn list(&self, folder: &str) -> Result<Vec<String>> {
         Ok(self.0.list(folder)?)
     }
 
-    /// Removes a file.
+    /// Removes the file `name`. Error: the backend fails.
     pub fn remove(&self, name: &str) -> Result<()> {
         Ok(self.0.remove(name)?)
     }
 
-    /// Removes files of a folder.
+    /// Removes the files `names` of the folder `folder`. Error: the backend fails.
     pub fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
         Ok(self.0.remove_all(folder, names)?)
     }
 
+    /// Makes the file `name` durable. Error: the backend fails.
     pub fn sync(&self, name: &str) -> Result<()> {
         Ok(self.0.sync(name)?)
     }

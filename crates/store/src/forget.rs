@@ -46,7 +46,8 @@ impl Store {
 }
 
 impl OpenStore {
-    /// Removes checkpoints with their tags and working sets.
+    /// Removes the checkpoints `ids` with their tags and working sets. Errors: tags cannot be read;
+    /// files cannot be removed.
     pub fn remove_checkpoints(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let tags = self.read_tags()?.into_iter().filter(|(_, id)| ids.contains(id));
         let tags: Vec<String> = tags.map(|(tag, _)| layout::tag(&tag)).collect();
@@ -59,8 +60,8 @@ impl OpenStore {
         self.backend.remove_all(layout::WORKSETS, &named(layout::workset))
     }
 
-    /// Makes all earlier forgets durable. If power loss brought back a seal, the checkpoint would
-    /// need records that the prune removes.
+    /// Makes all earlier forgets durable. Otherwise power loss could bring back a sealed checkpoint
+    /// whose records a prune then removes. Error: the removal cannot be made durable.
     pub fn settle_forgotten(&self) -> Result<()> {
         // No checkpoint has this number.
         self.backend.remove_all(layout::CHECKPOINTS, &[layout::checkpoint(CheckpointId(0))])

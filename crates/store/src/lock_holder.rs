@@ -15,12 +15,14 @@ struct Holder {
 }
 
 impl OpenStore {
-    /// Takes the lock of prunes.
+    /// Takes the prunes' lock of the store. Errors: another prune holds the lock; the backend
+    /// fails.
     pub fn lock_prune(&self) -> Result<Box<dyn LockGuard>> {
         self.backend.lock_prune(&encode_holder("keyframe prune")).map_err(with_named_holder)
     }
 
-    /// Returns the process that holds the writer's lock, for messages; `None` if it is free.
+    /// Returns the description of the process that holds the writer's lock, for messages. Returns
+    /// `None` if the lock is free. Error: the backend fails.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.backend.lock_holder()?.map(|text| describe_holder(&text)))
     }

@@ -63,12 +63,14 @@ impl OpenStore {
         Some(Folder { path: path.join(INDEX), bond: Bond { store: self.config.id.0, mask } })
     }
 
-    /// Opens pack `number` and checks its header.
+    /// Opens pack `number` and checks its header. Errors: the pack is missing or its header is
+    /// damaged; the backend fails.
     pub fn open_pack(&self, number: u32) -> Result<PackFile> {
         PackFile::open(&self.backend, self.config.id, number)
     }
 
-    /// Returns pack `number`. It is opened once and stays open.
+    /// Returns pack `number`. The pack is opened at the first call and stays open. Errors: those of
+    /// [`Self::open_pack`].
     pub fn pack(&self, number: u32) -> Result<Arc<PackFile>> {
         let mut packs = self.packs.lock().ignore_poison();
         if let Some(pack) = packs.get(&number) {
@@ -97,7 +99,7 @@ impl OpenStore {
     }
 
     /// Removes packs that nothing needs. Closes all packs that do not exist any more, unless a
-    /// reader of this process holds them.
+    /// reader of this process holds them. Error: the backend fails.
     pub fn remove_packs(&self, numbers: &BTreeSet<u32>) -> Result<()> {
         let names: Vec<String> = numbers.iter().map(|number| layout::pack(*number)).collect();
         self.backend.remove_all(layout::PACKS, &names)?;
@@ -107,7 +109,7 @@ impl OpenStore {
         Ok(())
     }
 
-    /// Returns the numbers of all packs, rising.
+    /// Returns the numbers of all packs, in rising order. Error: the folder cannot be listed.
     pub fn pack_numbers(&self) -> Result<Vec<u32>> {
         let listed = self.backend.list(layout::PACKS)?;
         let mut numbers: Vec<u32> =
@@ -116,7 +118,8 @@ impl OpenStore {
         Ok(numbers)
     }
 
-    /// Returns the highest number of a pack; 0 if there is none.
+    /// Returns the highest number of a pack, or 0 if there is none. Error: the folder cannot be
+    /// listed.
     pub fn newest_pack(&self) -> Result<u32> {
         Ok(self.pack_numbers()?.last().copied().unwrap_or(0))
     }

@@ -66,7 +66,8 @@ pub enum PageContent<'a> {
 }
 
 impl PackFile {
-    /// Opens pack `number` of the store `id` and checks its header.
+    /// Opens pack `number` of the store `id` and checks its header. Errors: [`Error::Damaged`] if
+    /// the pack is missing or its header is damaged; the backend fails.
     pub fn open(files: &StoreFiles, id: StoreId, number: u32) -> Result<Self> {
         let name = layout::pack(number);
         let object = files.describe(&name);
@@ -99,7 +100,8 @@ impl PackFile {
         self.first > PACK_HEADER_BYTES as u64
     }
 
-    /// Returns the dictionary of its dense records.
+    /// Returns the dictionary of the pack's dense records, which is read once. Error, as a text:
+    /// the dictionary cannot be read or is damaged.
     pub fn dictionary(&self) -> Result<Arc<Dictionary>, String> {
         let read = || {
             let len = self.first.saturating_sub(PACK_HEADER_BYTES as u64);
@@ -110,7 +112,8 @@ impl PackFile {
         self.dictionary.get_or_init(read).clone()
     }
 
-    /// Parses the record at `place`. `bytes` begin with it.
+    /// Parses the record at `place`. `bytes` begin with the record. Errors, as a text: the record
+    /// or the pack's dictionary is damaged.
     pub fn parse<'a>(&self, bytes: &'a [u8], place: PageRef) -> Result<Record<'a>, String> {
         let record = Record::parse(bytes, place)?;
         if record.is_dense() { Ok(record.with_dictionary(self.dictionary()?)) } else { Ok(record) }
@@ -121,7 +124,8 @@ impl PackFile {
         self.trailer(len_bytes).unwrap_or_else(PackEnding::Damaged)
     }
 
-    /// Returns the checksum of its trailer; `None` if it has none. Reads the footer only.
+    /// Returns the checksum of the pack's trailer. Returns `None` if it has no trailer. Reads only
+    /// the footer. Error: the backend fails.
     pub fn seal(&self) -> Result<Option<PackSeal>> {
         let len_bytes = self.file.len_bytes()?;
         let Some(at) = len_bytes.checked_sub(FOOTER_BYTES as u64) else { return Ok(None) };
@@ -148,8 +152,9 @@ impl PackFile {
         Ok(PackEnding::Closed { entries, records_end: footer.records_end })
     }
 
-    /// Reads the records at `wanted` in few large reads and passes each to `sink`. The references
-    /// rise and are all of this pack. Each comes with a value of the caller's, which `sink` gets.
+    /// Reads the records at `wanted` in few large reads. The references are in rising order and all
+    /// of this pack. Passes each record to `sink` with its reference and the caller's value.
+    /// Errors: a record is damaged; the backend fails; an error of `sink`.
     pub fn read_records<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -178,8 +183,9 @@ impl PackFile {
         Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
     }
 
-    /// Reads the bytes of the records at `wanted` as [`Self::read_records`] does. `sink` gets the
-    /// index of each in `wanted`, and bytes that begin with the record.
+    /// Reads the bytes of the records at `wanted` as [`Self::read_records`] does. Passes to `sink`
+    /// the index of each record in `wanted`, and bytes that begin with the record. Errors: the
+    /// backend fails; an error of `sink`.
     pub fn read_bytes<T, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],

@@ -22,8 +22,8 @@ pub struct PackShape {
 }
 
 impl PackShape {
-    /// Reads the index of pack `number`. A pack without a trailer is read record by record. `None`
-    /// if the pack does not exist, or its header is damaged.
+    /// Reads the index of pack `number`; a pack without a trailer is read record by record. Returns
+    /// `None` if the pack does not exist or its header is damaged. Error: the backend fails.
     pub fn of(inner: &OpenStore, number: u32) -> Result<Option<Self>> {
         let pack = match inner.open_pack(number) {
             Err(Error::Damaged { .. }) => return Ok(None),

@@ -101,8 +101,9 @@ impl<T: Copy> Shared<'_, T> {
 }
 
 impl OpenStore {
-    /// Does the same as [`OpenStore::read_pages`], on several threads if there is much to read.
-    /// Then the order of pages is only roughly that of `wanted`.
+    /// Reads pages as [`OpenStore::read_pages`] does, on several threads if there are many. Then
+    /// the pages come only roughly in the order of `wanted`. Errors: those of
+    /// [`OpenStore::read_pages`].
     pub fn read_many<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -115,7 +116,8 @@ impl OpenStore {
         self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
     }
 
-    /// Does the same as [`Self::read_many`], on this number of threads.
+    /// Reads pages as [`Self::read_many`] does, on `threads` threads. Errors: those of
+    /// [`Self::read_many`].
     pub fn read_by<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         threads: usize,

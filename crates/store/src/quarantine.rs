@@ -24,7 +24,8 @@ const CHUNK_BYTES: u64 = 1 << 20;
 const NAMES_MAX: u32 = 1000;
 
 impl OpenStore {
-    /// Moves the file `name` to the quarantine; returns its new name, or `None` if it does not exist.
+    /// Moves the file `name` to the quarantine and returns its new name. Returns `None` if the file
+    /// does not exist. Error: the backend fails.
     pub fn set_aside(&self, name: &str) -> Result<Option<String>> {
         let place = self.backend.ciphertext().unwrap_or_else(|| self.backend.clone());
         let file = match place.open(name) {

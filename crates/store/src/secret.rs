@@ -85,7 +85,8 @@ struct Argon {
 }
 
 impl Lock {
-    /// Locks the keys of the store that `identity` names.
+    /// Locks the keys of the store that `identity` names with `secret`. Errors: [`Error::WeakKey`];
+    /// the system gives no random numbers; the encryption fails.
     pub fn close(secret: &Secret, key: &HashKey, data: &DataKey, identity: &str) -> Result<Self> {
         secret.check()?;
         let nonce: [u8; 24] = random_bytes()?;

@@ -16,7 +16,8 @@ use keyframe_units::CheckpointId;
 use std::collections::BTreeMap;
 
 impl OpenStore {
-    /// Returns the checkpoint that a tag points to; `None` if the tag does not exist.
+    /// Returns the checkpoint that a tag points to. Returns `None` if the tag does not exist.
+    /// Errors: the tag's file is damaged; the backend fails.
     pub fn read_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
         let name = layout::tag(tag);
         match self.backend.read(&name, TAG_BYTES_MAX) {
@@ -28,13 +29,15 @@ impl OpenStore {
         }
     }
 
-    /// Returns the names of all tags, readable or not. Ignores files whose name no tag can have.
+    /// Returns the names of all tags, readable or not. Ignores files whose name cannot be that of a
+    /// tag. Error: the backend fails.
     pub fn tag_names(&self) -> Result<Vec<String>> {
         let listed = self.backend.list(layout::TAGS)?;
         Ok(listed.into_iter().filter(|name| layout::is_tag(name)).collect())
     }
 
-    /// Returns all tags, with the checkpoints that they point to.
+    /// Returns all tags, with the checkpoints that they point to. Errors: those of
+    /// [`Self::read_tag`].
     pub fn read_tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
         let mut tags = BTreeMap::new();
         for tag in self.tag_names()? {
@@ -45,7 +48,7 @@ impl OpenStore {
         Ok(tags)
     }
 
-    /// Points a tag to a checkpoint, which must exist.
+    /// Makes a tag point to checkpoint `id`, which must exist. Error: the backend fails.
     pub fn write_tag(&self, tag: &str, id: CheckpointId) -> Result<()> {
         self.backend.put(&layout::tag(tag), format::encode(self.config.id, tag, id).as_bytes())
     }

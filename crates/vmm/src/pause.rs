@@ -20,7 +20,7 @@ const STANDSTILL_MAX: Duration = Duration::from_mins(10);
 ///
 /// Dropping the value while it is armed counts as the engine's death.
 pub trait PauseWatchdog: Send {
-    /// Makes sure that the watchdog's process runs.
+    /// Starts the watchdog's process if it does not run. Error: the process cannot be started.
     fn ensure(&mut self) -> Result<(), VmmError> {
         Ok(())
     }

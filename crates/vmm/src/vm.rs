@@ -285,14 +285,16 @@ pub trait Vmm: Send {
     /// does not end, even by force.
     fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError>;
 
-    /// Has the VMM stand still when the guest ends, until [`Vmm::end`] or [`Vmm::release_end`], so
-    /// that a last checkpoint can be taken. The watchdog of this process's pauses undoes it if this
-    /// process dies. Returns false if the VMM is not to end with its guest, or cannot stand still.
+    /// Makes the VMM stand still when the guest ends, so that a last checkpoint can be taken, until
+    /// [`Vmm::end`] or [`Vmm::release_end`]. If this process dies, the watchdog of its pauses
+    /// undoes it. Returns false if the VMM does not end with its guest, or cannot stand still.
+    /// Error: the VMM does not answer.
     fn hold_end(&mut self) -> Result<bool, VmmError> {
         Ok(false)
     }
 
-    /// Undoes [`Vmm::hold_end`]. A VMM whose guest has ended meanwhile ends.
+    /// Undoes [`Vmm::hold_end`]. If the guest has ended in between, the VMM ends now. Error: the
+    /// VMM does not answer.
     fn release_end(&mut self) -> Result<(), VmmError> {
         Ok(())
     }

@@ -276,8 +276,8 @@ impl Shared {
         }
     }
 
-    /// Ends the tracking of `range`, and wakes the threads that wait to write there, which then
-    /// find nothing in their way.
+    /// Ends the tracking of `range`, and wakes the threads that wait to write there; these then
+    /// write without a fault. Error: a call of userfaultfd failed.
     pub fn end_tracking(&self, range: HostRange) -> io::Result<()> {
         let ended = abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes);
         let woken = abi::uffd_wake(self.uffd.as_fd(), range.start.0, range.len_bytes);
@@ -295,6 +295,8 @@ pub(super) struct Handler {
 const FAILED_SLEEP: Duration = Duration::from_millis(1);
 
 impl Handler {
+    /// Starts the thread that handles the faults of `shared`. Error: the thread or its eventfd
+    /// cannot be created.
     pub fn start(shared: &Arc<Shared>) -> io::Result<Self> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC)?;
         let (shared, told) = (Arc::clone(shared), stop.try_clone()?);

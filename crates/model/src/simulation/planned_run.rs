@@ -69,8 +69,8 @@ impl PlannedRun {
         self.sequential_s
     }
 
-    /// Returns the shortest and the longest simulation of a measured interval, in seconds; `None`
-    /// for a run of equal intervals.
+    /// Returns the times of the shortest and the longest simulation of a measured interval, in
+    /// seconds. Returns `None` for a run of equal intervals.
     pub fn range_s(&self) -> Option<(f64, f64)> {
         let works = || self.intervals.iter().flatten().map(|interval| interval.work_s);
         let range = (works().fold(f64::INFINITY, f64::min), works().fold(0.0, f64::max));

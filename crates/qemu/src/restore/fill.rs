@@ -45,7 +45,8 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Makes zeroed memory for `block`.
+    /// Creates zeroed memory for the RAM block `block`, which has number `number` and the pages
+    /// `pages` of the page space. Error: the memory cannot be allocated.
     pub fn new(block: &RamBlock, number: usize, pages: PageRange) -> Result<Self> {
         Self::with_flags(block, number, pages, MemfdFlags::CLOEXEC)
     }
@@ -61,7 +62,8 @@ impl Memory {
         Ok(Self { file: self.file.try_clone()?, offset, block, pages, name: self.name.clone() })
     }
 
-    /// Makes memory as [`Memory::new`], with these flags of the memfd.
+    /// Creates memory as [`Memory::new`] does, as a memfd with `flags`. Errors: those of
+    /// [`Memory::new`].
     pub fn with_flags(
         block: &RamBlock,
         number: usize,
@@ -96,8 +98,8 @@ pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool)
     Ok(filled_ns)
 }
 
-/// Fills memory as [`fill`], but leaves no mapping in this process: a mapped memory cannot be
-/// sealed.
+/// Fills memory as [`fill`] does, but leaves no mapping in this process, because a mapped memory
+/// cannot be sealed. Errors: those of [`fill`].
 pub fn fill_and_unmap(
     memories: &[Memory],
     source: &dyn RamSource,
@@ -224,11 +226,13 @@ pub struct PageRun<'a> {
 }
 
 impl<'a> PageRun<'a> {
+    /// Creates a buffer that collects consecutive pages and passes them to `write`, with the offset
+    /// of the first byte.
     pub fn new(write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>) -> Self {
         Self { write, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) }
     }
 
-    /// Adds the page at `offset`.
+    /// Adds the page at byte `offset`. Error: that of `write`.
     pub fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
         if self.start + self.bytes.len() as u64 != offset || self.bytes.len() >= WRITE_BYTES_MAX {
             self.flush()?;
@@ -238,7 +242,7 @@ impl<'a> PageRun<'a> {
         Ok(())
     }
 
-    /// Writes the collected pages.
+    /// Passes the collected pages to `write`. Error: that of `write`.
     pub fn flush(&mut self) -> io::Result<()> {
         if !self.bytes.is_empty() {
             (self.write)(self.start, &self.bytes)?;

@@ -48,8 +48,9 @@ pub trait ReplaySteps {
 }
 
 impl Engine<'_> {
-    /// Takes a checkpoint at each instruction to which `steps` brings the VM, which stands at the
-    /// first of them.
+    /// Takes a checkpoint at each instruction to which `steps` brings the VM. The VM stands at the
+    /// first of them when this is called. Errors: those of `steps`; [`Error::Interrupted`]; those
+    /// of the session.
     pub fn run_through<S: ReplaySteps>(mut self, steps: &mut S) -> Result<RunReport, S::Error> {
         self.tell(&Event::Started(self.greeting()));
         let followed = self.follow(steps);

@@ -66,7 +66,8 @@ pub struct FileHeader {
 }
 
 impl FileHeader {
-    /// Makes the header of a new file of this kind, with a random salt.
+    /// Creates the header of a new file of kind `kind`, with a random salt. Error: the system gives
+    /// no random numbers.
     pub fn fresh(kind: FileKind) -> Result<Self> {
         Ok(Self { kind, salt: random_bytes()? })
     }
@@ -128,13 +129,15 @@ pub struct FrameWriter {
 }
 
 impl FrameWriter {
-    /// Makes the writer of an empty file. The caller writes the header.
+    /// Creates the writer of the new file `name`. The caller writes the header. Errors: those of
+    /// [`FileHeader::fresh`].
     pub fn new(kind: FileKind, name: &str) -> Result<Self> {
         let header = FileHeader::fresh(kind)?;
         Ok(Self { header, name: name.into(), counter: 0, plain: 0, sealed: HEADER_BYTES as u64 })
     }
 
-    /// Returns the frames of `bytes`, for the offset that `self.sealed` had before the call.
+    /// Returns the encrypted frames of `bytes`, to be appended to the file after the frames of
+    /// earlier calls. Error: the encryption fails.
     pub fn seal(&mut self, cipher: &FileCipher, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut out = Vec::with_capacity(bytes.len() + bytes.len() / 512 + 128);
         let mut rest = bytes;

@@ -149,7 +149,8 @@ impl S3Client {
         format!("{}{name}", self.location.prefix)
     }
 
-    /// Puts an object, atomically and durably.
+    /// Writes the object `name` with content `bytes`, atomically and durably, if `condition` holds.
+    /// Errors: the service refuses or cannot be reached.
     pub fn put(
         &self,
         name: &str,
@@ -290,7 +291,8 @@ impl S3Client {
         }
     }
 
-    /// Returns a small object; none if it does not exist.
+    /// Returns a small object. Returns `None` if it does not exist. Errors: the service refuses or
+    /// cannot be reached.
     pub fn get_if_there(&self, name: &str) -> Result<Option<ReadObject>> {
         match self.get(name, None, ANSWER_BYTES_MAX) {
             Err(error) if error.is_not_found() => Ok(None),
@@ -315,7 +317,9 @@ impl S3Client {
         }
     }
 
-    /// Returns the objects whose names begin with `folder`, in rising order.
+    /// Returns the objects whose names begin with `folder`, in rising order of names: at most
+    /// `keys_max`, if given. Errors: the service refuses, cannot be reached, or sends an invalid
+    /// answer.
     pub fn list(
         &self,
         folder: &str,

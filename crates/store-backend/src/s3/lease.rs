@@ -142,14 +142,16 @@ impl Drop for LeaseGuard {
     }
 }
 
-/// Returns the text of the process that holds a lock, if any does.
+/// Returns the text of the process that holds the lock `name`. Returns `None` if the lock is free
+/// or has expired. Errors: the service refuses or cannot be reached.
 pub fn holder(client: &S3Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     let over = is_over(&object.bytes, object.age);
     Ok((!over).then(|| decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
 }
 
-/// Removes a lock of any holder; returns the holder's text.
+/// Removes the lock `name` of any holder, and returns the holder's text. Returns `None` if the lock
+/// was free. Errors: the service refuses or cannot be reached.
 pub fn break_lease(client: &S3Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     client.delete(name)?;

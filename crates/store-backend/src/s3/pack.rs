@@ -109,7 +109,8 @@ pub fn create(
     Ok((open.clone(), Box::new(PackWriter { shared: shared.clone(), open })))
 }
 
-/// Removes a pack, from its end: a crash leaves a shorter pack.
+/// Removes the pack `name`, from its end, so that a crash leaves a shorter pack. Errors: the
+/// service refuses or cannot be reached.
 pub fn remove(shared: &Shared, name: &str) -> Result<()> {
     let objects = shared.client.list(&format!("{name}/"), ListDepth::Here, None)?;
     // `begun` and `closed` sort after the digits; `begun` is removed last.

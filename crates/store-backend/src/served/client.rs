@@ -70,7 +70,8 @@ impl ServeClient {
         format!("{}/{name}", self.address.name)
     }
 
-    /// Returns the id of the served store. Asks the server if it is not known yet.
+    /// Returns the id of the served store. Connects to the server if the id is not known yet.
+    /// Errors: the server refuses or cannot be reached.
     pub fn store(&self) -> Result<[u8; 16]> {
         if let Some(store) = self.store.get() {
             return Ok(*store);
@@ -79,7 +80,8 @@ impl ServeClient {
         Ok(self.store.get().copied().unwrap_or_default())
     }
 
-    /// Sends one request and returns its answer.
+    /// Sends one request and returns its answer. `operation` and `name` are for the text of an
+    /// error. Errors: the server refuses, cannot be reached, or sends an invalid answer.
     pub fn ask(&self, operation: &'static str, name: &str, request: Request) -> Result<Answer> {
         let mut found = None;
         self.ask_all(operation, &[request], &mut |_, answer| {

@@ -24,7 +24,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// Returns the value of a hash. A derived record is unproven.
+    /// Returns the value of a hash, if its pack is still used. The value of a derived record is
+    /// marked as unproven. Error: the spill cannot be read.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
         let value = self.spill.get(hash)?.filter(|value| self.is_used(*value));
         Ok(value.map(|value| if is_derived(value) { value | UNPROVEN } else { value }))
@@ -44,8 +45,9 @@ pub enum Failed {
     Target,
 }
 
-/// Writes the entries of `sources` into a new spill, in the order of the hashes. For each hash
-/// prefers a plain record to a derived one.
+/// Writes the entries of `sources` into a new spill in `folder`, in the order of the hashes. For
+/// each hash it prefers a plain record to a derived one. Errors: a source cannot be read, or the
+/// new spill cannot be written; [`Failed`] tells which.
 pub fn merge(sources: &[&Source], folder: &Folder) -> Result<(PathBuf, Spill), Failed> {
     let target = |_| Failed::Target;
     let entries = sources.iter().map(|source| source.spill.entries()).sum();

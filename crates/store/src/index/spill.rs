@@ -95,7 +95,8 @@ pub fn memory_bytes(entries: usize) -> usize {
 }
 
 impl Spill {
-    /// Opens a spill. Its fences and filter may take at most `bytes_max`.
+    /// Opens the spill at `path`. Its fences and its filter may take at most `bytes_max` bytes of
+    /// memory. Errors: the file cannot be read; it is damaged, of another store, or too large.
     pub fn open(path: &Path, bond: &Bond, bytes_max: usize) -> io::Result<Self> {
         let file = File::open(path)?;
         let len_bytes = file.metadata()?.len();
@@ -161,7 +162,8 @@ impl Spill {
             + self.packs.capacity() * size_of::<(u32, PackSeal)>()
     }
 
-    /// Returns the value of a hash.
+    /// Returns the value of a hash. Returns `None` if the spill does not hold the hash. Errors: the
+    /// file cannot be read; a bucket is damaged.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
         if !self.filter.may_have(hash) {
             return Ok(None);
@@ -210,7 +212,8 @@ impl Spill {
         Ok(entries.get(..left).unwrap_or(entries))
     }
 
-    /// Returns all entries, in the order of their hashes.
+    /// Returns an iterator over all entries, in the order of their hashes. Error: the file cannot
+    /// be read.
     pub fn read(&self) -> io::Result<Entries<'_>> {
         let mut file = self.file.try_clone()?;
         file.seek(io::SeekFrom::Start(BUCKET_BYTES as u64))?;
@@ -229,7 +232,8 @@ pub struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// Returns the next entry. [`Self::pop`] removes it.
+    /// Returns the next entry, which [`Self::pop`] removes. Returns `None` after the last one.
+    /// Errors: the file cannot be read; a bucket is damaged.
     pub fn peek(&mut self) -> io::Result<Option<Slot>> {
         if self.at == self.bucket.len() && self.number < self.spill.fences.len() {
             let mut bucket = [0; BUCKET_BYTES];
@@ -264,7 +268,8 @@ pub struct SpillWriter {
 }
 
 impl SpillWriter {
-    /// Begins a spill of at most this number of entries in `folder`, which it makes if necessary.
+    /// Begins a spill of at most `entries_max` entries in `folder`, which is created if it does not
+    /// exist. Errors: the folder or the file cannot be created; the system gives no random numbers.
     pub fn new(folder: &Path, bond: &Bond, entries_max: usize) -> io::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
@@ -284,7 +289,8 @@ impl SpillWriter {
         })
     }
 
-    /// Appends an entry. Ignores one whose hash is not larger than the previous one.
+    /// Appends an entry. Ignores an entry whose hash is not larger than that of the entry before.
+    /// Error: the file cannot be written.
     pub fn push(&mut self, slot: Slot) -> io::Result<()> {
         if self.last.is_some_and(|last| last >= slot.hash) {
             return Ok(());
@@ -309,8 +315,9 @@ impl SpillWriter {
         self.out.write_all(&check)
     }
 
-    /// Completes the file under the name `path`. `packs` are the packs that it covers. Syncs
-    /// nothing, because the file is a cache.
+    /// Completes the file under the name `path`. `packs` are the numbers and checksums of the packs
+    /// that the spill covers. Does not sync, because the file is a cache. Error: the file cannot be
+    /// written or renamed.
     pub fn finish(mut self, path: &Path, packs: Vec<(u32, PackSeal)>) -> io::Result<Spill> {
         if !self.bucket.is_empty() {
             self.end_bucket()?;

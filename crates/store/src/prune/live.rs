@@ -107,7 +107,9 @@ impl Live {
         Self::find_where(inner, &|_| true)
     }
 
-    /// Reads all checkpoints and the wanted maps; finds all live records that these refer to.
+    /// Reads all checkpoints and the maps for which `is_wanted` returns true, and finds all live
+    /// records that these maps refer to. Errors: a checkpoint or a map is damaged; the backend
+    /// fails.
     pub fn find_where(inner: &OpenStore, is_wanted: &dyn Fn(u64) -> bool) -> Result<Self> {
         let mut live = Self::default();
         live.find_nodes(inner)?;
@@ -193,10 +195,11 @@ impl Live {
         self.wanted.keys().copied()
     }
 
-    /// Adds the references of the live derived records of `shape`; returns these records with their
-    /// references. References are plain and lie in earlier places, so one pass over the packs in
-    /// rising order is enough. Also reads live records that `shape` does not list, which may be
-    /// unreadable for a moment only: their references must stay.
+    /// Adds the records to which the live derived records of `shape` refer. Returns these derived
+    /// records with their references. References are plain and lie in earlier places, so one pass
+    /// over the packs in rising order is enough. Also reads live records that `shape` does not
+    /// list, because these may be unreadable only for a moment and their references must stay.
+    /// Errors: a listed record is damaged; the backend fails.
     pub fn close(
         &mut self,
         inner: &OpenStore,
@@ -231,8 +234,9 @@ impl Live {
         self.wanted.values_mut().for_each(Offsets::settle);
     }
 
-    /// Calls `visit` for every wanted map, the newest first, with its visible pages. May also call
-    /// it for other maps.
+    /// Calls `visit` with every map for which `is_wanted` returns true, the newest first, and with
+    /// its visible pages. May also call it with other maps. Errors: a map is damaged; the backend
+    /// fails; an error of `visit`.
     pub fn each_map(
         &self,
         inner: &OpenStore,
