@@ -82,8 +82,8 @@ pub trait PauseSteps: Send {
     /// or does not answer.
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError>;
 
-    /// Adds to `device_state`, the result of [`PauseSteps::save_device_state`], what the VMM does not
-    /// save itself. Called after the pause, if the VM did not run in it.
+    /// Adds to `device_state`, the result of [`PauseSteps::save_device_state`], what the VMM does
+    /// not save itself. Called after the pause, if the VM did not run in it.
     fn complete_device_state(&mut self, device_state: &mut Vec<u8>) {
         let _ = device_state;
     }

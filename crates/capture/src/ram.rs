@@ -269,7 +269,8 @@ impl FirstWriteMonitor for ProcessFirstWriteMonitor {
         let ram = Arc::clone(&self.ram);
         self.tracker.set_hook(hook.map(|hook| -> fault_tracker::MemoryEventHook {
             Arc::new(move |touch| {
-                // A page that is being discarded may be lost already; `pages_with_lost_protection` reports it.
+                // A page that is being discarded may be lost already; `pages_with_lost_protection`
+                // reports it.
                 let (MemoryEvent::Write(range) | MemoryEvent::Discard(range)) = touch;
                 for block in ram.blocks_of(range) {
                     hook(ram.pages(block, range));

@@ -98,8 +98,8 @@ impl ListedStore {
         &self.place
     }
 
-    /// Makes the next call of [`ListedStore::listing`] read the store again. Called after the dashboard
-    /// has changed the store.
+    /// Makes the next call of [`ListedStore::listing`] read the store again. Called after the
+    /// dashboard has changed the store.
     pub fn look_again(&self) {
         let mut state = locked(&self.state);
         (state.looked_at, state.stamp) = (None, None);

@@ -16,7 +16,8 @@
 //!
 //! Invariants: the base is opened read-only. Acknowledged data survives `kill -9`, and power loss
 //! once a flush has acknowledged it. Input from clients and files is checked before it is used, and
-//! its size is checked before memory is allocated for it. `docs/formats/disk-overlay.md` describes the bytes on disk.
+//! its size is checked before memory is allocated for it. `docs/formats/disk-overlay.md` describes
+//! the bytes on disk.
 //!
 //! Left out: when checkpoints are taken, and how a store keeps blocks.
 

@@ -20,8 +20,8 @@
 //!    released or given back.
 //! 3. After a sync failed for another reason than lack of space, the overlay accepts no write: the
 //!    kernel may have dropped written data.
-//! 4. A write that was acknowledged survives the process, because its data and its record are in the
-//!    page cache; whatever the journal does not hold is read back from `recent`.
+//! 4. A write that was acknowledged survives the process, because its data and its record are in
+//!    the page cache; whatever the journal does not hold is read back from `recent`.
 //! 5. A slot that is being read is not reused for another block: a reader holds the map, if it need
 //!    not wait for a device, or has entered a generation of slots.
 //!

@@ -5,9 +5,9 @@
 //!                                         stream 1: Encoder ─▶ channel 1          seal: Mark on each, Epoch on the control channel
 //! ```
 //!
-//! Invariants: the encoders' copy of the standby's pages is never ahead of the standby. So they drop
-//! it after an epoch that was given up and when a session begins. A send that fails fails the epoch,
-//! and its pages are owed to the next.
+//! Invariants: the encoders' copy of the standby's pages is never ahead of the standby. So they
+//! drop it after an epoch that was given up and when a session begins. A send that fails fails the
+//! epoch, and its pages are owed to the next.
 
 use super::frames::{EpochHead, FrameKind, marked, text};
 use super::resync::RemotePageHashes;
@@ -299,7 +299,8 @@ impl Wire {
         self.sent = SentPages::default();
         let head = marked(self.session, 0);
         for channel in self.link.iter().flat_map(|link| &link.data) {
-            // If the send fails, the connection has ended, and the standby drops the pages by itself.
+            // If the send fails, the connection has ended, and the standby drops the pages by
+            // itself.
             let _ = channel.send(FrameKind::Discard as u8, &[&head]);
         }
     }

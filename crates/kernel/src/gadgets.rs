@@ -7,9 +7,10 @@
 //! ```
 //!
 //! Each C library has both, in a shared library or in the program itself: the kernel demands the
-//! second from every program that handles signals. The bytes need not begin an instruction of the code they are
-//! found in. Where one is missing, or the process has a shadow stack, calls are made through the
-//! vdso, as they can be in any process; then there is no way back but ours. See [`crate::signal_frame`].
+//! second from every program that handles signals. The bytes need not begin an instruction of the
+//! code they are found in. Where one is missing, or the process has a shadow stack, calls are made
+//! through the vdso, as they can be in any process; then there is no way back but ours. See
+//! [`crate::signal_frame`].
 //!
 //! Left out: code that only we would need, written into the process.
 

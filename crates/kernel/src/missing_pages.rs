@@ -99,8 +99,8 @@ impl MissingPages {
     }
 
     /// Makes all registered pages missing, also those that the process has touched before. Only for
-    /// private memory without a file: elsewhere the pages come back from the file. Error: the process
-    /// cannot be made to discard them.
+    /// private memory without a file: elsewhere the pages come back from the file. Error: the
+    /// process cannot be made to discard them.
     pub fn discard(&self) -> Result<()> {
         for range in &self.registered {
             let mut at = range.start.0;

@@ -21,13 +21,14 @@
 //! B and C are there because discarding private memory (`MADV_DONTNEED`: balloon, free page
 //! reporting) changes it, and A does not always see that:
 //!
-//! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages are freed whole, and
-//!   over the hole that is left A passes, except on the newest kernels (see `quirks.rs`), which need
-//!   no B. C reports it, and puts markers there, so that it is reported once.
+//! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages
+//!   are freed whole, and over the hole that is left A passes, except on the newest kernels (see
+//!   `quirks.rs`), which need no B. C reports it, and puts markers there, so that it is reported
+//!   once.
 //! - Private memory of a file: a protected page leaves a marker, as if it had never been there; and
-//!   reading puts the file's page there, as if it had never been written. So the pages are remembered
-//!   that hold nothing of their own, but a marker or the file's page; one that joins them was
-//!   discarded.
+//!   reading puts the file's page there, as if it had never been written. So the pages are
+//!   remembered that hold nothing of their own, but a marker or the file's page; one that joins
+//!   them was discarded.
 //!
 //! In shared memory neither says anything: its content lives in the file. Private huge pages of
 //! hugetlbfs, discarded and read, hold zeros as if these had always been there: refused where they

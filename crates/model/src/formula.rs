@@ -24,8 +24,9 @@ impl Formula {
 }
 
 impl Constants {
-    /// Returns the number of nodes that are busy at once if there are enough: those that begin before
-    /// the first one ends (equations 3.1 and 3.2). `length` is in seconds, as everywhere here.
+    /// Returns the number of nodes that are busy at once if there are enough: those that begin
+    /// before the first one ends (equations 3.1 and 3.2). `length` is in seconds, as everywhere
+    /// here.
     pub fn nodes_demanded(&self, length: f64) -> f64 {
         self.simulation(length) / self.period(length)
     }
@@ -48,8 +49,8 @@ impl Constants {
         (factor * self.s_log * self.t_vm * self.t_i).sqrt() / (nodes as f64 * factor)
     }
 
-    /// Returns how many nodes are missing at the best length for `nodes`; negative if they are enough
-    /// (equation 3.8).
+    /// Returns how many nodes are missing at the best length for `nodes`; negative if they are
+    /// enough (equation 3.8).
     pub fn nodes_missing(&self, nodes: u64) -> f64 {
         self.nodes_demanded(self.length_limited(nodes)) - nodes as f64
     }

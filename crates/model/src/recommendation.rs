@@ -57,8 +57,8 @@ pub fn recommend_nodes(constants: &Constants) -> Recommendation {
 /// Recommends the best length for `nodes` nodes; 0 counts as 1.
 ///
 /// If `s_cp` is given, the sign of equation 3.8 selects the formula, as in the paper. Otherwise the
-/// two formulas form one continuous function of the length. Its minimum is at the best length of one
-/// formula, if that formula holds there, or at the length for which the nodes are just enough.
+/// two formulas form one continuous function of the length. Its minimum is at the best length of
+/// one formula, if that formula holds there, or at the length for which the nodes are just enough.
 pub fn recommend(constants: &Constants, nodes: u64) -> Recommendation {
     let nodes = nodes.max(1);
     let lengths = [constants.length_limited(nodes), constants.length_enough()];
@@ -119,8 +119,8 @@ mod tests {
         near(plan.best.length_s, 2.049);
     }
 
-    /// Figure 3.4. The paper prints its constants except `s_sim`; with 41.25, `N_demand` crosses 0 at
-    /// the printed place.
+    /// Figure 3.4. The paper prints its constants except `s_sim`; with 41.25, `N_demand` crosses 0
+    /// at the printed place.
     #[test]
     fn with_few_nodes_intervals_are_long() {
         let constants = Constants { s_sim: 41.25, s_cp: Some(1.2), ..PAPER };

@@ -122,8 +122,8 @@ impl SwitchRemote {
         self.done(&SwitchRequest::Release, &[], ANSWER_TIMEOUT)
     }
 
-    /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` names the
-    /// present port of each recorded one. Errors: those of that function; the switch does not answer.
+    /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` names the present port
+    /// of each recorded one. Errors: those of that function; the switch does not answer.
     pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[StandInPort]) -> Result<()> {
         let request = SwitchRequest::Restore { stand_ins: stand_ins.to_vec() };
         self.done(&request, &in_flight.encode()?, ANSWER_TIMEOUT)

@@ -12,8 +12,8 @@
 //!
 //! Invariants:
 //! 1. Drawing needs no font, library or display of the machine.
-//! 2. A value that cannot be drawn is left out and moves no other value. Such values are not finite,
-//!    or not above 0 on a logarithmic axis.
+//! 2. A value that cannot be drawn is left out and moves no other value. Such values are not
+//!    finite, or not above 0 on a logarithmic axis.
 //! 3. The same figure gives the same bytes.
 //!
 //! There are no bars, areas or interaction, and the crate does not interpret the values.

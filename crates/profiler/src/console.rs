@@ -7,7 +7,8 @@
 //!   --when TEXT      QEMU ──pipe──▶ thread searches ─▶ one of these
 //! ```
 //!
-//! QEMU inherits the standard output of this process, which is therefore replaced during the launch.
+//! QEMU inherits the standard output of this process, which is therefore replaced during the
+//! launch.
 
 use crate::error::{Error, Result};
 use rustix::pipe::{PipeFlags, pipe_with};

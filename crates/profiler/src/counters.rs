@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The dump is a file in memory of this process without a name and with a fixed size. QEMU opens it
-//! as `/proc/PID/fd/N`. If this process is killed, QEMU stops dumping when the file is full; the next
-//! measurement removes the filter, which frees the memory.
+//! as `/proc/PID/fd/N`. If this process is killed, QEMU stops dumping when the file is full; the
+//! next measurement removes the filter, which frees the memory.
 //!
 //! Left out: packets that do not pass through QEMU (vhost, vDPA, a device given to the guest). QEMU
 //! refuses to dump them.

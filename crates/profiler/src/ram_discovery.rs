@@ -1,9 +1,9 @@
-//! Finds the guest RAM of a running QEMU without its monitor: the mappings of exactly the sizes that
-//! its command line names.
+//! Finds the guest RAM of a running QEMU without its monitor: the mappings of exactly the sizes
+//! that its command line names.
 //!
-//! QEMU maps each RAM block on its own, between guard pages. If the number of writable mappings of a
-//! size differs from the number of blocks of that size, the search fails, and the user has to name
-//! QEMU's monitor.
+//! QEMU maps each RAM block on its own, between guard pages. If the number of writable mappings of
+//! a size differs from the number of blocks of that size, the search fails, and the user has to
+//! name QEMU's monitor.
 
 use super::command_line;
 use crate::error::{Error, Result};

@@ -1,5 +1,5 @@
-//! The VM that is measured: one that Keyframe launches, or one that runs already, with or without its
-//! monitor.
+//! The VM that is measured: one that Keyframe launches, or one that runs already, with or without
+//! its monitor.
 
 use super::console::{self, WatchedOutput};
 use super::{StartCondition, ram_discovery};

@@ -92,9 +92,9 @@ pub fn clone_line(
 const HARMLESS_NETWORKS: &[&str] =
     &["user", "tap", "hubport", "socket", "stream", "dgram", "vde", "l2tpv3", "none"];
 
-/// Returns the words of a line (the binary first) without the options by which QEMU changes its user or
-/// its root directory: a rehearsal has no right to do so, and they are no part of the machine. Error:
-/// the words are no QEMU command line.
+/// Returns the words of a line (the binary first) without the options by which QEMU changes its
+/// user or its root directory: a rehearsal has no right to do so, and they are no part of the
+/// machine. Error: the words are no QEMU command line.
 pub fn without_other_user(words: &[String]) -> Result<Vec<String>> {
     let line = options::parse(words.get(1..).unwrap_or_default())?;
     let kept = line.iter().filter(|a| !matches!(a.name(), "runas" | "chroot" | "run-with"));

@@ -1,5 +1,5 @@
-//! The devices and media that two command lines do not share. A running VM can only be put back to a
-//! checkpoint whose line makes the same ones.
+//! The devices and media that two command lines do not share. A running VM can only be put back to
+//! a checkpoint whose line makes the same ones.
 
 use crate::line_edits::{file_of, medium_of_line};
 use crate::options::{self, Argument, value_of};

@@ -223,8 +223,8 @@ pub fn backend_object(block: &RamBlock, path: &str, is_shared: bool) -> String {
     object_of_block("memory-backend-file", block, &memory)
 }
 
-/// Returns the value of `-object` for a backend with private memory of QEMU's own. The kernel charges
-/// it page by page, as it does a memfd: a virtio-mem device may have more than the host.
+/// Returns the value of `-object` for a backend with private memory of QEMU's own. The kernel
+/// charges it page by page, as it does a memfd: a virtio-mem device may have more than the host.
 pub fn private_backend_object(block: &RamBlock) -> String {
     object_of_block("memory-backend-ram", block, ",share=off,reserve=off")
 }

@@ -76,8 +76,8 @@ fn link(argument: &Argument) -> Option<NetworkLink> {
     Some(NetworkLink { kind, option: argument.display(), lan })
 }
 
-/// Returns the user networks of a line, in the order in which QEMU makes them: the ids of `-netdev`,
-/// and `-nic 0`, `-nic 1` and so on.
+/// Returns the user networks of a line, in the order in which QEMU makes them: the ids of
+/// `-netdev`, and `-nic 0`, `-nic 1` and so on.
 pub fn user_networks(line: &[Argument]) -> Vec<String> {
     let is_json = |argument: &&Argument| argument.value().trim_start().starts_with('{');
     let named = |name: &'static str| line.iter().filter(move |a| a.name() == name);

@@ -135,8 +135,8 @@ pub fn parse(words: &[String]) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
-/// Returns driver, property and value of a `-global`, which has two forms: `driver.property=value`, and
-/// `driver=...,property=...,value=...`. `None` for another argument.
+/// Returns driver, property and value of a `-global`, which has two forms: `driver.property=value`,
+/// and `driver=...,property=...,value=...`. `None` for another argument.
 pub fn global_property(argument: &Argument) -> Option<[String; 3]> {
     if argument.name() != "global" {
         return None;

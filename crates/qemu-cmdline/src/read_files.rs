@@ -19,8 +19,8 @@ pub struct NamedFile {
     pub is_medium: bool,
 }
 
-/// Returns the files of a command line that QEMU only reads. `words` begins with the binary. Returns
-/// none if the line cannot be parsed.
+/// Returns the files of a command line that QEMU only reads. `words` begins with the binary.
+/// Returns none if the line cannot be parsed.
 pub fn named_files(words: &[String]) -> Vec<NamedFile> {
     let Ok(line) = options::parse(words.get(1..).unwrap_or_default()) else { return Vec::new() };
     let mut files: Vec<NamedFile> = line.iter().flat_map(of_argument).collect();

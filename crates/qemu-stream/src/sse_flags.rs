@@ -1,5 +1,5 @@
-//! The MXCSR register of each virtual CPU in a device state, and the exception flags that QEMU leaves
-//! out of it.
+//! The MXCSR register of each virtual CPU in a device state, and the exception flags that QEMU
+//! leaves out of it.
 //!
 //! ```text
 //!   cpu body, bytes:  0 general registers │ 128 rip │ ... │ 556 MXCSR │ ...

@@ -10,8 +10,8 @@
 //! Invariants:
 //! 1. The monitor is that process's: the file passed through it is open there.
 //! 2. One engine at a time: the file's set of descriptors carries the engine's name.
-//! 3. Nothing else of the VM is changed, and that file is taken back on detach; a watchdog takes it back for an engine
-//!    that died, and the next engine for both.
+//! 3. Nothing else of the VM is changed, and that file is taken back on detach; a watchdog takes it
+//!    back for an engine that died, and the next engine for both.
 //!
 //! Left out: tracking the VM's RAM (the kernel crate). The kernel refuses a second tracker of the
 //! same RAM, too.

@@ -63,8 +63,8 @@ impl PresentDevice {
 
 impl Vm {
     /// Returns the lines that make the machine as it is now: [`Vm::user_command`] and
-    /// [`Vm::full_command`] with the changes since the start. The inner `Err` holds the changes that
-    /// no line can make. Error: QEMU does not answer.
+    /// [`Vm::full_command`] with the changes since the start. The inner `Err` holds the changes
+    /// that no line can make. Error: QEMU does not answer.
     pub fn lines_now(&mut self) -> Result<Result<MachineLines, Vec<AuditFinding>>> {
         let directory = self.working_directory().unwrap_or_default();
         let line = hotplug::arguments(self.user_command());

@@ -83,10 +83,10 @@ pub fn granularity_bytes(disk: &WritableNode) -> u64 {
     if disk.disk_bytes > LARGE_BYTES { GRANULARITY_LARGE_BYTES } else { GRANULARITY_BYTES }
 }
 
-/// Has QEMU, process `pid`, listen for readers at `socket`, whose name is a [`socket_name`], also if
-/// it listens for a killed engine. Keyframe makes the socket and passes it, as a confined QEMU could
-/// make none there. Errors: the socket cannot be made; [`Error::Refused`], also if QEMU listens for
-/// another program already.
+/// Has QEMU, process `pid`, listen for readers at `socket`, whose name is a [`socket_name`], also
+/// if it listens for a killed engine. Keyframe makes the socket and passes it, as a confined QEMU
+/// could make none there. Errors: the socket cannot be made; [`Error::Refused`], also if QEMU
+/// listens for another program already.
 pub fn start_server(qmp: &mut Qmp, pid: u32, socket: &Path) -> Result<()> {
     match listen(qmp, socket) {
         Err(Error::Refused { .. }) if listens_for_an_engine(pid) => {

@@ -17,8 +17,8 @@ const RAM_BYTES_DEFAULT: u64 = 128 << 20;
 /// The most bytes of a configuration file.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
-/// Puts the options of configuration files in their place. Leaves a file to QEMU that cannot be read,
-/// is no regular file, or has groups that are not known.
+/// Puts the options of configuration files in their place. Leaves a file to QEMU that cannot be
+/// read, is no regular file, or has groups that are not known.
 fn with_config_options(words: Vec<OsString>) -> Vec<OsString> {
     let mut out = Vec::with_capacity(words.len());
     let mut words = words.into_iter().peekable();

@@ -6,14 +6,15 @@
 //!              └─ pages from the store, a thread each core
 //! ```
 //!
-//! A lazy restore leaves the memfds empty: once QEMU answers, its RAM is marked as missing, and each
-//! page is loaded when the VM touches it ([`lazy`]).
+//! A lazy restore leaves the memfds empty: once QEMU answers, its RAM is marked as missing, and
+//! each page is loaded when the VM touches it ([`lazy`]).
 //!
 //! Invariants:
-//! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are compared before.
+//! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are
+//!    compared before.
 //! 2. A restore that fails leaves no process behind.
-//! 3. Only [`Restored::kill`] ends QEMU. Dropping a [`Restored`] leaves the guest running. The exception is a lazy restore:
-//!    it ends with this process until all of its RAM is there.
+//! 3. Only [`Restored::kill`] ends QEMU. Dropping a [`Restored`] leaves the guest running. The
+//!    exception is a lazy restore: it ends with this process until all of its RAM is there.
 //!
 //! Left out: the content of disks, which a disk server provides.
 

@@ -10,22 +10,22 @@
 //!
 //! The running thread holds the lock of the log, so the threads never run at the same time and a
 //! second core gains nothing. QEMU wakes its main loop for each event that a replay passes, and for
-//! each tick of the guest's clock in a recording. On two cores, the main loop asks for the lock each
-//! time and the guest waits. On one core, the main loop runs as `SCHED_BATCH`: it runs when the guest
-//! halts or waits for it, or at the kernel's tick (4 ms). All threads with timers, the monitor's among
-//! them, are scheduled the same way.
+//! each tick of the guest's clock in a recording. On two cores, the main loop asks for the lock
+//! each time and the guest waits. On one core, the main loop runs as `SCHED_BATCH`: it runs when
+//! the guest halts or waits for it, or at the kernel's tick (4 ms). All threads with timers, the
+//! monitor's among them, are scheduled the same way.
 //!
 //! Only a guest whose clock follows its own time and that has no network is treated so
-//! ([`may_run_late`]): a replay that reads the host's clock waits for the main loop without halting,
-//! and one that sends packets may wait for ever.
+//! ([`may_run_late`]): a replay that reads the host's clock waits for the main loop without
+//! halting, and one that sends packets may wait for ever.
 //!
-//! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel places
-//! the threads.
+//! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel
+//! places the threads.
 //!
 //! Such a QEMU leads its own session, unless it reads the terminal, because Linux divides a core
-//! between sessions first (autogroups) and some kernels schedule badly if one session's threads move
-//! between cores. Inside a control group that does not help, so a replay's threads other than the
-//! guest's are also nice 19. A recording's are not: its disks answer through the main loop.
+//! between sessions first (autogroups) and some kernels schedule badly if one session's threads
+//! move between cores. Inside a control group that does not help, so a replay's threads other than
+//! the guest's are also nice 19. A recording's are not: its disks answer through the main loop.
 //! Measurements: docs/design/record-replay.md.
 //!
 //! Invariant: QEMU does the same work; only the time at which its main loop runs differs.

@@ -12,7 +12,8 @@
 //! monitor (with `-nographic`, the one behind Ctrl-A C).
 //!
 //! Invariants:
-//! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. A QEMU that was attached to forgets the engine.
+//! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. A QEMU that was
+//!    attached to forgets the engine.
 //! 2. A launch that fails leaves no process behind.
 
 mod monitor_sockets;

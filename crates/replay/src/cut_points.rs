@@ -186,7 +186,8 @@ impl CutFinder {
         }
         while self.due_ns <= reading.ns && self.due_ns < i64::MAX {
             self.push_pending(interpolate(before, reading, self.due_ns))?;
-            // A guest that ran no instruction between the readings gets one cut point for all steps.
+            // A guest that ran no instruction between the readings gets one cut point for all
+            // steps.
             let missed = reading.ns.saturating_sub(self.due_ns) / step_ns;
             let is_idle = reading.icount == before.icount;
             let steps = if is_idle { missed.saturating_add(1) } else { 1 };

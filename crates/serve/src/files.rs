@@ -1,8 +1,8 @@
 //! Reads the files of one store for a server. No other file can be read.
 //!
 //! A pack stays open for a while after a read, so that a client can read it to the end although a
-//! prune removes it. Invariants: at most [`OPEN_MAX`] packs are open. Answers in progress take at most
-//! [`MEMORY_BYTES_MAX`] of memory, except that one larger answer may be in progress alone.
+//! prune removes it. Invariants: at most [`OPEN_MAX`] packs are open. Answers in progress take at
+//! most [`MEMORY_BYTES_MAX`] of memory, except that one larger answer may be in progress alone.
 
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::Error;

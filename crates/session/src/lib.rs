@@ -5,8 +5,8 @@
 //!        │ refused: ended before the guest ran                └────────────────────────────┘    kill or keep the VM
 //! ```
 //!
-//! Two threads: the engine captures, at a raised priority; the encoder stores the captured pages, at
-//! a lowered one. With `--keep-within` a third thread forgets and prunes, with the encoder's
+//! Two threads: the engine captures, at a raised priority; the encoder stores the captured pages,
+//! at a lowered one. With `--keep-within` a third thread forgets and prunes, with the encoder's
 //! priority ([`flight_recorder`]); otherwise one recompresses packs ([`recompressor`]). The control
 //! socket's threads only pass requests on. If the engine fails or is killed, the VM runs on.
 //!

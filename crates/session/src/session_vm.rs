@@ -146,8 +146,8 @@ impl SessionVm {
         Self { recorded: Some(RecordedState::default()), ..self }
     }
 
-    /// The same VM, whose checkpoints hold the command line of a machine of this shape. A checkpoint
-    /// of a machine of another shape fails.
+    /// The same VM, whose checkpoints hold the command line of a machine of this shape. A
+    /// checkpoint of a machine of another shape fails.
     #[must_use]
     pub fn expecting(self, shape: Option<MachineShape>) -> Self {
         Self { shape, ..self }
@@ -191,7 +191,8 @@ impl SessionVm {
     }
 
     /// Returns the VM's RAM blocks. Fails if a device that discards RAM was plugged in and this
-    /// run's tracker does not see discarded pages, and if the machine is no longer the expected one.
+    /// run's tracker does not see discarded pages, and if the machine is no longer the expected
+    /// one.
     pub fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
         // Looking for discarded pages is half of a scan's time, so it is done only for machines
         // that can discard. The cycle asks after each pause, before it is sealed, so a device
@@ -323,8 +324,8 @@ impl SessionVm {
         Ok(ended?)
     }
 
-    /// Has the VMM stand still when the guest ends, if that is wanted and not done yet. If it cannot,
-    /// it ends with its guest.
+    /// Has the VMM stand still when the guest ends, if that is wanted and not done yet. If it
+    /// cannot, it ends with its guest.
     pub fn hold_end(&mut self) {
         if self.end_hold == EndHold::Wanted {
             let is_held = self.watched.hold_end();

@@ -1,8 +1,8 @@
 //! The compression of a page's content.
 //!
-//! A page is stored as its words ([`keyframe_pages::words`]) if these are few, else as one LZ4 block
-//! if that saves at least an eighth, else raw. In a recompressed pack it is stored with zstd and a
-//! dictionary ([`crate::dictionary`]). A sample of its bytes identifies noise (compressed or
+//! A page is stored as its words ([`keyframe_pages::words`]) if these are few, else as one LZ4
+//! block if that saves at least an eighth, else raw. In a recompressed pack it is stored with zstd
+//! and a dictionary ([`crate::dictionary`]). A sample of its bytes identifies noise (compressed or
 //! encrypted data), which is not worth an attempt.
 
 use crate::dictionary::Dictionary;

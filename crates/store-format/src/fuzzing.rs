@@ -1,5 +1,5 @@
-//! Entry points for the fuzzers in `fuzz/`: each gives bytes to one parser, after the checksums that
-//! would stop them.
+//! Entry points for the fuzzers in `fuzz/`: each gives bytes to one parser, after the checksums
+//! that would stop them.
 //!
 //! Not part of the interface. Each takes any bytes. It must not panic, nor take memory out of
 //! proportion to the bytes.

@@ -1,4 +1,5 @@
-//! Reading pages. Derived ones (composed blocks, deltas) are made after the plain ones, many at a time.
+//! Reading pages. Derived ones (composed blocks, deltas) are made after the plain ones, many at a
+//! time.
 //!
 //! ```text
 //!   wanted, rising ──▶ records, pack by pack ──▶ plain ──────────────────────────────────────────────▶ sink
@@ -6,9 +7,9 @@
 //!                                                             a delta is made when its base is read: it needs no page of its own
 //! ```
 //!
-//! Invariants: a derived record refers to plain records only, else it is damaged. So there is one step,
-//! even in a damaged store. The content of a derived record is compared with its hash, because it comes
-//! from several places. [`Waiting`] is bounded.
+//! Invariants: a derived record refers to plain records only, else it is damaged. So there is one
+//! step, even in a damaged store. The content of a derived record is compared with its hash,
+//! because it comes from several places. [`Waiting`] is bounded.
 
 use crate::open_store::OpenStore;
 use crate::pack_file::PageContent;

@@ -1,17 +1,19 @@
-//! The bases of deltas in memory: for each page that was written again, the content of a plain record.
+//! The bases of deltas in memory: for each page that was written again, the content of a plain
+//! record.
 //!
 //! ```text
 //!   page ──mod slots──▶ | page, its base's record and hash, the cost of deltas on it, place ─┐
 //!                                      contents, in the order of first use:  | 0 | 1 | 2 | ... ◀─┘
 //! ```
 //!
-//! Each slot serves all pages that map to it; the last one wins. If RAM is not larger than the budget,
-//! each page has its own slot, and no order of use has to be kept. Contents lie in the order in which
-//! their slots were first used. So memory is taken one huge page at a time, and all of it is used. First
-//! touches of small pages all over the budget would cost more than the deltas.
+//! Each slot serves all pages that map to it; the last one wins. If RAM is not larger than the
+//! budget, each page has its own slot, and no order of use has to be kept. Contents lie in the
+//! order in which their slots were first used. So memory is taken one huge page at a time, and all
+//! of it is used. First touches of small pages all over the budget would cost more than the deltas.
 //!
-//! Invariants: memory is bounded by the budget, and taken only as pages come. A base is a plain record
-//! with the content that is here. [`Bases::clear`] must be called if records are lost or move.
+//! Invariants: memory is bounded by the budget, and taken only as pages come. A base is a plain
+//! record with the content that is here. [`Bases::clear`] must be called if records are lost or
+//! move.
 
 use keyframe_kernel::memory::PrefaultedBuffer;
 use keyframe_store_format::page_hash::PageHash;

@@ -14,8 +14,8 @@
 //! In an encrypted store, `encryption` ([`crate::secret`]) replaces `hash_key`.
 //!
 //! Invariants: every version of the format has the same checksum line, so a reader distinguishes
-//! another version from damage. The bytes after the checksum are fixed, so every byte of the file is
-//! checked.
+//! another version from damage. The bytes after the checksum are fixed, so every byte of the file
+//! is checked.
 
 use crate::secret::{Lock, Secret};
 use crate::secret_kind::SecretKind;

@@ -10,12 +10,13 @@
 //!            └▶ pages in other records than before ─▶ hashed with the target's key, deduplicated ─▶ sealed, with its origin
 //! ```
 //!
-//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and names its origin.
-//! The same checkpoint is copied once, also by way of a third store, or back. Each copy is sealed by
-//! itself, so an interrupted copy continues after the last sealed one. Tags of the target are never
-//! moved. The source is only read.
+//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and names its
+//! origin. The same checkpoint is copied once, also by way of a third store, or back. Each copy is
+//! sealed by itself, so an interrupted copy continues after the last sealed one. Tags of the target
+//! are never moved. The source is only read.
 //!
-//! Left out: images beneath disks (the target names the same files), and working sets, which are advice.
+//! Left out: images beneath disks (the target names the same files), and working sets, which are
+//! advice.
 
 use crate::disks::LoadedDisks;
 use crate::run::{DiskState, Run, SealRequest};

@@ -9,18 +9,18 @@
 //!   unsynced.packs   { "boot": the same, "up_to": unfinished packs up to this number are not used, for the same reason }
 //! ```
 //!
-//! What was written to the kernel survives the death of this process. If the machine went down instead
-//! (its boot differs), the next writer reads all of the checkpoints from `from` on, and moves those that
-//! are damaged to the quarantine: [`OpenStore::settle`].
+//! What was written to the kernel survives the death of this process. If the machine went down
+//! instead (its boot differs), the next writer reads all of the checkpoints from `from` on, and
+//! moves those that are damaged to the quarantine: [`OpenStore::settle`].
 //!
-//! A failed sync may have lost its data, although the data can still be read from the page cache, and
-//! although a second sync reports no error. So an attempt is marked before it is made. A process that
-//! finds the mark during the same boot uses nothing that the attempt was for. Such checkpoints stay
-//! marked until the next boot, when they can be read from the medium.
+//! A failed sync may have lost its data, although the data can still be read from the page cache,
+//! and although a second sync reports no error. So an attempt is marked before it is made. A
+//! process that finds the mark during the same boot uses nothing that the attempt was for. Such
+//! checkpoints stay marked until the next boot, when they can be read from the medium.
 //!
 //! Invariants: `unsynced` is durable before the first checkpoint that it names, and is removed only
-//! after a sync. Packs are synced before they are closed, at any durability, because readers trust their
-//! trailer.
+//! after a sync. Packs are synced before they are closed, at any durability, because readers trust
+//! their trailer.
 
 use crate::durability_kind::Durability;
 use crate::open_store::OpenStore;

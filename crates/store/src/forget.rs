@@ -1,15 +1,15 @@
-//! Forgetting checkpoints. They are not found any more; the next prune frees the space that only they
-//! needed.
+//! Forgetting checkpoints. They are not found any more; the next prune frees the space that only
+//! they needed.
 //!
 //! ```text
 //!   its tags ─▶ its seal ─▶ its working set          (maps and records stay: others may need them, `prune` knows)
 //! ```
 //!
-//! Invariants: no tag outlives its checkpoint, so a crash in between leaves no tag without a checkpoint.
-//! Numbers are not used again: the maps stay for that. A writer and readers are not disturbed. A run
-//! builds upon the newest checkpoint only, which is not forgotten while the store is locked. A reader
-//! that has loaded a checkpoint does not need its seal. Power loss may bring back what a killed forget has
-//! removed, until a prune has synced the removal.
+//! Invariants: no tag outlives its checkpoint, so a crash in between leaves no tag without a
+//! checkpoint. Numbers are not used again: the maps stay for that. A writer and readers are not
+//! disturbed. A run builds upon the newest checkpoint only, which is not forgotten while the store
+//! is locked. A reader that has loaded a checkpoint does not need its seal. Power loss may bring
+//! back what a killed forget has removed, until a prune has synced the removal.
 
 use crate::open_store::OpenStore;
 use crate::{Error, Result, Store};

@@ -1,5 +1,5 @@
-//! The deduplication index: the record of each content, by page hash. Its memory is bounded. What does
-//! not fit lies in files.
+//! The deduplication index: the record of each content, by page hash. Its memory is bounded. What
+//! does not fit lies in files.
 //!
 //! ```text
 //!                 ┌─ table: the newest entries ─┐  full, or the run ends   ┌─ spills: files, each sorted by hash ─┐
@@ -7,18 +7,19 @@
 //!   get ────────▶ └─────────────────────────────┘ ──not there─▶ filter ──▶ └──────────────────────────────────────┘ ─▶ too large: oldest removed
 //! ```
 //!
-//! A spill is a cache. It names the packs that it covers, each with the checksum of its trailer. The next
-//! writer uses it for packs that still have this checksum, and reads the indexes of the other packs. The
-//! index does not return an entry of a pack that has gone. Only records of closed packs are spilled,
-//! because these packs do not change.
+//! A spill is a cache. It names the packs that it covers, each with the checksum of its trailer.
+//! The next writer uses it for packs that still have this checksum, and reads the indexes of the
+//! other packs. The index does not return an entry of a pack that has gone. Only records of closed
+//! packs are spilled, because these packs do not change.
 //!
-//! Invariants: the index returns only entries that were inserted, of packs that exist; it compares the
-//! full hash. A derived record from a spill is unproven: its references may have gone. Damage of the
-//! files costs only deduplication, and no caller sees an error. The memory is within the budget: a third
-//! for the table, which takes half as much more while it grows, two fifths for the spills, the rest for
-//! merging.
+//! Invariants: the index returns only entries that were inserted, of packs that exist; it compares
+//! the full hash. A derived record from a spill is unproven: its references may have gone. Damage
+//! of the files costs only deduplication, and no caller sees an error. The memory is within the
+//! budget: a third for the table, which takes half as much more while it grows, two fifths for the
+//! spills, the rest for merging.
 //!
-//! Not here: proving a derived record, and the choice of packs to read again ([`crate::pack_writer`]).
+//! Not here: proving a derived record, and the choice of packs to read again
+//! ([`crate::pack_writer`]).
 
 mod filter;
 mod folder;

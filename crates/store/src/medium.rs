@@ -5,8 +5,8 @@
 //!                                      a run writes up to here ┘      └ a prune copies into it
 //! ```
 //!
-//! A prune removes a pack after it has copied what is needed of it. So a prune makes progress if the
-//! free space holds one pack.
+//! A prune removes a pack after it has copied what is needed of it. So a prune makes progress if
+//! the free space holds one pack.
 
 use crate::files::StoreFiles;
 use crate::tuning::Tuning;
@@ -35,7 +35,8 @@ pub fn reserve_bytes(tuning: &Tuning, space: Option<Space>) -> u64 {
     tuning.pack_bytes_max.saturating_mul(2).min(space.total_bytes / RESERVE_PART)
 }
 
-/// Fails as a full disk if fewer than `reserve_bytes` would be free after `more_bytes` were written.
+/// Fails as a full disk if fewer than `reserve_bytes` would be free after `more_bytes` were
+/// written.
 pub fn check_reserve(files: &StoreFiles, more_bytes: u64, reserve_bytes: u64) -> Result<()> {
     let Some(space) = files.space().filter(|_| reserve_bytes > 0) else { return Ok(()) };
     if space.free_bytes >= more_bytes.saturating_add(reserve_bytes) {

@@ -9,12 +9,12 @@
 //!                            └──────── emptied ─────┘
 //! ```
 //!
-//! A caller with memory for all pages uses [`crate::fill`] instead, where a thread puts each page into
-//! its place.
+//! A caller with memory for all pages uses [`crate::fill`] instead, where a thread puts each page
+//! into its place.
 //!
-//! Invariants: the sink is called on the caller's thread only. Memory is bounded: a few batches for each
-//! thread, and that of [`OpenStore::read_pages`]. If the sink or a thread fails, the other threads end
-//! after their batch.
+//! Invariants: the sink is called on the caller's thread only. Memory is bounded: a few batches for
+//! each thread, and that of [`OpenStore::read_pages`]. If the sink or a thread fails, the other
+//! threads end after their batch.
 
 use crate::open_store::OpenStore;
 use crate::{Error, Result};

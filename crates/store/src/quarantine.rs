@@ -5,10 +5,10 @@
 //!   quarantine/README      explains the folder
 //! ```
 //!
-//! Invariants: the copy is durable before the file is removed. A crash in between leaves both, and the
-//! next repair copies the file again. The bytes are copied as they are, those of an encrypted store
-//! encrypted: damaged ones cannot be decrypted, and a file that is put back under its old name is what it
-//! was.
+//! Invariants: the copy is durable before the file is removed. A crash in between leaves both, and
+//! the next repair copies the file again. The bytes are copied as they are, those of an encrypted
+//! store encrypted: damaged ones cannot be decrypted, and a file that is put back under its old
+//! name is what it was.
 
 use crate::open_store::OpenStore;
 use crate::{Error, Result};

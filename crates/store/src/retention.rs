@@ -11,12 +11,12 @@
 //! ```
 //!
 //! Invariants: a checkpoint that any rule keeps is kept. These are kept without a rule: the newest
-//! checkpoint of a VM, because a run builds upon it; a checkpoint that the overlay of a disk depends on; a
-//! tagged one (if tags were named, one with one of these); a pinned one.
+//! checkpoint of a VM, because a run builds upon it; a checkpoint that the overlay of a disk
+//! depends on; a tagged one (if tags were named, one with one of these); a pinned one.
 //!
-//! Ages follow the clock of the host's kernel, not its wall clock, which may be set while a VM runs:
-//! between two checkpoints of one boot their [`SinceBoot`] counts. Over a reboot, or to another
-//! host, only the wall clock spans the time, and its difference counts.
+//! Ages follow the clock of the host's kernel, not its wall clock, which may be set while a VM
+//! runs: between two checkpoints of one boot their [`SinceBoot`] counts. Over a reboot, or to
+//! another host, only the wall clock spans the time, and its difference counts.
 //!
 //! Not here: checkpoints that the user names, which are forgotten without a rule.
 
@@ -36,8 +36,8 @@ pub struct Retention {
     /// Keeps the checkpoints that were taken no longer than this before the newest of their VM. So
     /// a VM that has ended loses none as time passes.
     pub within: Option<Duration>,
-    /// Keeps the newest checkpoint of each such interval of the wall clock, counted from 1970 on. Where the
-    /// clock was set back, an interval that comes twice keeps one of each time.
+    /// Keeps the newest checkpoint of each such interval of the wall clock, counted from 1970 on.
+    /// Where the clock was set back, an interval that comes twice keeps one of each time.
     pub every: Option<Duration>,
     /// Of the tagged checkpoints, keeps only those with one of these tags; `None` keeps all tagged
     /// ones.

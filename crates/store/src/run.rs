@@ -364,8 +364,8 @@ impl Run {
     }
 
     /// Forgets the puts since the last seal. The caller puts those pages again into the next
-    /// checkpoint. Their records stay in the packs, where deduplication finds them, unless the medium
-    /// was too full for them.
+    /// checkpoint. Their records stay in the packs, where deduplication finds them, unless the
+    /// medium was too full for them.
     pub fn abandon(&mut self) {
         self.progress.undo();
         if let Ok(session) = self.session() {

@@ -7,9 +7,9 @@
 //!   "keys": hash key (32, finds pages) · data key (32, encrypts files)
 //! ```
 //!
-//! Invariants: both keys are random and made with the store. Neither is in `store.json` in plain text,
-//! nor in any `Debug` form. Their memory is cleared. The memory and time that a foreign `store.json` can
-//! ask for are bounded.
+//! Invariants: both keys are random and made with the store. Neither is in `store.json` in plain
+//! text, nor in any `Debug` form. Their memory is cleared. The memory and time that a foreign
+//! `store.json` can ask for are bounded.
 
 use crate::secret_kind::SecretKind;
 use crate::{Error, Result};

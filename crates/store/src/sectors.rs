@@ -6,9 +6,10 @@
 //!                                      a fifth pushes the oldest out                 yes ─▶ Part::Of(record, number)
 //! ```
 //!
-//! Invariants: the bytes are compared before anything refers to them. So a false match is impossible,
-//! whatever a guest writes; a collision costs a read. Memory is bounded: the table doubles up to its
-//! limit and then forgets. A forgotten sector only costs space. Nothing of the index is on disk.
+//! Invariants: the bytes are compared before anything refers to them. So a false match is
+//! impossible, whatever a guest writes; a collision costs a read. Memory is bounded: the table
+//! doubles up to its limit and then forgets. A forgotten sector only costs space. Nothing of the
+//! index is on disk.
 
 use keyframe_store_format::composed::{Composition, PART_BYTES, PARTS, PagePart, Sector, sectors};
 use keyframe_store_format::page_hash::HashKey;

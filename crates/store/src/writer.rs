@@ -5,8 +5,8 @@
 //!   unlocked ─────────────▶ Writer ──────────────▶ Run open ─────────────────▶ Writer ──drop both──▶ unlocked
 //! ```
 //!
-//! The session (index, open pack, next number) is with the writer, or lent to the one open run. A run
-//! owns what it needs and may move to another thread. The writer can set tags meanwhile.
+//! The session (index, open pack, next number) is with the writer, or lent to the one open run. A
+//! run owns what it needs and may move to another thread. The writer can set tags meanwhile.
 
 use crate::durability::{Syncs, TornCheckpoint};
 use crate::durability_kind::Durability;
@@ -76,8 +76,8 @@ impl Writer {
         let newest_map = inner.map_ids()?.last().copied();
         let newest = inner.checkpoint_ids()?.last().copied();
         if let Some(newest) = newest {
-            // Its writer may have died between the rename and the sync of the directory. A checkpoint
-            // that was seen as sealed must stay.
+            // Its writer may have died between the rename and the sync of the directory. A
+            // checkpoint that was seen as sealed must stay.
             inner.backend.sync(&layout::checkpoint(newest))?;
         }
         let syncs = Syncs::of(tuning.durability);

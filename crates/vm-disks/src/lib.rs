@@ -75,8 +75,8 @@ impl DiskToServe {
     }
 }
 
-/// Checks that no image of `disks`, which the guest can write to, is used by another one of them, or
-/// is one of the files `read` that a VM only reads. Each drive would have content of its own.
+/// Checks that no image of `disks`, which the guest can write to, is used by another one of them,
+/// or is one of the files `read` that a VM only reads. Each drive would have content of its own.
 ///
 /// Error: [`Error::ImageUsedTwice`].
 pub fn require_separate_images(disks: &[DiskToServe], read: &[ReadFile]) -> Result<()> {

@@ -5,7 +5,8 @@ const NAME_BYTES_MAX: usize = 64;
 /// The length of the hash, and the `-` before it.
 const HASH_BYTES: usize = 9;
 
-/// Returns whether a VM's name may contain the character `c`: a letter or digit of any script, `-`, `_` or `.`.
+/// Returns whether a VM's name may contain the character `c`: a letter or digit of any script, `-`,
+/// `_` or `.`.
 pub fn is_name_char(c: char) -> bool {
     c.is_alphanumeric() || matches!(c, '-' | '_' | '.')
 }

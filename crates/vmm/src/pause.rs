@@ -5,9 +5,9 @@
 //!   separate         stop ─▶ save the devices ─▶ resume, with other commands of the engine in between
 //! ```
 //!
-//! In a pause by one command the VMM serves no other client. In a pause by separate commands it does:
-//! if another client stops the VM between `stop` and `resume`, the VM cannot be told from one that only
-//! the engine stopped, and `resume` undoes that client's command.
+//! In a pause by one command the VMM serves no other client. In a pause by separate commands it
+//! does: if another client stops the VM between `stop` and `resume`, the VM cannot be told from one
+//! that only the engine stopped, and `resume` undoes that client's command.
 
 use crate::{SavedPause, StopOutcome, Vmm, VmmError};
 use std::time::Duration;
@@ -134,9 +134,9 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         self.vm
     }
 
-    /// Makes the VMM stand still when the guest ends ([`Vmm::hold_end`]), with a watchdog that undoes
-    /// it if this process dies. Returns false if the VMM cannot. Error: the watchdog or the VMM does
-    /// not answer.
+    /// Makes the VMM stand still when the guest ends ([`Vmm::hold_end`]), with a watchdog that
+    /// undoes it if this process dies. Returns false if the VMM cannot. Error: the watchdog or the
+    /// VMM does not answer.
     pub fn hold_end(&mut self) -> Result<bool, VmmError> {
         self.watchdog.ensure()?;
         self.vm.hold_end()

@@ -47,8 +47,8 @@ pub enum VmEvent {
     /// The guest has ended in this way, and so does the VMM, unless it stands still then
     /// ([`Vmm::hold_end`]).
     GuestEnded(GuestEnd),
-    /// The virtual CPUs were stopped because there was no space for a write of the guest. The write is
-    /// repeated when the VM is resumed.
+    /// The virtual CPUs were stopped because there was no space for a write of the guest. The write
+    /// is repeated when the VM is resumed.
     DiskFull,
     /// The guest has failed in this way. Later events say whether the VMM ends.
     GuestFailed(GuestEnd),
@@ -237,9 +237,9 @@ pub trait Vmm: Send {
     /// VMM refuses or does not answer.
     fn save_devices(&mut self) -> Result<Vec<u8>, VmmError>;
 
-    /// Adds to `device_state`, which was saved in the last pause, what the VMM does not save itself.
-    /// To be called after the pause. The length stays. Error: a part is not known; `device_state` is
-    /// as the VMM saved it, but for the other parts.
+    /// Adds to `device_state`, which was saved in the last pause, what the VMM does not save
+    /// itself. To be called after the pause. The length stays. Error: a part is not known;
+    /// `device_state` is as the VMM saved it, but for the other parts.
     fn complete_device_state(&mut self, device_state: &mut [u8]) -> Result<(), VmmError> {
         let _ = device_state;
         Ok(())

@@ -141,7 +141,8 @@ impl Connection {
     }
 
     /// A late response would be taken for the response to the next request, and a server without
-    /// its engine can take part in no checkpoint. So it is ended, and its supervisor starts another.
+    /// its engine can take part in no checkpoint. So it is ended, and its supervisor starts
+    /// another.
     fn lost(&mut self, _: &Error) -> Error {
         let _ = self.control.shutdown(std::net::Shutdown::Both);
         let _ = self.child.kill();

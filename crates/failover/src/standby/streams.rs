@@ -4,8 +4,8 @@
 //!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──taken, all streams at once──▶ applied ─▶ next batch
 //! ```
 //!
-//! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are against
-//! that one. Data of a session that arrives before the session's start waits for it.
+//! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are
+//! against that one. Data of a session that arrives before the session's start waits for it.
 
 use super::super::frames::{FrameKind, unmarked};
 use super::image::StandbyImage;

@@ -119,8 +119,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Makes a cluster of `count` equal nodes with one slot each. They start at once and never fail,
-    /// and transfers take no time.
+    /// Makes a cluster of `count` equal nodes with one slot each. They start at once and never
+    /// fail, and transfers take no time.
     pub fn of(count: usize) -> Self {
         Self {
             nodes: vec![ClusterNode { slots: 1, start_s: 0.0, speed: 1.0 }; count],

@@ -38,8 +38,8 @@ impl TransferSizes {
     /// checkpoint of interval number `interval`.
     ///
     /// Two checkpoints differ by the bytes written between them, whichever is first. The nearest
-    /// held checkpoint on each side therefore gives the smallest transfer, and no transfer is larger
-    /// than the whole image.
+    /// held checkpoint on each side therefore gives the smallest transfer, and no transfer is
+    /// larger than the whole image.
     pub fn missing(&self, interval: usize, held: &HeldCheckpoints) -> f64 {
         let all = self.images[interval];
         if self.transfer == Transfer::Whole {

@@ -34,7 +34,8 @@ const THREADS_MAX: usize = 16;
 pub struct Memory {
     /// A memfd that is as long as the block, or the memory of QEMU's process.
     pub file: File,
-    /// The offset of the block's first byte in `file`: 0 in a memfd, the block's address in a process.
+    /// The offset of the block's first byte in `file`: 0 in a memfd, the block's address in a
+    /// process.
     pub offset: u64,
     /// The block's number in the layout.
     pub block: usize,

@@ -4,8 +4,8 @@
 //!   offset 0: 16 general registers, rip │ ... │ flags (u16) ... MXCSR (u32) │ ... │ vendor ... model
 //! ```
 //!
-//! The distances depend on QEMU's version and compiler. [`CpuLayout::of_trials`] derives them from what
-//! the trial has seen. A file in the cache remembers them for each binary.
+//! The distances depend on QEMU's version and compiler. [`CpuLayout::of_trials`] derives them from
+//! what the trial has seen. A file in the cache remembers them for each binary.
 
 use super::firmware::CERTAIN;
 use super::search::CpuNames;
@@ -53,8 +53,8 @@ pub(super) struct Trial {
 }
 
 impl CpuLayout {
-    /// Derives the layout from `trials`, one for each division of the firmware, and the names of their
-    /// CPU model. `None` if not exactly one place agrees with all of them.
+    /// Derives the layout from `trials`, one for each division of the firmware, and the names of
+    /// their CPU model. `None` if not exactly one place agrees with all of them.
     pub fn of_trials(trials: &[Trial], names: &CpuNames) -> Option<Self> {
         let len = trials.iter().map(|trial| trial.memory.len()).min()?.min(DISTANCE_MAX);
         let first = trials.first()?.memory.get(..len)?;

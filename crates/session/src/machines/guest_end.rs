@@ -39,7 +39,8 @@ impl Machines {
         }
     }
 
-    /// Undoes [`Machines::hold_ends`]. Ends each VMM whose guest has ended. Returns the first error.
+    /// Undoes [`Machines::hold_ends`]. Ends each VMM whose guest has ended. Returns the first
+    /// error.
     pub fn release_ends(&mut self) -> Result<()> {
         let mut result = Ok(());
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
@@ -48,8 +49,8 @@ impl Machines {
         result
     }
 
-    /// The first VM whose guest has ended or failed, whose VMM is still there, and which has no last
-    /// checkpoint yet; with its name.
+    /// The first VM whose guest has ended or failed, whose VMM is still there, and which has no
+    /// last checkpoint yet; with its name.
     pub fn newly_ended(&self) -> Option<(String, GuestEnd)> {
         let mut ends = self.members.iter().filter(|m| m.ended.is_none() && !m.shut_down);
         ends.find_map(|m| m.guest_end.filter(|seen| !seen.is_done).map(|s| (m.name.clone(), s.end)))

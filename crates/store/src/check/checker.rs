@@ -253,8 +253,8 @@ impl Check<'_> {
             let mut mentioned = false;
             for map in &meta.map_chain {
                 mentioned |= *mentions.entry(*map).or_insert_with(|| {
-                    // The map was readable a moment ago. If it is not now, load the checkpoint to be
-                    // safe.
+                    // The map was readable a moment ago. If it is not now, load the checkpoint to
+                    // be safe.
                     self.inner
                         .read_map(*map)
                         .map_or(true, |run| run.refs().iter().any(|r| refs.contains_key(r)))

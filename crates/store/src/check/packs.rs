@@ -16,8 +16,8 @@ pub struct PackBounds {
     pub problem: String,
     /// The records, rising.
     pub refs: Vec<PageRef>,
-    /// True if their bytes are correct, and records that they refer to are missing. A prune may leave
-    /// such records if nothing needs them.
+    /// True if their bytes are correct, and records that they refer to are missing. A prune may
+    /// leave such records if nothing needs them.
     pub stale: bool,
 }
 
@@ -124,8 +124,8 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Reads `start..end`. `resume` are the offsets, rising, of known and wanted records. Returns the
-    /// number of skipped bytes that no offset in `resume` points to.
+    /// Reads `start..end`. `resume` are the offsets, rising, of known and wanted records. Returns
+    /// the number of skipped bytes that no offset in `resume` points to.
     fn run(&mut self, start: u64, end: u64, resume: &[u64]) -> u64 {
         let (mut at, mut skipped) = (start, 0);
         loop {

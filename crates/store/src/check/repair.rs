@@ -14,12 +14,14 @@
 //!   check once more
 //! ```
 //!
-//! Invariants: it holds the locks of writer and prune. A checkpoint that could be read before can be read
-//! after, and at every instant: each file is written as a whole, and a pack goes when no map of a
-//! remaining checkpoint refers to it. Nothing is deleted: it is in `quarantine/`. Numbers are not used
-//! again. The next repair completes an interrupted one. Repairing an intact store changes nothing.
+//! Invariants: it holds the locks of writer and prune. A checkpoint that could be read before can
+//! be read after, and at every instant: each file is written as a whole, and a pack goes when no
+//! map of a remaining checkpoint refers to it. Nothing is deleted: it is in `quarantine/`. Numbers
+//! are not used again. The next repair completes an interrupted one. Repairing an intact store
+//! changes nothing.
 //!
-//! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are advice.
+//! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are
+//! advice.
 
 use crate::check::report::{CheckOptions, CheckProgress, CheckReport};
 use crate::files::StoreFile;

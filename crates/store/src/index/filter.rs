@@ -6,8 +6,8 @@
 //!
 //! A query takes one access to memory. With [`KEY_BITS`] for each entry, about one new page of two
 //! hundred is looked up in vain (Putze, Sanders, Singler: Cache-, Hash- and Space-Efficient Bloom
-//! Filters, 2007; the constants are those of Apache Parquet). No library, because page hashes need no
-//! further hashing, and because the bytes are part of a file format.
+//! Filters, 2007; the constants are those of Apache Parquet). No library, because page hashes need
+//! no further hashing, and because the bytes are part of a file format.
 
 use keyframe_store_format::page_hash::PageHash;
 

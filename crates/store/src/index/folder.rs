@@ -5,8 +5,8 @@
 //!          .new-...                        one that is being written; the next writer removes a leftover
 //! ```
 //!
-//! Invariant: no content of the directory is an error. A file that cannot be read as a spill of this
-//! store is removed.
+//! Invariant: no content of the directory is an error. A file that cannot be read as a spill of
+//! this store is removed.
 
 use super::spill::{Bond, Spill, SpillWriter, TEMPORARY, memory_bytes};
 use keyframe_bytes::hex::to_hex;

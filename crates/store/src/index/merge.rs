@@ -1,7 +1,7 @@
 //! Merging several spills into one.
 //!
-//! Invariant: the new spill has only entries that the index would return: none of packs that have gone,
-//! and no derived record if these are not used. So no entry comes back.
+//! Invariant: the new spill has only entries that the index would return: none of packs that have
+//! gone, and no derived record if these are not used. So no entry comes back.
 
 use super::folder::Folder;
 use super::spill::Spill;

@@ -16,9 +16,9 @@
 //! Fences, filter and packs are in memory: two bytes for each entry. A hash that passes the filter
 //! costs one read of 512 bytes.
 //!
-//! Invariants: no part is used before its checksum matches. The salt distinguishes buckets of another
-//! file, which a crash may have left in their place. Any damage is an [`io::Error`], after which the
-//! file is not used.
+//! Invariants: no part is used before its checksum matches. The salt distinguishes buckets of
+//! another file, which a crash may have left in their place. Any damage is an [`io::Error`], after
+//! which the file is not used.
 
 use super::filter::{self, Filter};
 use super::table::Slot;

@@ -95,8 +95,8 @@ impl PackWriter {
             other => other?,
         }
         self.learn_others(moves)?;
-        // The packs that go exist until this writer has confirmed. So no number of theirs, and of no
-        // other pack that the prune has written, is used again.
+        // The packs that go exist until this writer has confirmed. So no number of theirs, and of
+        // no other pack that the prune has written, is used again.
         self.next_pack = self.next_pack.max(self.inner.newest_pack()? + 1);
         // The records that a derived one refers to may go.
         self.index.follow(moves);

@@ -296,8 +296,8 @@ impl PackWriter {
     }
 
     /// Removes the packs that only an abandoned checkpoint has filled, if the medium was too full
-    /// for it. The caller needs none of its records. A prune at work takes such a pack for one without
-    /// needed records, and does not mind that it is gone.
+    /// for it. The caller needs none of its records. A prune at work takes such a pack for one
+    /// without needed records, and does not mind that it is gone.
     pub fn return_space(&mut self) {
         if !std::mem::take(&mut self.is_short) || self.unsealed.is_empty() {
             return;

@@ -8,14 +8,14 @@
 //!                      visible(0) = visible(8) without those of 8, and visible(6) without those of 6
 //! ```
 //!
-//! Invariants: a record is live if a live map shows it at a visible page, or if a live derived record
-//! refers to it ([`Live::close`]). So live records are closed over references. A map of a run at work
-//! hides nothing that a later checkpoint of the run shows. The run builds upon maps of the newest
-//! checkpoint's chain, under a map with all later changes.
+//! Invariants: a record is live if a live map shows it at a visible page, or if a live derived
+//! record refers to it ([`Live::close`]). So live records are closed over references. A map of a
+//! run at work hides nothing that a later checkpoint of the run shows. The run builds upon maps of
+//! the newest checkpoint's chain, under a map with all later changes.
 //!
-//! A prune reads all maps once. It remembers which packs each refers to ([`Known`]). So a later look at
-//! few packs reads few maps: those that refer to one of them, new ones, and those above such a map whose
-//! own checkpoint is gone.
+//! A prune reads all maps once. It remembers which packs each refers to ([`Known`]). So a later
+//! look at few packs reads few maps: those that refer to one of them, new ones, and those above
+//! such a map whose own checkpoint is gone.
 
 use crate::chain::Changes;
 use crate::open_store::OpenStore;

@@ -1,9 +1,9 @@
 //! Copying records of packs that go into new ones, and rewriting the maps.
 //!
-//! Invariants: a record is compared with its hash before its copy replaces it. Plain records move before
-//! the derived ones that refer to them, and new packs have higher numbers than all others. So a derived
-//! record lies after its references. A map is replaced as a whole, and loses no record that a checkpoint
-//! shows.
+//! Invariants: a record is compared with its hash before its copy replaces it. Plain records move
+//! before the derived ones that refer to them, and new packs have higher numbers than all others.
+//! So a derived record lies after its references. A map is replaced as a whole, and loses no record
+//! that a checkpoint shows.
 
 use super::live::{Live, shows};
 use crate::open_store::OpenStore;
@@ -80,8 +80,8 @@ impl Copier {
         self.packs()?.set_dense(dense)
     }
 
-    /// Copies the plain records among `live` of pack `victim`. The inner error is damage, because of
-    /// which the pack must stay.
+    /// Copies the plain records among `live` of pack `victim`. The inner error is damage, because
+    /// of which the pack must stay.
     pub fn copy_plain(
         &mut self,
         victim: u32,

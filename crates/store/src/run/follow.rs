@@ -3,8 +3,8 @@
 //! The run replaces its references to moved records. It puts again what was not moved into the open
 //! pack.
 //!
-//! Invariant: after the confirmation, neither the run nor its writer refers to anything in the packs
-//! that go. So no later checkpoint does.
+//! Invariant: after the confirmation, neither the run nor its writer refers to anything in the
+//! packs that go. So no later checkpoint does.
 
 use crate::open_store::OpenStore;
 use crate::pack_writer::{PageInput, Placed};

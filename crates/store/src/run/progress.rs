@@ -1,6 +1,7 @@
 //! The checkpoint in progress: the maps of a run in memory, and what changed since the last seal.
 //!
-//! Invariant: the maps are those of the last seal plus the puts since. [`RunProgress::undo`] leads back.
+//! Invariant: the maps are those of the last seal plus the puts since. [`RunProgress::undo`] leads
+//! back.
 
 use crate::chain::{Chain, ChainPlan, Changes};
 use crate::run::puts::{PutOutcome, Puts};

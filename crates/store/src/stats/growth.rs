@@ -1,6 +1,7 @@
 //! The growth of a store: by checkpoint, and by hour.
 //!
-//! The numbers of a checkpoint were measured when it was taken. Forgotten checkpoints are not included.
+//! The numbers of a checkpoint were measured when it was taken. Forgotten checkpoints are not
+//! included.
 
 use crate::Sealed;
 use jiff::Timestamp;
