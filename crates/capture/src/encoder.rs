@@ -105,7 +105,8 @@ impl<S: CheckpointSink> CheckpointEncoder<S> {
         Self { sink, watch, seen: PageSet::new(space_pages), failed_generation: None, encode_ns: 0 }
     }
 
-    /// Carries out one message. Returns a report if a checkpoint was sealed or failed.
+    /// Carries out one message. Returns a report if it sealed a checkpoint or if the checkpoint
+    /// failed.
     pub fn handle(&mut self, message: EncoderMessage<S::Label>) -> Option<EncodeReport<S::Sealed>> {
         match message {
             EncoderMessage::Pages { generation, .. } | EncoderMessage::Abandon { generation }
@@ -134,7 +135,8 @@ impl<S: CheckpointSink> CheckpointEncoder<S> {
         }
     }
 
-    /// Lets the sink do what it does while there are no messages.
+    /// Gives the sink time for work of its own ([`CheckpointSink::idle`]). The caller calls this
+    /// while there are no messages.
     pub fn idle(&mut self) {
         self.sink.idle();
     }

@@ -41,7 +41,8 @@ pub trait DirtyTracker: Send {
     }
 }
 
-/// Called with pages that the VM is about to write for the first time since they were protected.
+/// The function that a [`FirstWriteMonitor`] calls with pages that the VM is about to write for the
+/// first time since they were protected.
 pub type FirstWriteHook = Arc<dyn Fn(PageRange) + Send + Sync>;
 
 /// Delays the first write to each protected page: the basis of copy-on-write.

@@ -43,8 +43,8 @@ impl Differences {
         Ok(heat)
     }
 
-    /// Returns the differences between a checkpoint and its parent as JSON. Fails if the parent is
-    /// not in the store.
+    /// Returns the differences between checkpoint `id` and its parent, as JSON. Errors: there is no
+    /// such checkpoint; its parent is not in the store; the store cannot be read.
     pub fn diff(&self, listed: &ListedStore, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
             ApiError::Unknown(format!(

@@ -40,7 +40,7 @@ const NETDEVS_MAX: usize = 64;
 pub struct DiskWrites {
     /// The number of sectors of 512 bytes.
     pub sectors: u64,
-    /// Requests.
+    /// The number of write requests.
     pub writes: u64,
 }
 

@@ -21,13 +21,13 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A VM whose RAM is known. Dropping it ends a VM that was launched, and leaves another one alone.
 pub struct Target {
-    /// Its QEMU.
+    /// The process of its QEMU.
     pub process: Process,
-    /// Its guest RAM.
+    /// The ranges of its guest RAM in the process.
     pub ranges: Vec<HostRange>,
     /// The number of its virtual CPUs, if known.
     pub vcpus: Option<u32>,
-    /// True if it may discard RAM, which then counts as written.
+    /// True if writes are also counted for RAM that the VM may discard (balloon).
     pub watch_discards: bool,
     /// What cannot be counted, and why.
     pub notes: Vec<String>,
@@ -162,7 +162,7 @@ impl Target {
         }
     }
 
-    /// Returns the size of the RAM that is watched.
+    /// Returns the size of the watched RAM in bytes.
     pub fn ram_bytes(&self) -> u64 {
         self.ranges.iter().map(|r| r.len_bytes).sum()
     }

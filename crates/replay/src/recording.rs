@@ -177,8 +177,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Cuts the log at `bytes`, from where on QEMU has lost parts of it. Call it before
-    /// [`Recording::end`].
+    /// Truncates the log to `bytes` bytes, because QEMU has lost parts of it after them. Call it
+    /// before [`Recording::end`].
     ///
     /// Error: [`Error::Io`].
     pub fn cut_log(&self, bytes: u64) -> Result<()> {

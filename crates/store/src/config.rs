@@ -38,7 +38,7 @@ const PRE_RELEASE_FORMAT: &str = "keyframe-store";
 const CHECKSUM_FIELD: &str = "  \"checksum\": \"";
 const CLOSING: &str = "\"\n}\n";
 
-/// The identity of a store.
+/// The identity and the keys of a store.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub id: StoreId,
@@ -48,7 +48,7 @@ pub struct Config {
     pub encryption: Option<Encryption>,
 }
 
-/// The additional keys of an encrypted store.
+/// The keys that only an encrypted store has.
 #[derive(Clone, Debug)]
 pub struct Encryption {
     /// The lock of its keys.
@@ -56,7 +56,7 @@ pub struct Encryption {
     pub data_key: DataKey,
 }
 
-/// The content of `store.json`.
+/// The content of `store.json` as it was read, perhaps with locked keys.
 #[derive(Clone, Debug)]
 pub struct Stored {
     pub id: StoreId,
@@ -64,7 +64,7 @@ pub struct Stored {
     pub keys: StoredKeys,
 }
 
-/// The keys of a store, as `store.json` has them.
+/// The keys of a store, as `store.json` holds them.
 #[derive(Clone, Debug)]
 pub enum StoredKeys {
     Plain(HashKey),
@@ -107,7 +107,7 @@ impl Config {
         Ok(Self { id, created, key, encryption })
     }
 
-    /// Returns true if `stored` is the identity that this was read from.
+    /// Returns true if `stored` is the content from which this identity was read.
     pub fn is(&self, stored: &Stored) -> bool {
         let same_keys = match (&stored.keys, &self.encryption) {
             (StoredKeys::Plain(key), None) => key.0 == self.key.0,
@@ -137,7 +137,8 @@ impl Config {
         Ok(out.into_bytes())
     }
 
-    /// Parses `store.json`. `object` names the file in errors.
+    /// Parses `store.json`. `object` names the file in errors. Errors: [`Error::Damaged`],
+    /// [`Error::OtherVersion`], [`Error::PreRelease`].
     pub fn decode(bytes: &[u8], object: &str) -> Result<Stored> {
         let damaged = |problem: String| Error::damaged(object, problem);
         let text = std::str::from_utf8(bytes).map_err(|e| damaged(format!("not text: {e}")))?;
@@ -175,8 +176,9 @@ impl Config {
 }
 
 impl Stored {
-    /// Opens the keys. Calls `ask` for the secret of locked ones. `object` names the file in
-    /// errors.
+    /// Unlocks the keys. For locked keys, calls `ask` for the secret. `object` names the file in
+    /// errors. Errors: [`Error::KeyNeeded`], [`Error::WrongKey`], [`Error::NotEncrypted`]; that of
+    /// `ask`.
     pub fn unlock(
         self,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
@@ -202,7 +204,7 @@ fn name(id: StoreId, created: Timestamp) -> String {
     format!("{FORMAT} {FORMAT_VERSION} {} {created}", to_hex(&id.0))
 }
 
-/// Returns the time, in whole seconds.
+/// Returns the present time, in whole seconds.
 pub fn now() -> Timestamp {
     let now = Timestamp::now();
     Timestamp::from_second(now.as_second()).unwrap_or(now)

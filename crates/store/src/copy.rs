@@ -81,11 +81,11 @@ pub struct CopyReport {
 }
 
 impl Store {
-    /// Copies the checkpoints `ids` into `target`, as its one writer. Calls `progress` as
-    /// checkpoints are complete.
+    /// Copies the checkpoints `ids` into the store `target`, as its one writer. Calls `progress`
+    /// after each checkpoint. A damaged checkpoint is not copied; the report lists it.
     ///
-    /// Errors: [`Error::SameStore`]; those of reading this store and of writing that one. A damaged
-    /// checkpoint is in the report.
+    /// Errors: [`Error::SameStore`]; this store cannot be read; the target cannot be written or has
+    /// another writer.
     pub fn copy_to(
         &self,
         target: &Self,

@@ -58,7 +58,7 @@ pub struct TornCheckpoint {
     pub problem: String,
 }
 
-/// The syncs of a writer that does not sync each checkpoint.
+/// The times of syncs, for a writer that does not sync each checkpoint.
 #[derive(Debug)]
 pub struct Syncs {
     every: Option<Duration>,
@@ -66,7 +66,7 @@ pub struct Syncs {
 }
 
 impl Syncs {
-    /// Makes the tracker of unsynced checkpoints; `None` if the writer syncs each checkpoint.
+    /// Creates the tracker for `durability`. Returns `None` if the writer syncs each checkpoint.
     pub fn of(durability: Durability) -> Option<Self> {
         let every = match durability {
             Durability::Checkpoint => return None,
@@ -89,7 +89,7 @@ impl Syncs {
 
 impl OpenStore {
     /// Marks the checkpoints from `from` on as possibly not durable. Keeps an earlier mark if a
-    /// sync failed.
+    /// sync failed. Errors: the mark cannot be read or written.
     pub fn put_mark(&self, from: CheckpointId) -> Result<()> {
         if self.in_doubt()?.is_some() {
             return Ok(());
@@ -115,7 +115,8 @@ impl OpenStore {
     }
 
     /// Returns the first of the checkpoints that a failed sync may have lost. They can be read
-    /// until the machine goes down.
+    /// until the machine goes down. Returns `None` if there is none. Error: the mark cannot be
+    /// read.
     pub fn in_doubt(&self) -> Result<Option<CheckpointId>> {
         match self.mark()? {
             Some(mark) if mark.tried && mark.boot == self.backend.boot_id()? => Ok(Some(mark.from)),
@@ -192,8 +193,8 @@ impl OpenStore {
         Ok(mark.filter(|mark| mark.boot == boot).map_or(0, |mark| mark.up_to))
     }
 
-    /// Calls `sync` for unfinished packs. If it fails, no process uses these packs during this
-    /// boot.
+    /// Calls `sync`, which makes unfinished packs durable. If it fails, no process uses these packs
+    /// during this boot. Errors: that of `sync`; the mark cannot be written.
     pub fn rely_on_packs(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         let before = self.doubted_packs()?;
         let newest = self.newest_pack()?;
@@ -211,8 +212,9 @@ impl OpenStore {
             .put(UNSYNCED_PACKS, serde_json::to_string(&mark).unwrap_or_default().as_bytes())
     }
 
-    /// Calls `sync` for a pack with records of checkpoints that did not wait for a sync. If it
-    /// fails, no process uses the pack or relies on these checkpoints during this boot.
+    /// Calls `sync`, which makes a pack durable with records of checkpoints that did not wait for a
+    /// sync. If it fails, no process uses the pack or relies on these checkpoints during this boot.
+    /// Errors: that of `sync`; the mark cannot be written.
     pub fn sync_sealed(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         self.rely_on_packs(|| {
             let before = self.mark()?;

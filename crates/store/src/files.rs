@@ -29,7 +29,8 @@ impl StoreFile {
         Ok(self.0.len_bytes()?)
     }
 
-    /// Fills `buffer` from `offset` on. Fails if the file ends before.
+    /// Fills `buffer` from byte `offset` of the file on. Errors: the file ends before; the backend
+    /// fails.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         Ok(self.0.read_at(offset, buffer)?)
     }
@@ -39,7 +40,7 @@ impl StoreFile {
         self.0.wants_prefetch()
     }
 
-    /// Begins to fetch byte ranges that will be read soon.
+    /// Begins to fetch the byte ranges `ranges`, which will be read soon.
     pub fn prefetch(&self, ranges: &[Range<u64>]) {
         self.0.prefetch(ranges);
     }
@@ -103,8 +104,8 @@ impl StoreFiles {
         Ok(self.0.is_pruning()?)
     }
 
-    /// Returns the same files, whose writes become durable by [`Self::sync_all`] only; `None` if
-    /// the backend has no such mode.
+    /// Returns the same files in a mode in which writes become durable only by [`Self::sync_all`].
+    /// Returns `None` if the backend has no such mode.
     pub fn without_syncs(&self) -> Option<Self> {
         self.0.without_syncs().map(Self)
     }
@@ -115,12 +116,13 @@ impl StoreFiles {
         Ok(self.0.sync_all()?)
     }
 
-    /// Returns true if later processes find the same files here.
+    /// Returns true if later processes find the same files here; false for files in memory.
     pub fn is_persistent(&self) -> bool {
         self.0.is_persistent()
     }
 
-    /// Returns the size and the free space of the medium, if it tells them.
+    /// Returns the size and the free space of the medium. Returns `None` if the medium does not
+    /// tell them.
     pub fn space(&self) -> Option<Space> {
         self.0.space()
     }
@@ -131,7 +133,8 @@ impl StoreFiles {
         Ok(self.0.boot_id()?)
     }
 
-    /// Returns the encrypted files beneath; `None` if the store is not encrypted.
+    /// Returns the files as they are on the medium, encrypted. Returns `None` if the store is not
+    /// encrypted.
     pub fn ciphertext(&self) -> Option<Self> {
         self.0.ciphertext().map(Self)
     }
@@ -173,7 +176,8 @@ impl StoreFiles {
         Ok(self.0.sync(name)?)
     }
 
-    /// Reads a whole file. Fails if it has more than `len_bytes_max` bytes.
+    /// Reads a whole file. Errors: it does not exist, or has more than `len_bytes_max` bytes; the
+    /// backend fails.
     pub fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
         Ok(self.0.read(name, len_bytes_max)?)
     }

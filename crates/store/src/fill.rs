@@ -113,9 +113,9 @@ fn region(to: PageRef) -> u64 {
 }
 
 impl OpenStore {
-    /// Reads the pages at `wanted`, which it sorts, into their places, and makes all of `zeros`
-    /// zero. Uses several threads if there is much to read. After an error the places have any
-    /// content.
+    /// Reads the pages at `wanted`, which it sorts, into their destinations, and makes all of
+    /// `zeros` zero. Uses several threads if there is much to read. Error: a record cannot be read
+    /// or is damaged; the content of the destinations is then undefined.
     pub fn read_into(&self, wanted: &mut [Wanted<'_>], zeros: Vec<&mut [Page]>) -> Result<()> {
         let threads = if wanted.len() < PAGES_MIN { 1 } else { threads() };
         self.fill(wanted, zeros, threads, LATE_BYTES_MAX)

@@ -31,7 +31,7 @@ impl Store {
         }
     }
 
-    /// Forgets checkpoints as [`Self::forget`], also pinned ones. Errors: those of
+    /// Forgets checkpoints as [`Self::forget`] does, and pinned ones too. Errors: those of
     /// [`Self::forget`], without [`Error::Pinned`].
     pub fn forget_even_pinned(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let inner = self.inner();

@@ -71,7 +71,7 @@ pub struct IndexUse {
     pub memory_bytes: u64,
 }
 
-/// The deduplication index.
+/// The deduplication index: it finds the record of a page content by its hash.
 #[derive(Debug)]
 pub struct Index {
     table: Table,
@@ -92,7 +92,8 @@ struct LoadedSpill {
 }
 
 impl Index {
-    /// Creates an empty index of at most about `budget_bytes` that spills into `folder`.
+    /// Creates an empty index that takes at most about `budget_bytes` bytes of memory and spills
+    /// into `folder`. Without a folder, it forgets entries that do not fit.
     pub fn new(budget_bytes: usize, folder: Option<Folder>) -> Self {
         let budget_bytes = budget_bytes.max(BUDGET_BYTES_MIN);
         Self {
@@ -104,8 +105,9 @@ impl Index {
         }
     }
 
-    /// Loads the spills of earlier writers. `seal_of` returns the seal of a pack that may be used.
-    /// With `plain_only`, uses no derived records.
+    /// Loads the spills of earlier writers. `seal_of` returns the checksum of a pack's trailer, or
+    /// `None` if the pack must not be used. If `plain_only` is true, the index uses no derived
+    /// records.
     pub fn load(&mut self, plain_only: bool, seal_of: &mut dyn FnMut(u32) -> Option<PackSeal>) {
         let Some(folder) = &self.folder else { return };
         let mut seals = FxHashMap::<u32, Option<PackSeal>>::default();
@@ -123,12 +125,12 @@ impl Index {
         }
     }
 
-    /// Returns true if a spill has the records of the pack.
+    /// Returns true if a spill has the records of pack number `pack`.
     pub fn covers(&self, pack: u32) -> bool {
         self.spills.iter().any(|loaded| loaded.source.live.contains(&pack))
     }
 
-    /// Returns the record of a hash.
+    /// Returns the record with the page hash `hash`. Returns `None` if the index has none.
     pub fn get(&mut self, hash: PageHash) -> Option<Found> {
         if let Some(value) = self.table.get(hash) {
             return Some(decode(value));
@@ -151,15 +153,16 @@ impl Index {
         None
     }
 
-    /// Adds a record, or replaces the one of this content.
+    /// Adds the record of kind `kind` at `place` with the page hash `hash`. Replaces an older
+    /// record with this hash.
     pub fn insert(&mut self, hash: PageHash, place: PageRef, kind: RecordKind) {
         if let Some(value) = encode(place, kind) {
             self.table.insert(hash, value);
         }
     }
 
-    /// Adds the entries of a pack that is closed with `seal`, or unfinished. Keeps existing
-    /// entries. Derived records are unproven.
+    /// Adds the entries of pack number `pack`, which is closed with the trailer checksum `seal`, or
+    /// unfinished (`None`). Keeps existing entries. Its derived records count as unproven.
     pub fn learn<'a>(
         &mut self,
         pack: u32,
@@ -185,26 +188,26 @@ impl Index {
         }
     }
 
-    /// Marks a derived record as proven, after it was read.
+    /// Marks the derived record with the page hash `hash` as proven, after it was read.
     pub fn prove(&mut self, hash: PageHash) {
         if let Some(value) = self.table.get(hash) {
             self.table.insert(hash, value & !UNPROVEN);
         }
     }
 
-    /// Removes the entry of a hash from the table.
+    /// Removes the entry of `hash` from the table in memory.
     pub fn remove(&mut self, hash: PageHash) {
         self.table.remove(hash);
     }
 
-    /// Forgets all derived records.
+    /// Removes all derived records.
     pub fn forget_derived(&mut self) {
         self.table.retain(&mut |_, value| !is_derived(*value));
         self.spills.iter_mut().for_each(|loaded| loaded.source.plain_only = true);
     }
 
-    /// Follows the moves of a prune: forgets the packs that go. Keeps records in the table that
-    /// have moved, with their new place, and plain records of other packs.
+    /// Follows the moves of a prune: removes the records of its victims. Keeps records in the table
+    /// that have moved, with their new place, and plain records of other packs.
     pub fn follow(&mut self, moves: &Moves) {
         self.table.retain(&mut |_, value| match moves.place(place(*value)) {
             MovedPlace::Same => !is_derived(*value),
@@ -221,12 +224,13 @@ impl Index {
         }
     }
 
-    /// Allows to spill the records of a pack that was closed.
+    /// Records that pack number `pack` was closed with the trailer checksum `seal`. From now on its
+    /// records may be spilled.
     pub fn closed(&mut self, pack: u32, seal: PackSeal) {
         self.closed.insert(pack, seal);
     }
 
-    /// Returns true if the table is nearly full: time for [`Self::make_room`].
+    /// Returns true if the table in memory is nearly full, so that [`Self::make_room`] is due.
     pub fn is_full(&self) -> bool {
         self.table.len() >= self.full_at()
     }
@@ -243,8 +247,8 @@ impl Index {
         }
     }
 
-    /// Empties the table: what is of closed packs is spilled, the rest forgotten. No pack that is
-    /// being written may have records in it.
+    /// Empties the table in memory: spills the records of closed packs and forgets the others. No
+    /// pack that is being written may have records in it.
     pub fn make_room(&mut self) {
         // Where it cannot be written it is forgotten.
         let _ = self.spill();
@@ -252,7 +256,7 @@ impl Index {
         self.closed.clear();
     }
 
-    /// Spills the table for the next writer, if it holds many entries.
+    /// Spills the table in memory for the next writer, if it holds many entries.
     pub fn save(&mut self) {
         if self.folder.is_some() && self.table.len() >= SAVED_MIN.min(self.table.len_max() / 8) {
             self.make_room();

@@ -28,7 +28,7 @@ impl OpenStore {
     }
 }
 
-/// Returns the text of the lock file of this process.
+/// Returns the text that describes this process in a lock file. `owner` says what it does.
 pub fn encode_holder(owner: &str) -> String {
     let holder =
         Holder { pid: std::process::id(), host: this_host(), since: now(), owner: owner.into() };
@@ -39,7 +39,8 @@ fn this_host() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Describes the holder in [`Error::Locked`].
+/// Replaces the holder in an [`Error::Locked`] by its description for users. Returns other errors
+/// unchanged.
 pub fn with_named_holder(error: Error) -> Error {
     match error {
         Error::Locked { holder } => Error::Locked { holder: describe_holder(&holder) },
@@ -47,7 +48,8 @@ pub fn with_named_holder(error: Error) -> Error {
     }
 }
 
-/// Returns true if the holder is a process of this host that does not exist any more.
+/// Returns true if `holder`, the text of a lock file, describes a process of this host that has
+/// ended.
 pub fn is_dead(holder: &str) -> bool {
     serde_json::from_str::<Holder>(holder).is_ok_and(|holder| {
         holder.host == this_host()
@@ -55,7 +57,7 @@ pub fn is_dead(holder: &str) -> bool {
     })
 }
 
-/// Returns the holder of a lock as text for messages.
+/// Returns a description for users of the process that `text`, the content of a lock file, names.
 pub fn describe_holder(text: &str) -> String {
     match serde_json::from_str::<Holder>(text) {
         Ok(Holder { pid, host, since, owner }) => {

@@ -25,7 +25,7 @@ impl OpenStore {
         Ok(checkpoint::decode(&bytes, id.0, self.config.id, &object)?)
     }
 
-    /// Checks that no process has forgotten the checkpoint. Error: [`Error::UnknownCheckpoint`].
+    /// Checks that checkpoint `id` still exists. Error: [`Error::UnknownCheckpoint`].
     pub fn check_exists(&self, id: CheckpointId) -> Result<()> {
         match self.backend.open(&layout::checkpoint(id)) {
             Err(e) if e.is_not_found() => Err(self.unknown(id)?),

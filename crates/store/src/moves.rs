@@ -26,8 +26,9 @@ const FULL_TRIES: u32 = 50;
 const FULL_WAIT: Duration = Duration::from_millis(100);
 
 impl OpenStore {
-    /// Announces moves to the writer. If the disk is full, tries again for some seconds: a writer
-    /// at work gives back what a failed checkpoint took, and takes it again with the next one.
+    /// Announces moves to the writer. If the disk is full, tries again for some seconds, because a
+    /// writer at work frees the space of a failed checkpoint for a moment. Error: the backend
+    /// fails.
     pub fn put_moves(&self, moves: &Moves) -> Result<()> {
         let bytes = moves.encode(self.config.id);
         for _ in 1..FULL_TRIES {

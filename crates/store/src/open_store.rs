@@ -31,19 +31,19 @@ pub(crate) struct OpenStore {
 }
 
 impl OpenStore {
-    /// Makes an open store from its files and its configuration.
+    /// Creates an open store from its files, its path or address, and its identity.
     pub fn new(backend: StoreFiles, path: PathBuf, config: Config) -> Self {
         Self { backend, path, config, packs: Arc::default() }
     }
 
-    /// Returns the same store on another backend. The two share the open packs.
+    /// Returns the same store with other files. Both share the open packs.
     pub fn with_backend(&self, backend: StoreFiles) -> Arc<Self> {
         let (path, config) = (self.path.clone(), self.config.clone());
         Arc::new(Self { backend, path, config, packs: Arc::clone(&self.packs) })
     }
 
     /// Returns the directory for spills of the deduplication index: in the store's directory, or in
-    /// this host's directory for the store. `None` if there is no such place.
+    /// this host's directory for the store. Returns `None` if there is no such place.
     pub fn index_folder(&self) -> Option<Folder> {
         if !self.backend.is_persistent() {
             return None;
@@ -92,7 +92,7 @@ impl OpenStore {
         self.packs.lock().ignore_poison().clear();
     }
 
-    /// Closes these packs, unless a reader of this process holds them.
+    /// Closes the packs `numbers`, unless a reader of this process holds them.
     pub fn close_unheld(&self, numbers: &BTreeSet<u32>) {
         let mut packs = self.packs.lock().ignore_poison();
         packs.retain(|number, pack| !numbers.contains(number) || Arc::strong_count(pack) > 1);
@@ -130,7 +130,8 @@ impl OpenStore {
         Error::damaged(format!("{object} at offset {}", at.offset()), problem)
     }
 
-    /// Reads `store.json` again. Refuses one that is not the one that the store was opened with.
+    /// Reads `store.json` again and checks that it is the one with which the store was opened.
+    /// Errors: it is another one; it cannot be read.
     pub fn check_identity(&self) -> Result<()> {
         let object = self.backend.describe(STORE_JSON);
         let bytes = self.backend.read(STORE_JSON, STORE_JSON_BYTES_MAX)?;

@@ -22,7 +22,8 @@ use keyframe_store_format::record::{RECORD_BYTES_MAX, Record};
 use keyframe_units::{Page, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};
 
-/// The most bytes of one read: they stay in the cache of a core until they are decoded.
+/// The largest number of bytes of one read. So few stay in the cache of a core until they are
+/// decoded.
 pub const READ_BYTES_MAX: u64 = 1 << 18;
 /// Up to this many unwanted bytes between two records, reading them is cheaper than skipping them.
 const GAP_BYTES_MAX: u64 = 32 << 10;
@@ -56,7 +57,7 @@ pub enum PackEnding {
     Damaged(String),
 }
 
-/// The content of a record.
+/// The content of a record that was read.
 #[derive(Debug)]
 pub enum PageContent<'a> {
     /// A page, and the hash in its record.
@@ -119,7 +120,7 @@ impl PackFile {
         if record.is_dense() { Ok(record.with_dictionary(self.dictionary()?)) } else { Ok(record) }
     }
 
-    /// Reads the trailer of a pack of `len_bytes`.
+    /// Reads the trailer of a pack whose file has `len_bytes` bytes.
     pub fn ending(&self, len_bytes: u64) -> PackEnding {
         self.trailer(len_bytes).unwrap_or_else(PackEnding::Damaged)
     }
@@ -178,7 +179,7 @@ impl PackFile {
         })
     }
 
-    /// Returns the error of a damaged record.
+    /// Returns the error of a damaged record at `to`.
     pub fn damaged_at(&self, to: PageRef, problem: impl Into<String>) -> Error {
         Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
     }

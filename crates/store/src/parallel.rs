@@ -25,10 +25,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 
-/// The fewest pages, 8 MiB, that are worth several threads.
+/// The smallest number of pages (8 MiB) for which several threads are started.
 pub const PAGES_MIN: usize = 2048;
-/// The records in one piece: enough for large reads, and for the bases of deltas to lie next to
-/// each other.
+/// The number of records in one piece of work: enough for large reads, and for the bases of deltas
+/// to lie next to each other.
 pub const PIECE_RECORDS: usize = 2048;
 /// The pages in one batch: they stay in the cache of a core.
 const BATCH_PAGES: usize = 32;
@@ -36,7 +36,7 @@ const THREADS_MAX: usize = 8;
 /// The batches of each thread that wait for the caller.
 const BATCHES: usize = 2;
 
-/// Returns the number of threads that are worth it on this machine.
+/// Returns the number of threads that reading uses on this machine.
 pub fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
 }

@@ -130,12 +130,12 @@ pub struct PruneReport {
 }
 
 impl Store {
-    /// Frees the space of what no checkpoint needs, and calls `progress` now and then. The process
-    /// may be killed at any instant.
+    /// Frees the space of records and maps that no checkpoint needs. Calls `progress` now and then.
+    /// The process may be killed at any instant without harm.
     ///
-    /// Errors: [`crate::Error::Locked`] if another prune is at work; [`crate::Error::Unreadable`]
-    /// if a checkpoint cannot be read; [`crate::Error::Damaged`] if a needed map cannot be read.
-    /// Then nothing is removed.
+    /// Errors, after which nothing is removed: [`crate::Error::Locked`] if another prune is at
+    /// work; [`crate::Error::Unreadable`] if a checkpoint cannot be read; [`crate::Error::Damaged`]
+    /// if a needed map cannot be read.
     pub fn prune(
         &self,
         options: &PruneOptions,

@@ -13,7 +13,7 @@
 use crate::open_store::OpenStore;
 use crate::{Error, Result};
 
-/// The folder.
+/// The name of the folder of quarantined files in the store.
 pub const FOLDER: &str = "quarantine";
 const README: &str = "quarantine/README";
 const TEXT: &str = "Files that `keyframe check --repair` has taken out of the store, because they are damaged or need what is.\n\

@@ -31,13 +31,14 @@ use std::time::Duration;
 /// The rules that decide which checkpoints a forget keeps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// Keeps this number of the newest checkpoints; `None` for no such rule.
+    /// Keeps this number of the newest checkpoints of each VM. `None` for no such rule.
     pub last: Option<u64>,
     /// Keeps the checkpoints that were taken no longer than this before the newest of their VM. So
     /// a VM that has ended loses none as time passes.
     pub within: Option<Duration>,
-    /// Keeps the newest checkpoint of each such interval of the wall clock, counted from 1970 on.
-    /// Where the clock was set back, an interval that comes twice keeps one of each time.
+    /// Keeps the newest checkpoint of each interval of this length. Intervals are counted on the
+    /// wall clock, from 1970 on. If the clock was set back and an interval comes twice, one
+    /// checkpoint of each time is kept.
     pub every: Option<Duration>,
     /// Of the tagged checkpoints, keeps only those with one of these tags; `None` keeps all tagged
     /// ones.
@@ -115,8 +116,9 @@ impl Retention {
         *self == Self::default()
     }
 
-    /// Judges all checkpoints of a store, which may be in any order. The verdicts rise by number.
-    /// `standing` holds the checkpoints that overlays of disks depend on.
+    /// Judges all checkpoints of a store, which may be in any order. Returns a verdict for each, in
+    /// the order of their numbers. `standing` holds the checkpoints that overlays of disks depend
+    /// on.
     pub fn judge(
         &self,
         moments: &[RetentionCandidate],

@@ -110,13 +110,14 @@ impl Lock {
         Ok(lock)
     }
 
-    /// Returns the kind of secret that opens it.
+    /// Returns the kind of secret that opens the lock.
     pub fn kind(&self) -> SecretKind {
         self.with
     }
 
-    /// Returns the keys; [`Error::WrongKey`] if the secret is another, or the lock was changed.
-    /// `object` names the file in errors.
+    /// Unlocks the keys of the store that `identity` names. `object` names the file in errors.
+    /// Errors: [`Error::WrongKey`] if the secret is another one or the lock was changed;
+    /// [`Error::Damaged`].
     pub fn open(
         &self,
         secret: &Secret,

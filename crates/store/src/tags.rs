@@ -55,10 +55,10 @@ impl OpenStore {
 }
 
 impl Store {
-    /// Points a new or existing tag to a checkpoint; returns the checkpoint that it pointed to
-    /// before. Works while a run or a prune is at work.
+    /// Makes a new or existing tag point to checkpoint `id`. Returns the checkpoint that it pointed
+    /// to before. Works while a run or a prune is at work.
     ///
-    /// Errors: [`Error::InvalidTag`], [`Error::UnknownCheckpoint`].
+    /// Errors: [`Error::InvalidTag`]; [`Error::UnknownCheckpoint`]; the tag cannot be written.
     pub fn set_tag(&self, tag: &str, id: CheckpointId) -> Result<Option<CheckpointId>> {
         check_tag(tag)?;
         // A damaged tag can be set again.
@@ -67,9 +67,9 @@ impl Store {
         Ok(before)
     }
 
-    /// Removes a tag; returns the checkpoint that it pointed to, unless the tag is damaged.
+    /// Removes a tag. Returns the checkpoint that it pointed to, or `None` if the tag is damaged.
     ///
-    /// Error: [`Error::UnknownTag`].
+    /// Error: [`Error::UnknownTag`]; the tag cannot be removed.
     pub fn remove_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
         check_tag(tag)?;
         let before = match self.inner().read_tag(tag) {
@@ -115,9 +115,9 @@ impl Store {
     }
 }
 
-/// Refuses a name that a user cannot give to a tag ([`Error::InvalidTag`]). A tag has 1 to 64
-/// letters, digits, dots, dashes or underscores. It is not only digits or only dots, is not
-/// `latest`, and does not begin with `pin.`.
+/// Checks that a user can give the name `text` to a tag. A tag has 1 to 64 letters, digits, dots,
+/// dashes or underscores. It is not only digits or only dots, is not `latest`, and does not begin
+/// with `pin.`. Error: [`Error::InvalidTag`].
 pub fn check_tag(text: &str) -> Result<()> {
     if layout::is_tag(text) && !text.starts_with(layout::PIN_PREFIX) {
         Ok(())

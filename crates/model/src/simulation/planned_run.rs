@@ -41,8 +41,8 @@ impl PlannedRun {
         Self { constants: *constants, intervals: None, sequential_s }
     }
 
-    /// Plans a run of measured `intervals`, which are `recorded_s` seconds of the recording. If
-    /// that is 0, the run counts as whole.
+    /// Plans a run of measured `intervals`, which cover `recorded_s` seconds of the recording. If
+    /// `recorded_s` is 0, they cover the whole recording.
     pub fn of_intervals(
         constants: &Constants,
         intervals: Vec<SimulatedInterval>,
@@ -64,7 +64,7 @@ impl PlannedRun {
         self.intervals.as_deref()
     }
 
-    /// Returns the time of one simulation of all, in seconds.
+    /// Returns the time of one simulation of the whole run, in seconds.
     pub fn sequential_s(&self) -> f64 {
         self.sequential_s
     }
@@ -77,8 +77,8 @@ impl PlannedRun {
         self.intervals.as_ref().map(|_| range)
     }
 
-    /// Simulates the run on `cluster`. The result calls that `nodes` nodes; equal intervals get the
-    /// best length for so many.
+    /// Simulates the run on `cluster`. `nodes` is the number of nodes that the result names; a run
+    /// of equal intervals gets the best length for this number.
     ///
     /// Errors: those of [`simulate`].
     pub fn on(&self, nodes: u64, cluster: &Cluster) -> Result<ClusterRun, SimulationError> {

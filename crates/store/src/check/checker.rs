@@ -18,9 +18,9 @@ use std::collections::{BTreeMap, BTreeSet};
 const ATTEMPTS: u32 = 4;
 
 impl Store {
-    /// Checks everything in the store. Damage is in the report; an error means that the store
-    /// cannot be read at all. If a prune removes files meanwhile, the check begins again. Calls
-    /// `progress` now and then.
+    /// Checks everything in the store, and returns the damage that it found. If a prune removes
+    /// files during the check, the check begins again. Calls `progress` now and then. Error: the
+    /// store cannot be read at all.
     pub fn check(
         &self,
         options: &CheckOptions,

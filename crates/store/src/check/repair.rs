@@ -52,7 +52,7 @@ use std::sync::Arc;
 const REBUILT_BYTES_MAX: u64 = 1 << 30;
 const HASH_BYTES: usize = 16;
 
-/// A file that was moved to the quarantine.
+/// A file that a repair moved to the quarantine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuarantinedFile {
     /// Its former name.
@@ -63,7 +63,7 @@ pub struct QuarantinedFile {
     pub problem: String,
 }
 
-/// A checkpoint that is lost.
+/// A checkpoint that a repair could not save.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LostCheckpoint {
     /// Its number.
@@ -94,7 +94,8 @@ pub struct RepairReport {
 }
 
 impl Store {
-    /// Saves what can be saved of a damaged store, and lists what cannot.
+    /// Saves the intact parts of a damaged store, and lists the lost ones. Calls `progress` now and
+    /// then.
     ///
     /// Errors: [`Error::Locked`] if a run or a prune is at work; [`Error::OtherVersion`];
     /// [`Error::Damaged`] if `store.json` is damaged, because its key is nowhere else.

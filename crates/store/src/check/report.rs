@@ -37,7 +37,7 @@ pub struct CheckReport {
     pub records: u64,
     /// True if every page was read.
     pub read_data: bool,
-    /// What is damaged.
+    /// The damaged objects.
     pub damages: Vec<Damage>,
     /// Observations that are not damage.
     pub notes: Vec<String>,
@@ -66,7 +66,7 @@ pub struct Damage {
     pub checkpoints: Vec<CheckpointId>,
 }
 
-/// Returns the object and the problem of `error`, which occurred while `name` was read.
+/// Returns the object and the problem of `error`, which occurred while the file `name` was read.
 pub fn explain(inner: &OpenStore, name: &str, error: Error) -> (String, String) {
     match error {
         Error::Damaged { object, problem } => (object, problem),

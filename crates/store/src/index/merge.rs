@@ -13,11 +13,11 @@ use rustc_hash::FxHashSet;
 use std::io;
 use std::path::PathBuf;
 
-/// A spill, and which of its entries are in use.
+/// A spill that is read for a merge, with the rule which of its entries are still used.
 #[derive(Debug)]
 pub struct Source {
     pub spill: Spill,
-    /// Its packs that exist and have not changed.
+    /// The numbers of its packs that exist and have not changed.
     pub live: FxHashSet<u32>,
     /// True if its derived records are not used.
     pub plain_only: bool,

@@ -77,7 +77,7 @@ impl Bond {
     }
 }
 
-/// An open spill: the parts that are in memory.
+/// An open spill. Its fences and its filter are in memory.
 #[derive(Debug)]
 pub struct Spill {
     file: File,
@@ -89,7 +89,7 @@ pub struct Spill {
     packs: Vec<(u32, PackSeal)>,
 }
 
-/// Returns the memory for this number of entries, without the packs, in bytes.
+/// Returns the size in bytes of the memory for `entries` entries, without the list of packs.
 pub fn memory_bytes(entries: usize) -> usize {
     entries.div_ceil(BUCKET_ENTRIES) * 8 + filter::blocks(entries) * filter::BLOCK_BYTES
 }
@@ -150,12 +150,12 @@ impl Spill {
         self.entries as usize
     }
 
-    /// Returns the packs that it covers.
+    /// Returns the number and the trailer checksum of each pack whose records it has.
     pub fn packs(&self) -> &[(u32, PackSeal)] {
         &self.packs
     }
 
-    /// Returns its memory, in bytes.
+    /// Returns the size of its memory in bytes.
     pub fn bytes(&self) -> usize {
         self.fences.capacity() * 8
             + self.filter.bytes()

@@ -15,7 +15,7 @@ use keyframe_store_format::record::{Record, RecordKind};
 use keyframe_units::Page;
 
 impl PackWriter {
-    /// Prepares for the next run, which has disks or not.
+    /// Prepares the writer for the next run. `with_disks` is true if the run has disks.
     pub fn begin_run(&mut self, with_disks: bool) {
         self.bases.clear();
         if !with_disks {

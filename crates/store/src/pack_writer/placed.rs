@@ -5,12 +5,13 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_store_format::record::RecordKind;
 use keyframe_units::{Page, PageIndex};
 
-/// A page to put.
+/// A page that is put into the store.
 #[derive(Clone, Copy, Debug)]
 pub struct PageInput<'a> {
     /// The content of the page.
     pub content: &'a Page,
-    /// The number of the page, and its record until now. Without them the page gets no base.
+    /// The number of the page in the page space, and its record until now. `None` for a page that
+    /// gets no base.
     pub home: Option<(PageIndex, PageRef)>,
 }
 

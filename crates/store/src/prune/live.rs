@@ -61,7 +61,8 @@ impl Offsets {
     }
 }
 
-/// What a prune remembers of the maps that it read. It reads other maps again.
+/// The facts that a prune remembers about the maps that it has read, so that it reads only other
+/// maps again.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
     /// The packs that each map refers to.
@@ -73,7 +74,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Returns true if a map may refer to one of `packs`, or to a new pack.
+    /// Returns true if map number `map` may refer to one of `packs`, or to a new pack.
     pub fn may_mention(&self, map: u64, packs: &BTreeSet<u32>) -> bool {
         let mentions = self.mentions.get(&map);
         mentions.is_none_or(|all| {
@@ -175,22 +176,23 @@ impl Live {
         }
     }
 
-    /// Returns true if a checkpoint needs the map.
+    /// Returns true if a checkpoint needs map number `id`.
     pub fn has_map(&self, id: u64) -> bool {
         self.nodes.contains_key(&id)
     }
 
-    /// Returns the packs that each map refers to, of the maps that were read.
+    /// Returns the numbers of the packs to which each of the maps that were read refers, and
+    /// removes them from here.
     pub fn take_mentions(&mut self) -> BTreeMap<u64, Box<[u32]>> {
         std::mem::take(&mut self.mentions)
     }
 
-    /// Returns the offsets of the live records of a pack, rising.
+    /// Returns the offsets of the live records of pack number `pack`, in rising order.
     pub fn offsets(&self, pack: u32) -> &[u64] {
         self.wanted.get(&pack).map_or(&[], |offsets| &offsets.all)
     }
 
-    /// Returns the packs with live records.
+    /// Returns the numbers of the packs with live records.
     pub fn packs(&self) -> impl Iterator<Item = u32> + '_ {
         self.wanted.keys().copied()
     }
@@ -285,7 +287,7 @@ impl Live {
     }
 }
 
-/// Returns true if a page or a block is visible.
+/// Returns true if `page`, a page of RAM or a block of a disk, is in `visible`.
 pub fn shows(visible: &Changes, page: PageIndex) -> bool {
     if page.0 < visible.pages.space_pages() {
         visible.pages.contains(page)

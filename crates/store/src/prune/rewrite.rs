@@ -37,7 +37,7 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Makes a copier that has written no pack yet.
+    /// Creates a copier that has written no pack yet.
     pub fn new(inner: Arc<OpenStore>, tuning: Tuning) -> Self {
         Self { inner, tuning, packs: None, reserved: BTreeSet::new(), copied_bytes: 0 }
     }
@@ -80,8 +80,9 @@ impl Copier {
         self.packs()?.set_dense(dense)
     }
 
-    /// Copies the plain records among `live` of pack `victim`. The inner error is damage, because
-    /// of which the pack must stay.
+    /// Copies the plain records of pack `victim` at the offsets `live`, and adds their new places
+    /// to `moves`. The inner error is damage, because of which the pack must stay. Error: the
+    /// backend fails.
     pub fn copy_plain(
         &mut self,
         victim: u32,

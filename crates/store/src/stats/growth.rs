@@ -51,7 +51,7 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// Computes the growth from checkpoints in rising order.
+    /// Computes the growth from the checkpoints `sealed`, which are in rising order.
     pub fn of(sealed: &[Sealed]) -> Self {
         let mut growth = Self::default();
         let mut hours = BTreeMap::<i64, HourGrowth>::new();
