@@ -40,7 +40,8 @@ pub fn features_needed() -> u64 {
     FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
 
-/// The userfaultfd features that watching first writes needs, in the same form.
+/// The userfaultfd features that watching first writes needs: the bit, its name, and the kernel
+/// version that introduced it.
 pub const FAULT_FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_EVENT_REMOVE, "EVENT_REMOVE", "4.11"),
     (FEATURE_PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP", "5.7"),
@@ -53,7 +54,7 @@ pub fn fault_features_needed() -> u64 {
     FAULT_FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
 
-/// Missing pages of shared memory.
+/// The feature of userfaultfd that handles missing pages of shared memory.
 pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 
 pub const REGISTER_MODE_MISSING: u64 = 1;
@@ -114,7 +115,7 @@ struct UffdZeroPage {
 
 const WRITEPROTECT_MODE_WP: u64 = 1;
 
-/// Bytes in a message of userfaultfd.
+/// The number of bytes of a message of userfaultfd.
 pub const MESSAGE_BYTES: usize = 32;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const EVENT_REMOVE: u8 = 0x15;
@@ -179,7 +180,7 @@ pub struct ScanArg {
     pub return_mask: u64,
 }
 
-/// One answer of `PAGEMAP_SCAN`: addresses `start..end` are of the categories asked for.
+/// One answer of `PAGEMAP_SCAN`: the pages at the addresses `start..end` have these categories.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageRegion {
@@ -293,8 +294,8 @@ fn placed(code: libc::c_int, done: i64) -> io::Result<u64> {
     }
 }
 
-/// Calls `UFFDIO_UNREGISTER`: protection ends, content stays. It does not wake threads that wait to
-/// write there. Error: that of the call.
+/// Calls `UFFDIO_UNREGISTER` for `len_bytes` bytes from `start` on: protection ends, content stays.
+/// It does not wake threads that wait to write there. Error: that of the call.
 pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`,
@@ -303,14 +304,14 @@ pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Calls `UFFDIO_WRITEPROTECT`: protects every page of the range, with a marker if there is no
-/// page. Error: that of the call.
+/// Calls `UFFDIO_WRITEPROTECT`: protects every page of the `len_bytes` bytes from `start` on, with
+/// a marker if there is no page. Error: that of the call.
 pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_set_protection(uffd, start, len_bytes, WRITEPROTECT_MODE_WP)
 }
 
-/// Calls `UFFDIO_WRITEPROTECT`: removes the protection of every page of the range, and wakes the
-/// threads that wait to write there. Error: that of the call.
+/// Calls `UFFDIO_WRITEPROTECT`: removes the protection of every page of the `len_bytes` bytes from
+/// `start` on, and wakes the threads that wait to write there. Error: that of the call.
 pub fn uffd_remove_protection(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_set_protection(uffd, start, len_bytes, 0)
 }
@@ -328,8 +329,8 @@ fn uffd_set_protection(
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Calls `UFFDIO_WAKE`: threads that wait in the range try their access again. Error: that of the
-/// call.
+/// Calls `UFFDIO_WAKE`: threads that wait in the `len_bytes` bytes from `start` on try their access
+/// again. Error: that of the call.
 pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_WAKE reads one `uffdio_range`, which

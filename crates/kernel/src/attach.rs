@@ -72,10 +72,11 @@ pub struct InjectedUserfaultfd {
     /// The time for which the process's main thread was stopped, in nanoseconds.
     pub stopped_ns: u64,
     /// True if the process may only have a userfaultfd for user-mode faults. Asynchronous write
-    /// protection tracks writes by the kernel all the same.
+    /// protection also tracks writes by the kernel then.
     pub user_mode_only: bool,
-    /// True if the process would have run on unchanged if we had been killed at any instant. False
-    /// if its code has no `syscall; ret` and no signal return, or if it uses a shadow stack.
+    /// True if the process would have run on unchanged if this process had been killed at any
+    /// instant of the injection. False if its code has no `syscall; ret` and no signal return, or
+    /// if it uses a shadow stack.
     pub guarded: bool,
 }
 

@@ -91,9 +91,9 @@ pub enum MemoryEvent {
     Discard(HostRange),
 }
 
-/// Called on the handler's thread for each event; the writing thread waits until it returns. It may
-/// read the process's memory; it must not call the tracker. A page can come more than once while it
-/// is unchanged.
+/// The function that the handler's thread calls for each event. The thread of the process that
+/// writes waits until it returns. It may read the process's memory; it must not call the tracker. A
+/// page can come more than once while it is unchanged.
 pub type MemoryEventHook = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
 
 /// Tracks first writes to registered ranges of one process. Dropping it ends the tracking and
@@ -139,8 +139,8 @@ impl FaultTracker {
         Ok(Self { shared, pagemap, scratch, registered: Vec::new(), _handler: handler })
     }
 
-    /// Sets the function that runs before each first write, or none. When this returns, the former
-    /// function is not running.
+    /// Sets the function that runs before each first write. `None` removes it. When this returns,
+    /// the former function is not running.
     pub fn set_hook(&self, hook: Option<MemoryEventHook>) {
         self.shared.lock().hook = hook;
     }

@@ -34,9 +34,9 @@ const SIGRETURN: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05
 /// Addresses in the code of a process, which stay right until it unmaps that code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gadgets {
-    /// The address of a `syscall` instruction. A `ret` follows it if the process has a way back.
+    /// The address of a `syscall` instruction. A `ret` follows it if the process offers a way back.
     pub call: u64,
-    /// Code that returns from a signal.
+    /// The address of code that returns from a signal handler. `None` if there is none.
     pub sigreturn: Option<u64>,
 }
 

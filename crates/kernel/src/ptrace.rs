@@ -223,8 +223,8 @@ impl<'p> Tracee<'p> {
         }))
     }
 
-    /// Waits until the thread stops, at most until `deadline`. Fails with an error that names
-    /// `operation` if it does not stop.
+    /// Waits until the thread stops, at most until `deadline`. Returns the kind of stop. Errors: it
+    /// does not stop in time (the error names `operation`); it has ended.
     pub fn wait_for_stop(&self, operation: &'static str, deadline: Instant) -> Result<Stop> {
         let begun = Instant::now();
         let mut polls = 0;
@@ -247,7 +247,7 @@ impl<'p> Tracee<'p> {
     }
 
     /// Returns the registers of the stopped thread. Errors: it runs 32-bit code, whose system calls
-    /// are numbered otherwise.
+    /// have other numbers; the kernel refuses.
     pub fn registers(&self) -> Result<libc::user_regs_struct> {
         let registers: libc::user_regs_struct = self
             .fetch(libc::PTRACE_GETREGS, 0)

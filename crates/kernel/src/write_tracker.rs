@@ -204,9 +204,9 @@ impl WriteTracker {
     /// Starts to track `range`, whole pages of one or more adjacent mappings. Until its first scan
     /// every page of it counts as written.
     ///
-    /// Errors: not mapped, registered already, not whole pages, 1 GiB pages, private huge pages
-    /// that can be discarded, or the kernel refuses. Nothing of the range is tracked after an
-    /// error.
+    /// Errors: it is not mapped, is registered already, is not whole pages, or has pages of 1 GiB
+    /// or private huge pages that can be discarded; the kernel refuses. Nothing of the range is
+    /// tracked after an error.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
             return Err(Error::Registered { pid: self.process.pid(), range });
@@ -464,10 +464,10 @@ impl WriteTracker {
         Ok(NotOwn { discarded, bare, all })
     }
 
-    /// Returns about how many pages (4 KiB) of `range` the next scan would find written. Protects
-    /// nothing and leaves out holes.
+    /// Returns about how many pages of 4 KiB of `range` the next scan would find written. Protects
+    /// nothing, and leaves out memory without page tables.
     ///
-    /// Errors: not registered, not whole pages, or the kernel refuses.
+    /// Errors: `range` is not registered or not whole pages; the kernel refuses.
     pub fn count_written(&self, range: HostRange) -> Result<u64> {
         let parts = self.parts(range, "count written pages")?;
         let mut guard = self.scratch.lock().ignore_poison();

@@ -38,7 +38,8 @@ impl Codec {
         }
     }
 
-    /// Returns the codec of a number in a record; `None` for an unknown number.
+    /// Returns the codec for which a number in a record stands. Returns `None` for an unknown
+    /// number.
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|codec| codec.number() == number)
     }
@@ -47,8 +48,8 @@ impl Codec {
 /// How hard LZ4 looks for matches. A running guest waits for this compression, so it is fast rather
 /// than small (docs/design/encoding.md); recompression makes up for the bytes.
 const FAST: Option<CompressionMode> = Some(CompressionMode::FAST(6));
-/// A compressed payload saves at least this many bytes. Less is not worth a decompression at each
-/// read.
+/// The smallest number of bytes that a compressed payload must save. Saving less is not worth a
+/// decompression at each read.
 pub const SAVING_BYTES_MIN: usize = 64;
 /// The least saving of a whole page by LZ4, in bytes. Recompression tries the page again.
 const PAGE_SAVING_BYTES_MIN: usize = PAGE_BYTES / 8;
@@ -93,13 +94,13 @@ impl PageCompressor {
         (Codec::Raw, page)
     }
 
-    /// Encodes a page as its words. Returns the payload; `None` if it would not be shorter by
-    /// enough.
+    /// Encodes a page as its words. Returns the payload. Returns `None` if the payload would not be
+    /// shorter by [`SAVING_BYTES_MIN`].
     pub fn compress_words(&mut self, page: &Page) -> Option<&[u8]> {
         self.words.encode(page)
     }
 
-    /// Compresses less than a page. Returns the payload and its codec.
+    /// Compresses a section shorter than a page. Returns the payload and its codec.
     pub fn compress_part<'a>(&'a mut self, bytes: &'a [u8]) -> (Codec, &'a [u8]) {
         if let Ok(len) = compress_to_buffer(bytes, FAST, false, &mut self.buffer)
             && len + SAVING_BYTES_MIN <= bytes.len()

@@ -44,8 +44,8 @@ pub fn record(data: &[u8]) {
     }
 }
 
-/// Writes the check of the record that `bytes` begin with; returns the record's length. `None` if
-/// the bytes are too short for a record.
+/// Writes a valid checksum into the record with which `bytes` begin, and returns the record's
+/// length in bytes. Returns `None` if the bytes are too short for a record.
 pub fn mend_record(bytes: &mut [u8], place: PageRef) -> Option<usize> {
     let len = u16::from_le_bytes(*bytes.get(10..)?.first_chunk()?);
     let end = 28 + usize::from(len);

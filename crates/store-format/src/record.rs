@@ -94,8 +94,8 @@ impl RecordKind {
     }
 }
 
-/// Appends to `out` the record that will lie at `place`, with `hash` as the hash of its content and
-/// the encoded payload.
+/// Appends to `out` the record of kind `kind` that will lie at `place`. `hash` is the hash of its
+/// content. `payload` is the content, encoded with `codec`.
 pub fn append_record(
     out: &mut Vec<u8>,
     place: PageRef,

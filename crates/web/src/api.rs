@@ -55,8 +55,8 @@ pub struct App {
 }
 
 impl App {
-    /// Makes the state of the API: its source of data, its access guard, its events, and the format
-    /// of its log (`None`: no log).
+    /// Creates the state of the API: its source of data, its access guard, its events, and the
+    /// format of its log (`None`: no log).
     pub fn new(
         source: Arc<dyn DashboardSource>,
         guard: AccessGuard,
@@ -96,7 +96,7 @@ impl RouteTable {
     }
 }
 
-/// Returns all routes except the page's files.
+/// Returns the table of all routes, without the files of the page.
 pub fn routes() -> RouteTable {
     RouteTable { router: Router::new(), known: Vec::new() }
         .get("/metrics", metrics_text)
@@ -140,7 +140,7 @@ pub fn router(app: &Arc<App>) -> Router {
         .with_state(Arc::clone(app))
 }
 
-/// Returns the router for one connection, which knows its peer.
+/// Returns the router for one connection, which passes the address `peer` to the log.
 pub fn with_peer(router: Router, peer: SocketAddr) -> Router {
     router.layer(axum::Extension(Peer(peer)))
 }

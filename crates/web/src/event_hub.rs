@@ -16,10 +16,10 @@ use tokio::sync::broadcast;
 
 /// The most events that wait for a listener.
 const WAITING_MAX: usize = 256;
-/// The most listeners at a time.
+/// The largest number of listeners at a time.
 pub const LISTENERS_MAX: usize = 64;
 
-/// An event: its name, and its data as JSON.
+/// An event for listeners: its name, and its data as JSON.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LiveEvent {
     pub name: &'static str,
@@ -53,7 +53,8 @@ struct Snapshot {
 }
 
 impl EventHub {
-    /// Adds a listener; `None` if there are too many.
+    /// Adds a listener and returns its receiver. Returns `None` if there are [`LISTENERS_MAX`]
+    /// already.
     pub fn listen(&self) -> Option<broadcast::Receiver<LiveEvent>> {
         (self.listeners() < LISTENERS_MAX).then(|| self.events.subscribe())
     }

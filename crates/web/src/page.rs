@@ -15,7 +15,8 @@ pub const FILES: [(&str, &str, &str); 8] = [
     ("/views.js", "text/javascript; charset=utf-8", include_str!("page/views.js")),
 ];
 
-/// Returns the content type and contents of the file at `path`.
+/// Returns the content type and the contents of the page's file at `path`. Returns `None` if there
+/// is no such file.
 pub fn file(path: &str) -> Option<(&'static str, &'static str)> {
     FILES.iter().find(|(known, ..)| *known == path).map(|(_, kind, content)| (*kind, *content))
 }

@@ -40,9 +40,9 @@ pub(super) struct Shared {
 
 #[derive(Default)]
 pub(super) struct State {
-    /// Rising, without overlap.
+    /// The tracked ranges, in rising order, without overlap.
     pub segments: Vec<Segment>,
-    /// Registered, never drained.
+    /// The ranges that are registered and were never drained.
     pub unscanned: Vec<HostRange>,
     /// The ranges of the segments that were discarded at any time.
     pub discarded: Vec<HostRange>,
@@ -93,7 +93,7 @@ impl Segment {
 }
 
 impl State {
-    /// Returns the error that ended the tracking.
+    /// Returns the error that ended the tracking. Returns `None` while it works.
     pub fn broken(&self) -> Option<io::Error> {
         self.failure.as_ref().map(|(kind, text)| io::Error::new(*kind, text.clone()))
     }
@@ -109,7 +109,7 @@ impl State {
         }
     }
 
-    /// The pages of `range` whose protection the handler did not remove.
+    /// Calls `each` with the parts of `range` whose protection the handler did not remove.
     pub fn each_closed(&self, range: HostRange, mut each: impl FnMut(HostRange)) {
         for segment in &self.segments {
             let Some(part) = intersection(segment.stretch.range, range) else { continue };

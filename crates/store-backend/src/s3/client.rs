@@ -34,14 +34,15 @@ const CALL_MAX: Duration = Duration::from_secs(20);
 const READ_MAX: Duration = Duration::from_secs(600);
 /// The time for which a signature is valid.
 const SIGNED_FOR: Duration = Duration::from_secs(900);
-/// More than a listing of 1,000 keys, or any other answer but an object, takes.
+/// The longest answer that is accepted in bytes, apart from objects: more than a listing of 1,000
+/// keys.
 pub const ANSWER_BYTES_MAX: u64 = 16 << 20;
 /// Larger objects are uploaded in pieces of this size.
 const PIECE_BYTES: usize = 8 << 20;
 /// More pages of a listing than the largest store has.
 const PAGES_MAX: u32 = 100_000;
 
-/// An S3 server, with the bucket of one store.
+/// A client of an S3 server, for the bucket of one store.
 #[derive(Debug)]
 pub struct S3Client {
     pub location: S3Location,
@@ -82,7 +83,8 @@ pub struct ReadObject {
     /// The length of the whole object, in bytes.
     pub len_bytes: u64,
     pub tag: String,
-    /// The time since it was put, by the clock of the server; none if the server does not say.
+    /// The time since the object was put, by the clock of the server. `None` if the server does not
+    /// tell.
     pub age: Option<Duration>,
 }
 
@@ -95,7 +97,7 @@ pub struct ListedObject {
     pub tag: String,
 }
 
-/// How deep a listing goes.
+/// The depth of a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ListDepth {
     /// The objects directly in the folder.
@@ -140,7 +142,7 @@ impl S3Client {
         }
     }
 
-    /// Returns the name of an object in messages.
+    /// Returns the name of the object `name` in messages.
     pub fn describe(&self, name: &str) -> String {
         format!("{}/{name}", self.location.name)
     }
@@ -229,7 +231,8 @@ impl S3Client {
         Ok(S3PutOutcome::Done(between(&done, "<ETag>", "</ETag>").unwrap_or_default().to_owned()))
     }
 
-    /// Reads an object, or a range of it. Fails with kind `NotFound` if it does not exist.
+    /// Reads the object `name`, or the byte range `range` of it: at most `len_bytes_max` bytes.
+    /// Errors: kind `NotFound` if it does not exist; the service refuses or cannot be reached.
     pub fn get(
         &self,
         name: &str,
@@ -300,7 +303,8 @@ impl S3Client {
         }
     }
 
-    /// Removes an object. It is no error if it does not exist.
+    /// Removes the object `name`. It is no error if it does not exist. Errors: the service refuses
+    /// or cannot be reached.
     pub fn delete(&self, name: &str) -> Result<()> {
         let key = self.key(name);
         let action =

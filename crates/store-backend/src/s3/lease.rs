@@ -37,7 +37,7 @@ struct LockText {
     renewed: u64,
 }
 
-/// A lease that is held, or was.
+/// A lock in object storage: an object that its holder renews until it releases the lock.
 #[derive(Debug)]
 pub struct Lease {
     client: Arc<S3Client>,
@@ -58,7 +58,8 @@ pub struct LeaseGuard {
 impl LockGuard for LeaseGuard {}
 
 impl Lease {
-    /// Takes the lock. Fails with [`Error::Locked`] and the holder's text if it is taken.
+    /// Takes the lock `name`, described by `holder`. Errors: [`Error::Locked`] with the holder's
+    /// text if it is taken; the service refuses or cannot be reached.
     pub fn take(
         client: &Arc<S3Client>,
         name: &'static str,
@@ -96,7 +97,7 @@ impl Lease {
         Ok((lease.clone(), LeaseGuard { lease, over, renewing: Some(renewing) }))
     }
 
-    /// Fails if the lock may have been lost.
+    /// Checks that the lock is still held. Error: it may have been lost.
     pub fn check(&self) -> Result<()> {
         let since_ms = now_ms().saturating_sub(self.renewed_ms.load(Ordering::Acquire));
         let lease_ms = self.client.location.lease.as_millis() as u64;

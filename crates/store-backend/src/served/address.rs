@@ -103,7 +103,8 @@ impl ServerAddress {
     }
 }
 
-/// Reads a token from a file and trims white space. Fails if it is empty or longer than 512 bytes.
+/// Reads a token from a file, without white space at its ends. Errors: the file cannot be read; the
+/// token is empty or longer than 512 bytes.
 pub fn read_token(file: &Path) -> Result<Zeroizing<Vec<u8>>> {
     let failed = |source| Error::Io {
         object: file.display().to_string(),
@@ -121,7 +122,8 @@ pub fn read_token(file: &Path) -> Result<Zeroizing<Vec<u8>>> {
     Ok(Zeroizing::new(token.to_vec()))
 }
 
-/// Parses 64 hexadecimal digits, with or without colons.
+/// Parses the 64 hexadecimal digits of a fingerprint, with or without colons. Returns `None` for
+/// any other text.
 pub fn parse_fingerprint(text: &str) -> Option<Fingerprint> {
     let digits: Vec<u8> = text.bytes().filter(|c| *c != b':').collect();
     if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {

@@ -33,9 +33,10 @@ pub const HELLO_BYTES_MAX: usize = 1 << 10;
 pub const TOKEN_BYTES_MAX: usize = 512;
 /// The longest range, in bytes.
 pub const RANGE_BYTES_MAX: u32 = 1 << 20;
-/// The largest number of files that one request asks the state of.
+/// The largest number of files in one request for states.
 pub const STATS_MAX: usize = 256;
-/// The number of bytes of a file's beginning that its state includes: the header of a pack.
+/// The number of bytes of a file's beginning that the answer about its state includes: the header
+/// of a pack.
 pub const HEAD_BYTES: usize = 64;
 /// The longest listing, in bytes.
 pub const LIST_BYTES_MAX: u64 = 256 << 20;

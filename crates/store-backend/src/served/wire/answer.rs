@@ -97,7 +97,7 @@ impl AnswerHead {
         out
     }
 
-    /// Decodes a head. Error: what is malformed, as text.
+    /// Decodes a head. Error, as a text: the problem.
     pub fn decode(bytes: &[u8; ANSWER_HEAD_BYTES]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let kind = match reader.array::<1>()? {

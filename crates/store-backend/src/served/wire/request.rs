@@ -105,7 +105,7 @@ impl Request {
         }
     }
 
-    /// Decodes a request, without its length field. Error: what is malformed, as text.
+    /// Decodes a request, without its length field. Error, as a text: the problem.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let request =
