@@ -78,7 +78,7 @@ pub struct EncodeReport<T> {
 
 /// The queue through which a capture sends messages to its encoder.
 pub trait EncoderQueue<L> {
-    /// Sends a message. Fails if the encoder has ended.
+    /// Sends a message. Error: the encoder has ended.
     fn send(&mut self, message: EncoderMessage<L>) -> Result<(), BoxError>;
 }
 

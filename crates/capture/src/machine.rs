@@ -21,7 +21,8 @@ use std::time::{Instant, SystemTime};
 
 /// The capture's work in a pause. The machine calls it while it pauses the VM.
 pub trait PauseWork {
-    /// Called when the pause has reached `phase`: `Stopping`, `Paused`, `DeviceState` or `Resumed`.
+    /// Records that the pause has reached `phase`: `Stopping`, `Paused`, `DeviceState` or
+    /// `Resumed`.
     fn reached(&mut self, phase: CapturePhase);
 
     /// Copies or freezes the last pages. The VM is paused and its device state is saved. Error: any
@@ -75,7 +76,8 @@ pub trait PauseSteps: Send {
     }
 
     /// Arms a watchdog that resumes the VM if this process dies or exceeds the longest pause, then
-    /// pauses the VM. After an error the VM is as it was before.
+    /// pauses the VM. Error: the watchdog or the VMM does not answer; the VM is then as it was
+    /// before.
     fn hold(&mut self) -> Result<StopOutcome, BoxError>;
 
     /// Returns the state of all devices. Saving it may write guest memory. Error: the VMM refuses

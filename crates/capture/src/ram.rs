@@ -132,7 +132,8 @@ impl PageReader for ProcessPageReader {
 /// common.
 pub trait WriteScanner: Send {
     /// Adds the parts of `range` that were written since its last scan to `out`, and protects them
-    /// again. After an error all of `range` counts as written.
+    /// again. Error: the kernel refuses, or the process has ended; all of `range` then counts as
+    /// written.
     fn scan(
         &self,
         range: HostRange,
@@ -297,7 +298,7 @@ pub struct ForkFreezer {
 }
 
 impl ForkFreezer {
-    /// Prepares to fork `process`, which takes milliseconds. Fails if its RAM cannot be frozen by a
+    /// Prepares to fork `process`, which takes milliseconds. Error: its RAM cannot be frozen by a
     /// fork.
     pub fn new(ram: Arc<GuestRam>, process: &Process) -> Result<Self, keyframe_kernel::Error> {
         let plan = ForkPlan::new(process, &ram.ranges())?;

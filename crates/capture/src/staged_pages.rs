@@ -73,7 +73,8 @@ impl StagedPages {
             + self.pool.free_pages()
     }
 
-    /// Copies every page of `set`. After an error it holds none of them.
+    /// Copies every page of `set`. Errors: [`StagingError::Full`], [`StagingError::Memory`],
+    /// [`StagingError::Read`]. After an error it holds none of these pages.
     pub fn stage(&mut self, set: &PageSet, reader: &dyn PageReader) -> Result<(), StagingError> {
         let slots = self.allot(set)?;
         for batch in slots.chunk_by(|a, b| a.chunk == b.chunk) {

@@ -38,7 +38,7 @@ pub struct InvalidConstant {
 }
 
 impl Constants {
-    /// Fails if a constant is out of bounds.
+    /// Checks that all constants have valid values. Error: the first that has not.
     pub fn check(&self) -> Result<(), InvalidConstant> {
         let positive = "more than 0, and at most 1e9";
         let seconds = "0 or more seconds, and at most 1e9";

@@ -84,7 +84,7 @@ impl Slice {
 const SLICE: [&str; 2] = ["offset", "size"];
 
 impl Drive {
-    /// The drive with its files as absolute paths, if its relative ones begin at `directory`.
+    /// Returns the drive with absolute paths. Its relative paths begin at `directory`.
     #[must_use]
     pub fn at(mut self, directory: &Path) -> Self {
         if !self.remote {
@@ -114,7 +114,7 @@ pub struct DiskServer {
 }
 
 impl DiskServer {
-    /// The server at `socket` of all disks, under their names alone.
+    /// Describes the server at `socket` of all disks. The names of its exports have no prefix.
     pub fn at(socket: PathBuf) -> Self {
         let (left_out, cut_slices) = (DiskNames::None, DiskNames::None);
         Self { socket, prefix: String::new(), left_out, cut_slices, empty_disks: None }

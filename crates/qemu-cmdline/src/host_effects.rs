@@ -90,7 +90,7 @@ pub(crate) enum Note {
 }
 
 impl Note {
-    /// The words.
+    /// Returns the note as a text for the user.
     pub fn into_text(self) -> String {
         match self {
             Self::FreshName(text) | Self::Removed(text) => text,

@@ -54,8 +54,8 @@ pub struct MigrationBlock {
     pub used_bytes: u64,
 }
 
-/// Takes a page: the number of its block in the list, its offset in the block in bytes, and its
-/// content. Its error ends the reading.
+/// The caller's function that takes a page: the number of its block in the list, its offset in the
+/// block in bytes, and its content. Its error ends the reading.
 pub type MigrationPageSink<'a> = &'a mut dyn FnMut(usize, u64, &Page) -> io::Result<()>;
 
 /// Reads a migration stream whose header and list of RAM blocks have been read.

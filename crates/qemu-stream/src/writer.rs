@@ -9,7 +9,8 @@ use crate::{Result, StreamError};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
 use std::io::{self, Write};
 
-/// Takes a page and its offset in its block, in bytes. Its error ends the writing.
+/// The function that takes a page and its offset in its block, in bytes. Its error ends the
+/// writing.
 pub type PageSink<'a> = &'a mut dyn FnMut(u64, &Page) -> io::Result<()>;
 
 /// A RAM block to write.

@@ -30,9 +30,9 @@ use std::path::Path;
 /// The command lines that make a machine as it is now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MachineLines {
-    /// The user's.
+    /// The command line as the user gave it, with the changes.
     pub user_command: Vec<String>,
-    /// The one with the options that Keyframe added.
+    /// The command line with the options that Keyframe added, with the changes.
     pub full_command: Vec<String>,
 }
 

@@ -146,9 +146,9 @@ impl Restored {
 /// Starts QEMU as planned, loads RAM from `ram` and devices from `device_state`, and resumes the
 /// VM.
 ///
-/// Errors: [`Error::Exited`] if QEMU ends meanwhile (its standard error says why),
-/// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`.
-/// After an error no process is left.
+/// Errors: [`Error::Exited`] if QEMU ends meanwhile (its standard error says why);
+/// [`Error::DifferentMachine`]; [`Error::Stream`]; [`Error::Timeout`]; those of `ram`. After an
+/// error no process is left.
 pub fn start(mut plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
     if needs_private(&plan) {
         match start_with(&mut plan, &Ram::Private(ram), device_state) {

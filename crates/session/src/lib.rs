@@ -190,8 +190,8 @@ pub fn run(store: &Store, commands: CommandLines, options: SessionOptions) -> Re
     engine_over(store, parts, options)?.run()
 }
 
-/// Makes an engine over VMs whose guests have not run, or only replay. After an error the VMs are
-/// ended.
+/// Creates an engine over VMs whose guests have not run, or that only replay. Errors: the run
+/// cannot be begun in the store; a thread cannot be started. After an error the VMs are ended.
 pub fn engine_over(
     store: &Store,
     parts: launch::PreparedSession,

@@ -285,12 +285,12 @@ impl Machines {
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
     }
 
-    /// True if the newest look has found a machine that differs from its description.
+    /// Returns true if the newest look has found a machine that differs from its description.
     pub fn are_changed(&self) -> bool {
         self.members.iter().any(|member| member.vm.changes().is_some())
     }
 
-    /// The changes of all machines that the newest look has found.
+    /// Returns the changes of all machines that the newest look has found.
     pub fn changes(&self) -> Vec<MachineChange> {
         self.members.iter().filter_map(|member| member.vm.changes()).flatten().cloned().collect()
     }

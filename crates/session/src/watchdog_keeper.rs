@@ -34,7 +34,7 @@ impl WatchdogHealth {
     }
 }
 
-/// Starts a watchdog. Error: its process cannot be started.
+/// A function that starts a watchdog. Error: its process cannot be started.
 pub type StartWatchdog = Box<dyn FnMut() -> Result<Watchdog> + Send>;
 
 /// Keeps a watchdog at work: starts another one if its process ends.

@@ -79,7 +79,7 @@ impl OverlayDirectory {
         Ok(Self { parent: Some(folder), ..claimed })
     }
 
-    /// True if it is neither in the store nor where the user wanted it.
+    /// Returns true if the directory is neither in the store nor where the user wanted it.
     pub fn is_elsewhere(&self) -> bool {
         self.parent.is_some()
     }

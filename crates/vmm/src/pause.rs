@@ -149,10 +149,10 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(Pause { watched: self })
     }
 
-    /// Pauses the VM with the watchdog armed. Returns whether the VM ran before. After an error the
-    /// VM runs again.
+    /// Pauses the VM with the watchdog armed. Returns whether the VM ran before. During a
+    /// standstill the VM is paused already, and the watchdog stays as it is.
     ///
-    /// During a standstill the VM is paused already, and the watchdog stays as it is.
+    /// Error: the VMM or the watchdog does not answer; the VM runs again then.
     pub fn hold(&mut self) -> Result<StopOutcome, VmmError> {
         let held = if self.standstill.is_some() {
             HeldVm::by_separate_commands(StopOutcome::AlreadyPaused)
@@ -217,7 +217,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
 
     /// Pauses the VM until [`WatchedVm::end_standstill`], so that several checkpoints can be taken
     /// of one instant. Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
-    /// After an error the VM runs again.
+    /// Error: the VMM or the watchdog does not answer; the VM runs again then.
     pub fn begin_standstill(&mut self) -> Result<bool, VmmError> {
         let outcome = self.stop_watched(self.limit)?;
         self.standstill = Some(outcome);
@@ -233,7 +233,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     /// Declares that the VM's state is about to be replaced. Until [`WatchedVm::allow_running`] the
     /// VM must not run: if the engine dies, the watchdog ends it.
     ///
-    /// Fails if the watchdog has resumed the VM because the standstill took too long.
+    /// Errors: the watchdog has resumed the VM because the standstill took too long; the watchdog
+    /// does not answer.
     pub fn forbid_running(&mut self) -> Result<(), VmmError> {
         if self.watchdog.forbid_running()? {
             let _ = self.watchdog.disarm()?;

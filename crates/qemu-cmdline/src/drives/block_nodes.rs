@@ -37,7 +37,7 @@ pub(super) struct NodeKeys<'a> {
 }
 
 impl<'a> NodeKeys<'a> {
-    /// The node that the whole argument defines.
+    /// Returns the node that the whole argument defines.
     pub fn whole(keys: &'a DriveKeys) -> Self {
         Self { keys, prefix: String::new() }
     }
@@ -47,7 +47,7 @@ impl<'a> NodeKeys<'a> {
         Self { keys: other.keys, prefix: other.prefix.clone() }
     }
 
-    /// The value of `key`.
+    /// Returns the value of `key` in this node.
     pub fn value(&self, key: &str) -> Option<&'a str> {
         value_of(self.keys, &format!("{}{key}", self.prefix))
     }
@@ -144,7 +144,7 @@ impl BlockNodes {
         self.nodes.values().find(|keys| value_of(keys, "node-name") == Some(name))
     }
 
-    /// The node that `key` of `node` leads to.
+    /// Returns the node to which `key` of `node` leads.
     pub fn child<'a>(&'a self, node: &NodeKeys<'a>, key: &str) -> Child<'a> {
         match node.value(key) {
             Some("") => return Child::Absent,

@@ -52,7 +52,7 @@ impl Memory {
         Self::with_flags(block, number, pages, MemfdFlags::CLOEXEC)
     }
 
-    /// True if the block is in memory of QEMU's own, and no file holds it.
+    /// Returns true if the block is in memory of QEMU's process, and no file holds it.
     pub fn is_of_process(&self) -> bool {
         self.offset != 0
     }
@@ -86,9 +86,10 @@ struct Target<'a> {
     fresh: Option<MemfdFiller>,
 }
 
-/// Copies the checkpoint's pages into `memories` until it is done, fails, or `cancelled` is set.
-/// Returns the time that it took, in nanoseconds. Mappings of the memories in this process may
-/// outlive the call by a moment.
+/// Copies the checkpoint's pages from `source` into `memories`, until all are copied or `cancelled`
+/// is set. Returns the time that it took, in nanoseconds. Mappings of the memories in this process
+/// may outlive the call by a moment. Errors: `source` cannot be read; the memories cannot be
+/// written.
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
     let started = Instant::now();
     let placing = fill_all(memories.iter().map(Target::new).collect(), source, cancelled)?;
@@ -209,7 +210,8 @@ fn fill_piece(
     run.flush()
 }
 
-/// Fails if a source returns a page outside the requested range, which would be written elsewhere.
+/// Checks that `page`, which a source returned, lies in the requested `range`. Error: it does not,
+/// and would be written elsewhere.
 pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
     if range.first <= page && page < range.end() {
         return Ok(());

@@ -28,7 +28,7 @@ pub(super) struct CpuNames {
 
 impl CpuNames {
     /// Returns the names of the first virtual CPU of `qmp`'s machine. Errors: QEMU does not answer,
-    /// or says something else.
+    /// or its CPU model has no vendor.
     pub fn of(qmp: &mut Qmp) -> Result<Self> {
         let answer = qmp.execute("query-cpus-fast", None)?;
         let path = answer.get(0).and_then(|cpu| cpu.get("qom-path")).cloned().unwrap_or_default();
@@ -41,7 +41,7 @@ impl CpuNames {
             .ok_or_else(|| super::trial::unknown("its CPU model has no vendor"))
     }
 
-    /// `None` if `vendor` is no vendor's name.
+    /// Creates the names. Returns `None` if `vendor` does not have the length of a vendor's name.
     pub fn new(vendor: &str, model: &str) -> Option<Self> {
         let vendor = vendor.as_bytes().try_into().ok()?;
         let mut padded = [0; MODEL_BYTES];
