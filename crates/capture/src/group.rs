@@ -209,9 +209,9 @@ impl RamFreezer for GroupFreezer {
     }
 }
 
-/// Joins the device states of a group's members, and last that of its network, into one: the bytes
-/// `KFGROUP1`, the number of states (u32), the length of each (u64), then the states. Integers are
-/// little-endian.
+/// Joins the device states of a group's members, and last that of its network, into one, and
+/// returns its bytes: `KFGROUP1`, the number of states (u32), the length of each in bytes (u64),
+/// then the states. Integers are little-endian.
 pub fn join_device_states(states: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::with_capacity(64 + states.iter().map(Vec::len).sum::<usize>());
     out.extend_from_slice(STATES_MAGIC);

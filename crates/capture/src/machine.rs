@@ -57,7 +57,8 @@ pub trait Machine: Send {
     /// not answer.
     fn ram_layout(&mut self) -> Result<RamLayout, BoxError>;
 
-    /// Holds the VM, saves its device state, calls `work.look()`, and releases the VM.
+    /// Holds the VM, saves its device state, calls `work.look()`, and releases the VM. Returns the
+    /// device state and the times of the pause.
     ///
     /// # Errors
     ///
@@ -76,8 +77,8 @@ pub trait PauseSteps: Send {
     }
 
     /// Arms a watchdog that resumes the VM if this process dies or exceeds the longest pause, then
-    /// pauses the VM. Error: the watchdog or the VMM does not answer; the VM is then as it was
-    /// before.
+    /// pauses the VM. Returns whether the VM ran before. Error: the watchdog or the VMM does not
+    /// answer; the VM is then as it was before.
     fn hold(&mut self) -> Result<StopOutcome, BoxError>;
 
     /// Returns the state of all devices. Saving it may write guest memory. Error: the VMM refuses
@@ -99,7 +100,8 @@ pub trait PauseSteps: Send {
     fn finish_pause(&mut self, stop: StopOutcome) -> Result<PauseVerdict, BoxError>;
 }
 
-/// Carries out [`Machine::pause`] by the steps of `machine`. Errors: those of [`Machine::pause`].
+/// Carries out [`Machine::pause`] by the steps of `machine`. Returns its result. Errors: those of
+/// [`Machine::pause`].
 pub fn pause_in_steps<M: PauseSteps + ?Sized>(
     machine: &mut M,
     work: &mut dyn PauseWork,

@@ -84,8 +84,9 @@ pub trait CheckpointSink: Send {
     /// checkpoint then cannot be sealed.
     fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError>;
 
-    /// Makes the checkpoint durable and visible. `label` is the caller's data about it. Error: the
-    /// checkpoint cannot be made durable; no reader sees it then.
+    /// Makes the checkpoint durable and visible. `label` is the caller's data about it. Returns the
+    /// sink's result, for the caller. Error: the checkpoint cannot be made durable; no reader sees
+    /// it then.
     fn seal(
         &mut self,
         captured: &CapturedCheckpoint,

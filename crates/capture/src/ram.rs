@@ -150,7 +150,8 @@ pub trait WriteScanner: Send {
         self.scan(range, out)
     }
 
-    /// Estimates how many pages the next scan of `range` would find, if the tracker can.
+    /// Estimates how many pages the next scan of `range` would find. Returns `None` if the tracker
+    /// cannot count cheaply.
     fn estimate_pages(&self, range: HostRange) -> Option<u64>;
 }
 

@@ -86,8 +86,9 @@ impl StagedPages {
         Ok(())
     }
 
-    /// Allots a slot to every page of `set`, in rising order, for [`Self::fill`]. Allots none if
-    /// they do not all fit. Errors: [`StagingError::Full`], [`StagingError::Memory`].
+    /// Allots a slot to every page of `set`, in rising order. Returns the slots, for
+    /// [`Self::fill`]. Allots none if they do not all fit. Errors: [`StagingError::Full`],
+    /// [`StagingError::Memory`].
     pub fn allot(&mut self, set: &PageSet) -> Result<Vec<SlotRange>, StagingError> {
         let chunk_pages = self.pool.chunk_pages();
         let wanted = (self.used_slots + set.len()).div_ceil(chunk_pages);

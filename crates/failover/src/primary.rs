@@ -156,7 +156,8 @@ impl PrimaryEngine {
     }
 
     /// Runs the engine until the VM has ended or another host runs it, then ends all of its
-    /// processes. Errors: [`Error::VmThreadPanicked`]; the disks cannot be closed.
+    /// processes. Returns how this host's part ended. Errors: [`Error::VmThreadPanicked`]; the
+    /// disks cannot be closed.
     pub fn run(mut self) -> Result<ProtectionEnding> {
         self.protocol.begin();
         while self.protocol.end().is_none() {

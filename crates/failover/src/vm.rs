@@ -136,8 +136,9 @@ pub trait ProtectedVm: Send {
     /// [`now_ns`].
     fn observe(&mut self, now_ns: u64) -> GuestActivity;
     /// Captures the VM as epoch `epoch`; `reason` is told to users. The pages go to the encoder,
-    /// whose report arrives as [`VmAction::Report`]. Errors: [`Error::NotCaptured`]; the machine
-    /// has changed; the VM or its disks cannot be captured.
+    /// whose report arrives as [`VmAction::Report`]. Returns the number of the capture and of the
+    /// gate's cut. Errors: [`Error::NotCaptured`]; the machine has changed; the VM or its disks
+    /// cannot be captured.
     fn capture(&mut self, epoch: Epoch, reason: &'static str) -> Result<CapturedEpoch>;
     /// Records the encoder's report about an epoch that was sent or has failed. Returns true if the
     /// epoch was given up before, so that the report changes nothing.

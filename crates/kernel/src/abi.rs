@@ -275,7 +275,7 @@ pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result
 }
 
 /// Calls `UFFDIO_ZEROPAGE`: places `len_bytes` bytes of zeros from `start` on, as [`uffd_copy`]
-/// places content. Errors: those of [`uffd_copy`].
+/// places content. Returns the number of bytes placed. Errors: those of [`uffd_copy`].
 pub fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<u64> {
     let mut zero = UffdZeroPage { range: UffdRange { start, len_bytes }, mode: 0, done: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_ZEROPAGE reads and writes one

@@ -214,6 +214,7 @@ impl FaultTracker {
     /// Appends to `out` the pages of `range` that were written or discarded since its last drain,
     /// rising and without overlap, and protects them again. The first drain of a range reports all
     /// of it. Read the pages afterwards: a page that is written meanwhile is reported again.
+    /// Returns the statistics of the scan.
     ///
     /// Errors: after [`Error::ScanBroken`], also if the handler has failed, all of `range` counts
     /// as written. After [`Error::Gone`] or any other error nothing was done. Errors leave `out`

@@ -96,10 +96,10 @@ impl ForkPlan {
         Ok(Self { target: process.try_clone()?, gadgets: Gadgets::find(process)?, hidden })
     }
 
-    /// Freezes a copy of the ranges, and of all other memory that a child inherits. The caller
-    /// makes sure that no thread of the process writes there meanwhile; otherwise the copy is not
-    /// of one instant. As with [`crate::attach::inject_userfaultfd`], no thread here may be in
-    /// `waitpid` for the process.
+    /// Freezes a copy of the ranges, and of all other memory that a child inherits, and returns it.
+    /// The caller makes sure that no thread of the process writes there meanwhile; otherwise the
+    /// copy is not of one instant. As with [`crate::attach::inject_userfaultfd`], no thread here
+    /// may be in `waitpid` for the process.
     ///
     /// Errors: a process under seccomp by now ([`Error::Seccomp`]); the fork fails in the process
     /// ([`Error::Injected`], mostly for lack of memory); all errors of attaching. The process runs

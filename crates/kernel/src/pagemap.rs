@@ -160,8 +160,8 @@ impl Pagemap {
         Ok(calls)
     }
 
-    /// Scans as [`Self::scan`] does, with two threads that each use one of the buffers. Errors:
-    /// those of [`Self::scan`].
+    /// Scans as [`Self::scan`] does, with two threads that each use one of the buffers. Returns the
+    /// number of system calls. Errors: those of [`Self::scan`].
     pub fn scan_by_two(
         &self,
         query: PagemapQuery,

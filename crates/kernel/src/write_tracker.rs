@@ -257,7 +257,8 @@ impl WriteTracker {
 
     /// Appends to `out` the pages of `range` that were written or discarded since its last scan,
     /// rising and without overlap, and protects them again. The first scan of a range reports all
-    /// of it. No later scan reports these pages again unless they are written.
+    /// of it. No later scan reports these pages again unless they are written. Returns the
+    /// statistics of the scan.
     ///
     /// Errors: after [`Error::ScanBroken`], all of `range` counts as written. After [`Error::Gone`]
     /// or any other error nothing was done. Errors leave `out` unchanged.
@@ -270,8 +271,8 @@ impl WriteTracker {
     }
 
     /// Scans as [`Self::scan_and_protect`] does, with a second thread if the range is large. That
-    /// pays if the process is stopped and has written little. Errors: those of
-    /// [`Self::scan_and_protect`].
+    /// pays if the process is stopped and has written little. Returns the statistics of the scan.
+    /// Errors: those of [`Self::scan_and_protect`].
     pub fn scan_and_protect_by_two(
         &self,
         range: HostRange,

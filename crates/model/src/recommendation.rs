@@ -47,7 +47,7 @@ impl Prediction {
     }
 }
 
-/// Recommends the best length with enough nodes, and the number of these nodes.
+/// Returns the best length of an interval if there are enough nodes, and the number of these nodes.
 pub fn recommend_nodes(constants: &Constants) -> Recommendation {
     let length = clamp_length(constants, constants.length_enough());
     let nodes = constants.nodes_enough(length);

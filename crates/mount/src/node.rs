@@ -11,7 +11,7 @@
 
 use keyframe_units::CheckpointId;
 
-/// The root's inode.
+/// The inode number of the root directory.
 pub const ROOT: u64 = 1;
 const LINK: u64 = 1 << 63;
 const KIND_BITS: u32 = 8;

@@ -44,10 +44,11 @@ impl WatchedOutput {
     }
 }
 
-/// Runs `launch` while the standard output of this process is the one that QEMU is to inherit. If
-/// `when` is given, that is a pipe in whose output a watcher looks for this text; if only
-/// `to_stderr` is true, it is the standard error. Returns the result of `launch` and the console.
-/// Errors: the output cannot be redirected; an error of `launch`.
+/// Runs `launch`, which starts a QEMU, and chooses where the standard output of that QEMU goes. If
+/// `when` is given, a thread passes the output on and watches for this text in it;
+/// [`WatchedOutput`] tells whether it came. If `to_stderr` is true, the output goes to the standard
+/// error of this process. Returns the result of `launch` and the watched output. Errors: the output
+/// cannot be redirected; an error of `launch`.
 pub fn around<T>(
     when: Option<&str>,
     to_stderr: bool,

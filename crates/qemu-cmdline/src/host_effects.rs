@@ -138,7 +138,8 @@ impl<'a> HostEffects<'a> {
         Self { probe, line_use, made: 0, given: Vec::new() }
     }
 
-    /// Rewrites `argument` by the rule for its option.
+    /// Rewrites `argument` by the rule for its option. Returns the arguments that take its place,
+    /// and notes for the user.
     ///
     /// Error: [`CommandLineError::Argument`] if it needs an address that another program uses.
     pub fn apply(&mut self, argument: &Argument) -> Result<Rewritten> {

@@ -13,8 +13,9 @@ pub enum LineDifference {
     OnlySecond(String),
 }
 
-/// Compares the devices and removable media of two command lines, the binary first. `None` if they
-/// have the same ones. Network backends, consoles and other options are not compared.
+/// Compares the devices and removable media of two command lines, the binary first. Returns the
+/// first difference, or `None` if they have the same ones. Does not compare network backends,
+/// consoles and other options.
 pub fn line_difference(first: &[String], second: &[String]) -> Option<LineDifference> {
     let parts = |words: &[String]| {
         let line = options::parse(words.get(1..).unwrap_or_default()).unwrap_or_default();

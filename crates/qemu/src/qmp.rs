@@ -298,7 +298,8 @@ impl Qmp {
         self.deletions
     }
 
-    /// Pauses the VM. Error: QEMU refuses the command or does not answer.
+    /// Pauses the VM. Returns whether the VM ran before. Error: QEMU refuses the command or does
+    /// not answer.
     pub fn stop(&mut self) -> Result<Stopped> {
         if self.channel.events_lag() {
             return self.stop_lagging();

@@ -152,8 +152,8 @@ pub fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> 
     }
 }
 
-/// Kills `child` and waits until it is gone. Error: [`Error::Io`], also if it is still there after
-/// 10 s.
+/// Kills `child`, waits until it is gone, and returns its exit status. Error: [`Error::Io`], also
+/// if it is still there after 10 s.
 pub fn kill(child: &mut Child) -> Result<ExitStatus> {
     let operation = format!("kill QEMU (pid {})", child.id());
     child.kill().map_err(Error::io(operation.clone()))?;

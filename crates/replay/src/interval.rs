@@ -79,8 +79,8 @@ pub fn intervals(mut checkpoints: Vec<RecordedCheckpoint>, instructions: u64) ->
     all
 }
 
-/// Moves the last interval's end back to an unambiguous instruction, and drops intervals that
-/// become empty.
+/// Returns `all` with the last interval's end moved back to an unambiguous instruction. Drops
+/// intervals that become empty.
 ///
 /// QEMU stops a machine at an event, usually a timer interrupt. Of the replays that stop there,
 /// some have taken the interrupt and some have not. Do not use this for a recording whose replays

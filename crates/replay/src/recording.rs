@@ -193,7 +193,7 @@ impl Recording {
     ///
     /// `qemu_failed` says that QEMU exited with an error. It does so within an instruction
     /// (`isa-debug-exit`), so the recording ends before that instruction, where a replay's QEMU
-    /// ends, too. A killed QEMU did not end within an instruction.
+    /// ends, too. A killed QEMU did not end within an instruction. Returns the totals of the log.
     ///
     /// Errors: [`Error::Io`]; [`Error::Damaged`].
     pub fn end(&mut self, duration_ns: u64, qemu_failed: bool) -> Result<LogSummary> {
@@ -236,7 +236,7 @@ impl Recording {
     }
 
     /// Calls [`Recording::end`] for a QEMU that did not fail, then [`Recording::pack`].
-    /// `duration_ns` is the recording's duration in nanoseconds.
+    /// `duration_ns` is the recording's duration in nanoseconds. Returns the totals of the log.
     ///
     /// Errors: those of both.
     pub fn finish(&mut self, duration_ns: u64) -> Result<LogSummary> {

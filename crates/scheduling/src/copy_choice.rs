@@ -56,8 +56,8 @@ impl Default for CopyPolicy {
 }
 
 impl CopyPolicy {
-    /// Chooses the method for a checkpoint of about `dirty_pages` pages (`None` if their number is
-    /// unknown), which cost `cost` to copy.
+    /// Returns the method for a checkpoint of about `dirty_pages` pages (`None` if their number is
+    /// unknown), whose copy costs `cost`.
     pub fn choose(&self, dirty_pages: Option<u64>, cost: &CopyCost) -> CopyChoice {
         match dirty_pages {
             Some(pages)

@@ -81,9 +81,9 @@ impl ServedFiles {
         Self { backend, store, open: Mutex::default(), memory: Memory::default() }
     }
 
-    /// Answers a request of a client whose token was checked. Refuses a request for a name that no
-    /// file of a store has, for a file that is missing, was replaced or is too long, and for one
-    /// that the backend cannot read.
+    /// Returns the answer to a request of a client whose token was checked. Refuses a request for a
+    /// name that no file of a store has, for a file that is missing, was replaced or is too long,
+    /// and for one that the backend cannot read.
     pub fn answer(&self, request: &Request) -> Result<Reply, Refusal> {
         let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false });
         match request {

@@ -281,7 +281,8 @@ pub fn names(
 }
 
 /// Takes the writer's lock of `store` for the VM or group of that name. `command` and the name
-/// describe the holder to other processes. Errors: the store is in use, or cannot be written.
+/// describe the holder to other processes. Returns the writer. Errors: the store is in use, or
+/// cannot be written.
 pub fn lock(
     store: &Store,
     command: &str,

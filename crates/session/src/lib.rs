@@ -207,8 +207,9 @@ pub fn engine_over(
 }
 
 /// Takes checkpoints of the running QEMUs of `vms` (process id and way to the monitor) into
-/// `store`, until asked to end or the VMs end. Several are a group. Errors: those of the
-/// attachment; what ended the run; a failed teardown.
+/// `store`, until the session is asked to end or the VMs end. Several are a group. Returns the
+/// result of the run. Errors: those of [`attach::attach`]; the failure that ended the run; a failed
+/// teardown.
 pub fn attach(
     store: &Store,
     vms: &[(u32, AttachOptions)],

@@ -151,8 +151,8 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
     Ok(())
 }
 
-/// Restores a patch of at most `len_bytes_max` bytes. Error: the payload is malformed or has
-/// another length.
+/// Decompresses a patch of at most `len_bytes_max` bytes, and returns it. Error: the payload is
+/// malformed or too long.
 pub fn decompress_patch(
     codec: Codec,
     stored: &[u8],
@@ -198,8 +198,8 @@ pub fn compress_section(bytes: &[u8]) -> Option<Vec<u8>> {
     (len < bytes.len()).then_some(out)
 }
 
-/// Restores a section of exactly `len_bytes` bytes. Refuses a length that LZ4 cannot reach before
-/// it allocates memory. Error: the payload is malformed or has another length.
+/// Decompresses a section of exactly `len_bytes` bytes, and returns it. Refuses a length that LZ4
+/// cannot reach, before it allocates memory. Error: the payload is malformed or has another length.
 pub fn decompress_section(stored: &[u8], len_bytes: u64) -> Result<Vec<u8>, Problem> {
     if len_bytes > (stored.len() as u64).saturating_mul(LZ4_EXPANSION_MAX) {
         return Err(format!("{} bytes of LZ4 cannot hold {len_bytes}", stored.len()));

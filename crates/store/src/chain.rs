@@ -94,9 +94,9 @@ impl Chain {
         Self { base: base.max(2), ram_pages, next: 0, levels: Vec::new() }
     }
 
-    /// Plans the next map, if `changed` changed since the last checkpoint. `complete_pages` is the
-    /// size of a complete map in pages and blocks: the pages that are not zero, and the written
-    /// blocks.
+    /// Returns the contents of the next map, if `changed` changed since the last checkpoint.
+    /// `complete_pages` is the size of a complete map in pages and blocks: the pages that are not
+    /// zero, and the written blocks.
     pub fn plan<'a>(&self, changed: &'a Changes, complete_pages: u64) -> ChainPlan<'a> {
         let complete = ChainPlan { changed: None, below: Vec::new() };
         let Some(level) = self.levels.get(self.level()).filter(|_| self.next > 0) else {

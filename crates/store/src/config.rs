@@ -176,8 +176,9 @@ impl Config {
 }
 
 impl Stored {
-    /// Unlocks the keys. For locked keys, calls `ask` for the secret. `object` names the file in
-    /// errors. Errors: [`Error::KeyNeeded`]; [`Error::WrongKey`]; that of `ask`.
+    /// Unlocks the keys, and returns the identity with them. For locked keys, calls `ask` for the
+    /// secret. `object` names the file in errors. Errors: [`Error::KeyNeeded`];
+    /// [`Error::WrongKey`]; that of `ask`.
     pub fn unlock(
         self,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,

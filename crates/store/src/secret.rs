@@ -115,9 +115,9 @@ impl Lock {
         self.with
     }
 
-    /// Unlocks the keys of the store that `identity` names. `object` names the file in errors.
-    /// Errors: [`Error::WrongKey`] if the secret is another one or the lock was changed;
-    /// [`Error::Damaged`].
+    /// Unlocks the keys of the store that `identity` names, and returns them. `object` names the
+    /// file in errors. Errors: [`Error::WrongKey`] if the secret is another one or the lock was
+    /// changed; [`Error::Damaged`].
     pub fn open(
         &self,
         secret: &Secret,

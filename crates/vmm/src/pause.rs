@@ -196,7 +196,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
-    /// Disarms the watchdog after [`WatchedVm::release`], and tells whether the VM ran during the
+    /// Disarms the watchdog after [`WatchedVm::release`]. Returns whether the VM ran during the
     /// pause. Error: the VMM or the watchdog does not answer.
     pub fn settle(&mut self) -> Result<PauseVerdict, VmmError> {
         let is_armed = self.held.take().is_some_and(|held| {
@@ -334,7 +334,7 @@ impl<V: Vmm + ?Sized> Pause<'_, V> {
         self.watched.save_devices()
     }
 
-    /// Ends the pause, and tells whether the VM ran during it. Error: the VMM or the watchdog does
+    /// Ends the pause. Returns whether the VM ran during it. Error: the VMM or the watchdog does
     /// not answer.
     pub fn release(self) -> Result<PauseVerdict, VmmError> {
         let released = self.watched.release();

@@ -94,7 +94,7 @@ impl SlotAllocator {
     }
 
     /// Registers a reader of slots that maps name now. The allocator gives these slots to no writer
-    /// before [`Self::leave`].
+    /// before [`Self::leave`], to which the caller passes the result.
     pub fn enter(&mut self) -> ReaderGeneration {
         let newest = self.newest();
         self.readers[newest] += 1;

@@ -108,9 +108,9 @@ impl Connection {
         }
     }
 
-    /// Sends a request and waits at most `timeout` for its response. Errors: [`Error::Server`] or
-    /// [`Error::ServerFull`] if the server answers with an error; [`Error::ServerEnded`] if it has
-    /// ended or does not answer in time, upon which it is killed.
+    /// Sends a request, waits at most `timeout` for its response, and returns it. Errors:
+    /// [`Error::Server`] or [`Error::ServerFull`] if the server answers with an error;
+    /// [`Error::ServerEnded`] if it has ended or does not answer in time, upon which it is killed.
     pub fn ask(&mut self, request: &DiskRequest, timeout: Duration) -> Result<DiskResponse> {
         self.wait_for_cut();
         self.send(request, timeout)?;

@@ -18,8 +18,8 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 const STRANGERS_MAX: usize = 32;
 const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Listens at `address`. If another process still listens there, tries for 2 s. Error:
-/// [`Error::Listen`].
+/// Listens at `address` and returns the socket. If another process still listens there, tries for 2
+/// s. Error: [`Error::Listen`].
 pub fn bound(address: SocketAddr) -> Result<TcpListener> {
     let deadline = Instant::now() + REBIND_TIMEOUT;
     loop {

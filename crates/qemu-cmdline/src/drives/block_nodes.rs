@@ -188,7 +188,7 @@ impl BlockNodes {
         beneath
     }
 
-    /// Decides whether the `-blockdev` at index `at` stays, changes or goes.
+    /// Returns whether the `-blockdev` at index `at` stays, changes or is removed.
     pub fn fate(&self, at: usize, argument: &Argument) -> Fate {
         let Some(keys) = self.nodes.get(&at) else { return Fate::Kept };
         let driver = value_of(keys, "driver").unwrap_or_default();

@@ -168,7 +168,7 @@ impl Prepared {
     }
 
     /// Loads the device state, and from `small` the blocks outside main RAM. Then resumes the VM,
-    /// unless the plan has it paused.
+    /// unless the plan has it paused, and returns its handle.
     ///
     /// Errors: those of [`super::start`]. After an error no process is left.
     pub fn activate(mut self, small: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {

@@ -152,7 +152,7 @@ impl S3Client {
     }
 
     /// Writes the object `name` with content `bytes`, atomically and durably, if `condition` holds.
-    /// Errors: the service refuses or cannot be reached.
+    /// Returns whether the object was written. Errors: the service refuses or cannot be reached.
     pub fn put(
         &self,
         name: &str,

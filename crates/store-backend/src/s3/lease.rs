@@ -58,8 +58,9 @@ pub struct LeaseGuard {
 impl LockGuard for LeaseGuard {}
 
 impl Lease {
-    /// Takes the lock `name`, described by `holder`. Errors: [`Error::Locked`] with the holder's
-    /// text if it is taken; the service refuses or cannot be reached.
+    /// Takes the lock `name`, described by `holder`. Returns the lock, and the guard that holds it
+    /// until it is dropped. Errors: [`Error::Locked`] with the holder's text if it is taken; the
+    /// service refuses or cannot be reached.
     pub fn take(
         client: &Arc<S3Client>,
         name: &'static str,

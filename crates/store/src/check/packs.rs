@@ -36,9 +36,9 @@ pub struct Findings {
 /// The bytes between two reports of progress.
 const TELL_BYTES: u64 = 16 << 20;
 
-/// Checks pack `number`. `wanted` are the offsets of the records that maps refer to, in rising
-/// order. If `read_data` is true, reads every page. Calls `tell` with the offset that it has
-/// reached.
+/// Checks pack `number` and returns the findings. `wanted` are the offsets of the records that maps
+/// refer to, in rising order. If `read_data` is true, reads every page. Calls `tell` with the
+/// offset that it has reached.
 pub fn check_pack(
     inner: &OpenStore,
     number: u32,

@@ -94,8 +94,8 @@ pub struct RepairReport {
 }
 
 impl Store {
-    /// Saves the intact parts of a damaged store, and lists the lost ones. Calls `progress` now and
-    /// then.
+    /// Saves the intact parts of a damaged store, and returns a report that lists the lost ones.
+    /// Calls `progress` now and then.
     ///
     /// Errors: [`Error::Locked`] if a run or a prune is at work; [`Error::OtherVersion`];
     /// [`Error::Damaged`] if `store.json` is damaged, because its key is nowhere else.

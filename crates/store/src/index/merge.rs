@@ -46,8 +46,8 @@ pub enum Failed {
 }
 
 /// Writes the entries of `sources` into a new spill in `folder`, in the order of the hashes. For
-/// each hash it prefers a plain record to a derived one. Errors: a source cannot be read, or the
-/// new spill cannot be written; [`Failed`] tells which.
+/// each hash it prefers a plain record to a derived one. Returns the new spill and its path.
+/// Errors: a source cannot be read, or the new spill cannot be written; [`Failed`] tells which.
 pub fn merge(sources: &[&Source], folder: &Folder) -> Result<(PathBuf, Spill), Failed> {
     let target = |_| Failed::Target;
     let entries = sources.iter().map(|source| source.spill.entries()).sum();

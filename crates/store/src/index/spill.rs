@@ -316,8 +316,8 @@ impl SpillWriter {
     }
 
     /// Completes the file under the name `path`. `packs` are the numbers and checksums of the packs
-    /// that the spill covers. Does not sync, because the file is a cache. Error: the file cannot be
-    /// written or renamed.
+    /// that the spill covers. Does not sync, because the file is a cache. Returns the completed
+    /// spill. Error: the file cannot be written or renamed.
     pub fn finish(mut self, path: &Path, packs: Vec<(u32, PackSeal)>) -> io::Result<Spill> {
         if !self.bucket.is_empty() {
             self.end_bucket()?;

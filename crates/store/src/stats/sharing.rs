@@ -55,8 +55,8 @@ pub struct Sharing {
 }
 
 impl Store {
-    /// Counts the content that checkpoints share. Error: [`crate::Error::Unreadable`] if the
-    /// records that a checkpoint needs are not known.
+    /// Returns the amount of content that checkpoints share. Error: [`crate::Error::Unreadable`] if
+    /// the records that a checkpoint needs are not known.
     pub fn sharing(&self) -> Result<Sharing> {
         let inner = self.inner();
         let mut sharing = Sharing::default();
