@@ -25,12 +25,12 @@ use std::time::Duration;
 /// Ishikawa, CLUSTER 2011).
 pub const PLATEAU_PERCENT: f64 = 5.0;
 
-/// The counts of one epoch.
+/// The counts of one measured epoch: a time between two scans for written pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MeasuredEpoch {
     /// The requested length.
     pub length: Duration,
-    /// The measured length, between the two scans.
+    /// The measured length between the two scans, in nanoseconds.
     pub measured_ns: u64,
     /// The number of distinct pages of 4 KiB written.
     pub pages: u64,
@@ -45,19 +45,19 @@ pub struct MeasuredEpoch {
 /// The statistics of all epochs of one length.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CurveRow {
-    /// The requested length.
+    /// The requested length, in nanoseconds.
     pub epoch_ns: u64,
     /// The number of epochs.
     pub samples: u64,
-    /// The measured lengths.
+    /// The measured lengths, in nanoseconds.
     pub measured_ns: Statistic,
-    /// Distinct pages written.
+    /// The numbers of distinct pages of 4 KiB written.
     pub pages: Statistic,
-    /// Sectors written.
+    /// The numbers of sectors of 512 bytes written to disks. `None` if they are not known.
     pub sectors: Option<Statistic>,
-    /// Write requests to disks.
+    /// The numbers of write requests to disks. `None` if they are not known.
     pub disk_writes: Option<Statistic>,
-    /// Packets sent.
+    /// The numbers of packets that the guest sent. `None` if they are not known.
     pub packets: Option<Statistic>,
     /// The growth of the pages since the row before, in percent per doubling of the epoch. `None`
     /// in the first row, and if the row before has no pages.
@@ -83,7 +83,8 @@ pub struct Curve {
     pub vcpus: Option<u32>,
     /// One row for each length, in rising order.
     pub rows: Vec<CurveRow>,
-    /// `None` if the pages grow up to the longest epoch, or if only one length was measured.
+    /// The dirty page set. `None` if the pages grow up to the longest epoch, or if only one length
+    /// was measured.
     pub dirty_page_set: Option<DirtyPageSet>,
 }
 

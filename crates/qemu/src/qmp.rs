@@ -131,8 +131,8 @@ impl Qmp {
         )
     }
 
-    /// Connects to the monitor at `path`, which exists, within `wait`. Error:
-    /// [`Error::MonitorBusy`] if it serves another client.
+    /// Connects to the monitor at `path`, whose socket exists, within `wait`. Errors:
+    /// [`Error::MonitorBusy`] if it serves another client; no monitor answers there.
     pub fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
         let busy = || Error::MonitorBusy { monitor: path.display().to_string() };
         let connected = Transport::connect(path, Duration::ZERO, &mut || Ok(()));

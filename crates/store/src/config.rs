@@ -44,7 +44,7 @@ pub struct Config {
     pub id: StoreId,
     pub created: Timestamp,
     pub key: HashKey,
-    /// Present if the store is encrypted.
+    /// The keys of the encryption. `None` if the store is not encrypted.
     pub encryption: Option<Encryption>,
 }
 

@@ -98,9 +98,9 @@ pub const NAME_BYTES_MAX: usize = 4096;
 /// The header of a client's request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct NbdRequest {
-    /// A combination of the `FLAG_` constants.
+    /// The flags, a combination of the `FLAG_` constants.
     pub flags: u16,
-    /// One of the `CMD_` constants.
+    /// The command, one of the `CMD_` constants.
     pub command: u16,
     /// The client's number of the request, which the reply repeats.
     pub cookie: u64,

@@ -49,7 +49,8 @@ type Bucket = [u8; BUCKET_BYTES];
 pub struct Bond {
     /// The id of the store.
     pub store: [u8; 16],
-    /// Present in an encrypted store, where places are not written in plain text.
+    /// The key that masks the places in an encrypted store, which must not be in plain text. `None`
+    /// if the store is not encrypted.
     pub mask: Option<MaskKey>,
 }
 

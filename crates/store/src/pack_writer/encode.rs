@@ -16,7 +16,7 @@ const PATCH_BYTES_SMALL: usize = 512;
 /// A page that is being encoded as a record.
 pub struct Item<'a> {
     pub input: PageInput<'a>,
-    /// `None` if the page is zero.
+    /// The page hash. `None` if the page is zero.
     pub hash: Option<PageHash>,
     pub base: Option<At>,
     /// True if the page was written before, so that it has a base or an earlier record.
