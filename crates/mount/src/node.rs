@@ -55,8 +55,8 @@ pub enum MountedFile {
 }
 
 impl MountedFile {
-    /// All kinds, in the order of listings. The inode number depends on the position of a kind, so
-    /// new kinds must be added at the end.
+    /// All kinds of files of a checkpoint, in the order of listings. The inode number depends on
+    /// the position of a kind, so new kinds must be added at the end.
     pub const ALL: [Self; 5] = [Self::Info, Self::Devices, Self::Raw, Self::Core, Self::Screen];
 
     /// Returns the file's name.

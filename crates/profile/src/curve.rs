@@ -67,7 +67,8 @@ pub struct CurveRow {
 /// The set of pages that a workload works on: longer epochs write hardly any other pages.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct DirtyPageSet {
-    /// The shortest measured epoch from which growth stays below [`PLATEAU_PERCENT`].
+    /// The length in nanoseconds of the shortest measured epoch from which growth stays below
+    /// [`PLATEAU_PERCENT`].
     pub epoch_ns: u64,
     /// The mean number of pages written in that epoch.
     pub pages: f64,
@@ -76,7 +77,8 @@ pub struct DirtyPageSet {
     pub certain: bool,
 }
 
-/// The pages, sectors and packets of one VM, by length of the epoch.
+/// The numbers of pages and sectors that one VM writes and of packets that it sends, by the length
+/// of the epoch.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Curve {
     /// The number of virtual CPUs, if known.
