@@ -28,7 +28,7 @@ pub enum CapturePhase {
 }
 
 impl CapturePhase {
-    /// All phases, in their order.
+    /// All phases, in the order in which a checkpoint goes through them.
     pub const ALL: [Self; 9] = [
         Self::Precopy,
         Self::Stopping,

@@ -69,7 +69,7 @@ struct CheckpointInFlight {
     paused_at: Instant,
 }
 
-/// The effect of one encoder report on the cycle.
+/// The effect of a report of the encoder on the cycle.
 #[derive(Debug)]
 pub enum SettledReport<T> {
     /// A checkpoint is sealed.

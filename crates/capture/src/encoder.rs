@@ -49,7 +49,7 @@ pub enum EncoderMessage<L> {
     },
 }
 
-/// The reason why a captured checkpoint was not sealed.
+/// The reason why the encoder did not seal a captured checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum EncodeError {
     /// The sink failed.
@@ -65,7 +65,7 @@ pub enum EncodeError {
     Behind,
 }
 
-/// The result of one checkpoint in the encoder.
+/// The report of the encoder about one checkpoint.
 #[derive(Debug)]
 pub struct EncodeReport<T> {
     /// The generation of the checkpoint.

@@ -39,7 +39,7 @@ pub struct ListedStore {
     total: Mutex<Option<(Instant, u64)>>,
 }
 
-/// The place of a checkpoint in a recording.
+/// A checkpoint of a recording, with its place in the recording.
 #[derive(Clone, Debug)]
 pub struct RecordedEntry {
     /// The number of the checkpoint in its store.

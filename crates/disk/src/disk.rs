@@ -70,7 +70,7 @@ struct Pause {
     until: Option<Instant>,
 }
 
-/// The result of a flush.
+/// The result of a client's flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushOutcome {
     /// The written data is durable.

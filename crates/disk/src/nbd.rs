@@ -38,7 +38,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The largest number of clients at once.
+/// The largest number of clients that are connected at once.
 pub const CLIENTS_MAX: usize = 64;
 /// How often the listener checks whether it must end.
 const LOOK_EVERY: Duration = Duration::from_millis(100);

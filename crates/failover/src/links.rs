@@ -27,7 +27,7 @@ const READY_TIMEOUT: Duration = Duration::from_secs(60);
 const RECONNECT: Duration = Duration::from_millis(300);
 const READ_WAIT: Duration = Duration::from_millis(200);
 
-/// An event of a connection, for the protocol's thread.
+/// An event of the connections to the standby, for the thread of the protocol.
 pub enum LinkEvent {
     /// Control and data connections with this number are made.
     Connected(u64, Arc<Link>),

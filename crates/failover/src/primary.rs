@@ -64,7 +64,7 @@ pub struct EngineInbox {
     pub socket: server::Socket,
 }
 
-/// The parts of an engine.
+/// The parts of a primary's engine.
 pub struct PrimaryEngineParts {
     /// The VM's run directory, its status and its inbox.
     pub context: EngineContext,
@@ -88,7 +88,7 @@ pub struct PrimaryEngineParts {
     pub qemu: u32,
 }
 
-/// The engine of a protected VM.
+/// The engine of a primary, which protects a VM.
 pub struct PrimaryEngine {
     protocol: Protocol,
     vm: VmThread,

@@ -179,7 +179,7 @@ pub struct GuestActivity {
     pub busy_ns: Option<u64>,
 }
 
-/// The result of a capture.
+/// The result of the capture of an epoch.
 #[derive(Clone, Copy, Debug)]
 pub struct CapturedEpoch {
     /// The number of the capture.

@@ -24,7 +24,7 @@ const SHADOW_END: u64 = 0x10_0000;
 /// RAM of up to this size lies at address 0 in one piece, on every supported machine.
 const FLAT_BYTES_MAX: u64 = 0x8000_0000;
 
-/// Pages at adjacent guest-physical addresses.
+/// Consecutive pages at adjacent guest-physical addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestExtent {
     /// The guest-physical address of the first page.

@@ -28,7 +28,7 @@ use data_extents::File;
 use keyframe_units::HostRange;
 use shared_mapping::SharedMapping;
 
-/// The method that reads a part of a region.
+/// The method that reads a part of a process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadMethod {
     /// Through a mapping of the same memory in this process.

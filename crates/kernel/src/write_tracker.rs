@@ -76,7 +76,7 @@ pub struct WrittenPages {
     pub present: bool,
 }
 
-/// Statistics of one scan.
+/// Statistics of one scan for written pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScanStats {
     /// The number of pages reported, in 4 KiB.

@@ -42,7 +42,7 @@ pub struct FrameBuffer {
     taken: usize,
 }
 
-/// A connection with a host that has the key.
+/// An encrypted connection with a host that has the same key.
 pub struct Channel {
     stream: TcpStream,
     tls: Mutex<Connection>,

@@ -25,7 +25,7 @@ pub struct Constants {
     pub s_cp: Option<f64>,
 }
 
-/// A constant that is out of bounds.
+/// The error of a constant of the model that is out of bounds.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{name} is {value}: it must be {must}")]
 pub struct InvalidConstant {

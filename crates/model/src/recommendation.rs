@@ -21,7 +21,7 @@ pub struct Prediction {
     pub speed_up: f64,
 }
 
-/// A recommended length for a number of nodes.
+/// A recommended length of an interval for a number of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Recommendation {
     /// The nodes, the recommended length, and the predicted run time.

@@ -39,7 +39,7 @@ impl NodeDirectory {
     }
 }
 
-/// A file of a checkpoint.
+/// A kind of file in the directory of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MountedFile {
     /// `info.json`

@@ -39,7 +39,7 @@ pub struct PortKey(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LanKey(pub usize);
 
-/// The limits of the frames that wait.
+/// The limits of the frames that wait in a switch.
 #[derive(Clone, Copy, Debug)]
 pub struct SwitchLimits {
     /// The largest number of bytes that wait for one port.

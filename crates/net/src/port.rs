@@ -68,7 +68,7 @@ enum Tail {
     Probed,
 }
 
-/// The reason why sending ended.
+/// The reason why a port has stopped sending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOutcome {
     /// No frame is left to send.
@@ -79,7 +79,7 @@ pub enum SendOutcome {
     Later,
 }
 
-/// The result of one read.
+/// The result of one read from a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadOutcome {
     /// The number of bytes.
@@ -90,7 +90,7 @@ pub enum ReadOutcome {
     End,
 }
 
-/// A connection of a QEMU to the switch.
+/// A port of the switch: the connection of one QEMU.
 pub struct Port {
     stream: UnixStream,
     deframer: Deframer,

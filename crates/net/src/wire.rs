@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 const JSON_BYTES_MAX: usize = 1 << 20;
 const LENGTHS_BYTES: usize = 8;
 
-/// A controller's request.
+/// A request of a controller to the process of a switch.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SwitchRequest {
@@ -39,7 +39,7 @@ pub enum SwitchRequest {
     Listen { path: String },
 }
 
-/// The switch's answer.
+/// The answer of a switch's process to its controller.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SwitchResponse {

@@ -46,7 +46,7 @@ struct SizePx {
     height: u32,
 }
 
-/// Charts that are drawn one below the other.
+/// A figure: charts that are drawn one below the other.
 #[derive(Clone, Debug)]
 pub struct Figure {
     /// The title above all charts.
@@ -55,7 +55,7 @@ pub struct Figure {
     pub charts: Vec<Chart>,
 }
 
-/// Two axes and the lines between them.
+/// A chart: two axes and the lines between them.
 #[derive(Clone, Debug)]
 pub struct Chart {
     /// The title above the chart.
@@ -77,7 +77,7 @@ pub struct Series {
     pub points: Vec<Point>,
 }
 
-/// One measured value.
+/// A point of a line: one measured value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
     /// The value on the horizontal axis.

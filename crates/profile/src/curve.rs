@@ -42,7 +42,7 @@ pub struct MeasuredEpoch {
     pub packets: Option<u64>,
 }
 
-/// The statistics of all epochs of one length.
+/// The statistics of all measured epochs of one length.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CurveRow {
     /// The requested length, in nanoseconds.

@@ -44,7 +44,7 @@ pub struct DiskWrites {
     pub writes: u64,
 }
 
-/// The counters of one VM.
+/// The counters of one VM's disk writes and packets.
 pub struct Counters {
     disks: bool,
     dumps: Option<Vec<Dump>>,

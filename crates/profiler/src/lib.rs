@@ -83,7 +83,7 @@ pub struct StartCondition {
     pub quiet_stdout: bool,
 }
 
-/// The options of a measurement.
+/// The options of a measurement of a VM's writes.
 pub struct MeasurementOptions {
     /// The lengths of epochs.
     pub ladder: Ladder,
@@ -91,7 +91,7 @@ pub struct MeasurementOptions {
     pub samples: Option<u32>,
 }
 
-/// The result of a measurement.
+/// The result of a measurement of a VM's writes.
 #[derive(Serialize)]
 pub struct Profile {
     /// The number of bytes of guest RAM that were watched.

@@ -16,7 +16,7 @@ const SLICE: Duration = Duration::from_millis(50);
 /// The longest time from the loss of QEMU's memory or monitor to the end of its process.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The outcome of an epoch.
+/// The outcome of one measured epoch.
 pub enum EpochOutcome {
     /// It was measured.
     Epoch(MeasuredEpoch),

@@ -30,7 +30,7 @@ use crate::options::{self, Argument, devices, escape, properties, value_of};
 use crate::{CommandLineError, Result};
 use std::path::{Path, PathBuf};
 
-/// The options of a clone's line.
+/// The options for the command line of a clone.
 #[derive(Clone, Copy, Debug)]
 pub struct CloneOptions<'a> {
     /// The clone's own directory, for sockets and files.

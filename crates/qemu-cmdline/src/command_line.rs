@@ -54,7 +54,7 @@ struct Recording {
     started: Zoned,
 }
 
-/// The words to run, the binary first.
+/// The words of a command line to run, the binary first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RunWords {
     /// The words.

@@ -97,7 +97,7 @@ impl Drive {
     }
 }
 
-/// A server of disks.
+/// The address of a server of disks, and the disks that it serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskServer {
     /// The path of the server's unix socket.

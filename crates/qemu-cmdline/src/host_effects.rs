@@ -38,7 +38,7 @@ pub trait HostProbe {
     fn tap_in_use(&self, name: &str) -> bool;
 }
 
-/// A host without files, listeners and interfaces.
+/// A host without files, listeners and interfaces, for a line that is not run on this host.
 #[derive(Clone, Copy, Debug)]
 pub struct NoHost;
 
@@ -60,7 +60,7 @@ impl HostProbe for NoHost {
     }
 }
 
-/// How a kept line is used again.
+/// The purpose for which a kept command line is run again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LineUse<'a> {
     /// One VM goes on with it.

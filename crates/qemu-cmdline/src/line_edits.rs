@@ -13,7 +13,7 @@
 use crate::options::{self, Argument, escape, joined, properties, value_of};
 use serde_json::Value;
 
-/// A device of the line.
+/// A device of a command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LineDevice {
     /// The one with this id.
@@ -31,7 +31,7 @@ pub struct ReadOnlyMedium {
     pub format: String,
 }
 
-/// The present medium of a drive.
+/// A drive whose medium was changed, with its present medium.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MediumEdit {
     /// The drive's name in QEMU; empty if it has none.
@@ -42,7 +42,7 @@ pub struct MediumEdit {
     pub medium: Option<ReadOnlyMedium>,
 }
 
-/// The edits of a line.
+/// The edits that make a command line describe the changed machine.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LineEdits {
     /// Ids of devices that leave the line.

@@ -86,7 +86,7 @@ pub enum LineWord {
     Backend(usize),
 }
 
-/// A restored line.
+/// The command line of a restored VM, before the files of its RAM are known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RestoreLine {
     /// The words, without the binary.

@@ -6,7 +6,7 @@
 use crate::drives::{DriveKeys, flattened_keys, is_read_only_drive, path_of};
 use crate::options::{self, Argument, is_on, value_of};
 
-/// A file that a line names.
+/// A file that a command line names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedFile {
     /// The option, with its dash.

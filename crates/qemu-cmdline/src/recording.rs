@@ -31,7 +31,7 @@ use std::path::Path;
 /// with. `auto` itself is refused because replays of it stop (docs/design/record-replay.md).
 const SHIFT: u32 = 3;
 
-/// What QEMU does with the log.
+/// Whether QEMU records into the log or replays it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordingMode {
     /// QEMU writes the log.
@@ -40,7 +40,7 @@ pub enum RecordingMode {
     Replay,
 }
 
-/// How to record or replay.
+/// The options for a command line that records or replays.
 #[derive(Clone, Copy, Debug)]
 pub struct RecordingLineOptions<'a> {
     /// Record or replay.
@@ -59,7 +59,7 @@ pub struct RecordingLineOptions<'a> {
     pub clock: RecordingClock<'a>,
 }
 
-/// A line that records or replays.
+/// A command line that records or replays.
 #[derive(Clone, Debug, Default)]
 pub struct RecordingLine {
     /// The words, without the binary.

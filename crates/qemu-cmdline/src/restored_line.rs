@@ -60,7 +60,7 @@ const CLONES: &str = ".clones";
 /// Id of libvirt's monitor.
 const LIBVIRT_MONITOR: &str = "charmonitor";
 
-/// A kept line that can be run once more.
+/// A kept command line that can be run once more.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RestorableLine {
     /// The arguments, without the added ones.

@@ -45,7 +45,7 @@ const MACHINE_TYPE_BYTES_MAX: u32 = 255;
 /// How often a stream may send each page on average.
 const ROUNDS_MAX: u64 = 1024;
 
-/// A RAM block in the stream's list.
+/// A RAM block in the list of a migration stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MigrationBlock {
     /// QEMU's name of the block.

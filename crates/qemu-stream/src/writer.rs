@@ -13,7 +13,7 @@ use std::io::{self, Write};
 /// writing.
 pub type PageSink<'a> = &'a mut dyn FnMut(u64, &Page) -> io::Result<()>;
 
-/// A RAM block to write.
+/// A RAM block to write into a stream.
 pub struct StreamBlock<'a> {
     /// QEMU's name of the block, 1 to 255 bytes.
     pub name: &'a str,

@@ -46,7 +46,7 @@ const SOCKET_PREFIX: &str = "kf-nbd-";
 /// The flag of a listening socket in `/proc/net/unix`.
 const ACCEPTS: u64 = 1 << 16;
 
-/// What a cut does for one disk.
+/// The actions of a cut for one disk.
 #[derive(Clone, Copy, Debug)]
 pub struct SnapshotPoint<'a> {
     /// The disk.

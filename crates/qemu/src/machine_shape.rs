@@ -81,7 +81,7 @@ impl fmt::Display for Medium {
     }
 }
 
-/// One change of a machine.
+/// A change of a machine's devices or media.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MachineChange {
     /// A device was plugged in.

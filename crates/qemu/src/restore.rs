@@ -79,7 +79,7 @@ pub fn ram_file(backend: usize) -> String {
     format!("/keyframe-ram-{backend}.")
 }
 
-/// A restored VM.
+/// A VM that was restored from a checkpoint.
 pub struct Restored {
     // Behind `vm` in vain: what is left of the serving is to end after QEMU was.
     vm: Vm,

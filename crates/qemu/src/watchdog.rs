@@ -373,7 +373,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     }
 }
 
-/// Whether the watchdog has ended the pause.
+/// The report of the watchdog whether it has ended the pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Fired(pub bool);

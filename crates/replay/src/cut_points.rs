@@ -19,7 +19,7 @@ use std::time::Duration;
 /// The most cut points of a log, which may claim that years went by.
 const CUTS_MAX: usize = 1 << 20;
 
-/// The distance between two cut points.
+/// The distance between two cut points of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CutSpacing {
     /// A number of instructions, at least one.
@@ -28,7 +28,7 @@ pub enum CutSpacing {
     Time(Duration),
 }
 
-/// A reading of the host's clock.
+/// A reading of the host's clock in a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClockReading {
     /// The number of instructions that had run by then.

@@ -35,7 +35,7 @@ const META: &str = "recording.json";
 /// The longest `recording.json` that is read, in bytes.
 const META_BYTES_MAX: u64 = 16 << 20;
 
-/// The directory of a recording.
+/// A recording, in its directory.
 #[derive(Clone, Debug)]
 pub struct Recording {
     path: PathBuf,

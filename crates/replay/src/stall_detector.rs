@@ -24,7 +24,7 @@ pub enum ReplayProgress {
     },
 }
 
-/// Detects that a replay stands still.
+/// Detects that a replay stands still for longer than its limit.
 #[derive(Clone, Copy, Debug)]
 pub struct StallDetector {
     icount: u64,

@@ -32,7 +32,7 @@ impl CopyCost {
     }
 }
 
-/// The method to copy the pages of a checkpoint.
+/// The chosen method to copy the pages of a checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CopyChoice {
     /// Most pages are copied before the pause.

@@ -14,7 +14,7 @@ pub struct Round {
     pub duration_ns: u64,
 }
 
-/// The decision after a round.
+/// The decision after a round of pre-copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoundDecision {
     /// Run another round while the guest runs.

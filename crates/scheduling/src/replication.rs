@@ -88,7 +88,7 @@ impl VmObservation {
     }
 }
 
-/// The measurements of an acknowledged checkpoint.
+/// The measurements of an epoch that the standby has acknowledged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AcknowledgedEpoch {
     /// The number of pages that it holds.

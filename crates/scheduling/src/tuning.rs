@@ -24,7 +24,7 @@ const TARGET_PAGES_MIN: u64 = 32;
 /// The largest pre-copy target.
 const TARGET_PAGES_MAX: u64 = 65_536;
 
-/// The limits that a user sets.
+/// The budget: the limits that a user sets for pauses and overhead.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Budget {
     /// The longest pause, in nanoseconds; `None` for no limit.
@@ -33,7 +33,7 @@ pub struct Budget {
     pub overhead: Option<f64>,
 }
 
-/// The measurements of one checkpoint.
+/// The measured costs of one checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckpointCost {
     /// The time from the previous checkpoint to this one, in nanoseconds.

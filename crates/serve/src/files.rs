@@ -26,7 +26,7 @@ const MEMORY_BYTES_MAX: u64 = 1 << 30;
 /// The longest time for which a request waits for memory.
 const WAIT_MAX: Duration = Duration::from_secs(15);
 
-/// The answer to a request that was not refused.
+/// The answer to a request that the server does not refuse.
 #[derive(Debug)]
 pub enum Reply {
     /// The requested bytes. `is_packed`: they are part of a pack, which is compressed already, so

@@ -332,7 +332,7 @@ pub fn open_lans(options: &SessionOptions) -> Result<Option<Lans>> {
     }
 }
 
-/// VMs that were refused, with the reason.
+/// Started VMs that were refused, with the reason.
 pub struct RefusedVms {
     /// The reason.
     pub error: Error,

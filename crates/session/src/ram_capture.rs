@@ -72,7 +72,7 @@ pub trait RamAccess: Send {
     fn freezer(&self) -> Result<Box<dyn RamFreezer>>;
 }
 
-/// A tracker that has begun to track.
+/// A tracker of written pages that has begun to track.
 pub struct StartedTracker {
     /// The tracker.
     pub tracker: Box<dyn DirtyTracker>,

@@ -16,7 +16,7 @@ use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, duration_ns};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The reason why a checkpoint is taken.
+/// The reason why a session takes a checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CheckpointReason {
     /// The interval has passed.

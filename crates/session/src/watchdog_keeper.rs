@@ -23,7 +23,7 @@ const TRIES_MAX: u32 = 5;
 /// The wait after the first failed start. It doubles with each further one.
 const WAIT_MIN: Duration = Duration::from_millis(500);
 
-/// Tells whether a VM has a watchdog.
+/// A handle that tells whether a VM has a watchdog.
 #[derive(Clone, Debug, Default)]
 pub struct WatchdogHealth(Arc<AtomicBool>);
 

@@ -126,7 +126,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     }
 }
 
-/// The space of a medium.
+/// The size and the free space of a medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
     /// Its size, in bytes.

@@ -36,7 +36,7 @@ const DISK_BYTES_MIN: u64 = 1 << 20;
 const FOLDER_VARIABLE: &str = "KEYFRAME_CACHE";
 const BYTES_VARIABLE: &str = "KEYFRAME_CACHE_BYTES";
 
-/// The size limits of a cache.
+/// The size limits of a cache of pieces.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheLimits {
     /// The largest number of bytes in files.
@@ -81,7 +81,7 @@ impl PieceKey {
     }
 }
 
-/// A cache of pieces of stores.
+/// A cache of pieces of packs, in files and in memory.
 #[derive(Debug)]
 pub struct PieceCache {
     /// None if there is no directory for the cache.

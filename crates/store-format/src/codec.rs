@@ -12,7 +12,7 @@ use keyframe_units::{PAGE_BYTES, Page};
 use lz4::block::{CompressionMode, compress_to_buffer, decompress_to_buffer};
 use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
 
-/// The encoding of a record's payload.
+/// The codec: the encoding of a record's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codec {
     /// The page itself.

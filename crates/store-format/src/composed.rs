@@ -31,7 +31,7 @@ pub const PART_BYTES: usize = PAGE_BYTES / PARTS;
 /// The content of a sector.
 pub type Sector = [u8; PART_BYTES];
 
-/// The origin of the content of a part.
+/// The origin of the content of one part of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagePart {
     /// The part is zero.

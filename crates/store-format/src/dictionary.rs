@@ -19,7 +19,7 @@ use zstd::zstd_safe::{
     CCtx, CDict, DCtx, DDict, compress_bound, get_error_name, train_from_buffer,
 };
 
-/// The longest dictionary, in bytes.
+/// The largest length of a dictionary, in bytes.
 pub const DICTIONARY_BYTES_MAX: usize = 64 << 10;
 /// The largest number of pages that train one dictionary.
 pub const SAMPLES_MAX: usize = 1600;

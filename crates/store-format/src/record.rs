@@ -30,9 +30,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub const RECORD_HEADER_BYTES: usize = 28;
 /// The length of the longest record, in bytes.
 pub const RECORD_BYTES_MAX: usize = RECORD_HEADER_BYTES + PAGE_BYTES;
-/// The offset of the kind in a record.
+/// The offset of the kind in a record, in bytes.
 pub const KIND_AT: u64 = 8;
-/// The offset of the page hash in a record.
+/// The offset of the page hash in a record, in bytes.
 pub const HASH_AT: u64 = 12;
 const CHECK_BYTES: usize = 8;
 

@@ -77,7 +77,7 @@ pub struct Chain {
     levels: Vec<Level>,
 }
 
-/// The contents of the next map.
+/// The contents of the next map of a run.
 #[derive(Debug)]
 pub struct ChainPlan<'a> {
     /// The pages and blocks to store. `None` for all pages that are not zero and all written

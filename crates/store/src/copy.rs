@@ -34,7 +34,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The most pages of one read: 16 MiB.
 const CHUNK_PAGES: usize = 4096;
 
-/// The progress of a copy.
+/// The progress of a copy of checkpoints to another store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyProgress {
     /// The number, in the source, of the checkpoint that is being copied.
@@ -45,7 +45,7 @@ pub struct CopyProgress {
     pub total: u64,
 }
 
-/// A checkpoint and its copy.
+/// A checkpoint and its copy in another store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopiedCheckpoint {
     /// Its number in the source.
@@ -63,7 +63,7 @@ pub struct FailedCopy {
     pub problem: String,
 }
 
-/// The result of a copy.
+/// The result of a copy of checkpoints to another store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyReport {
     /// Checkpoints that were copied.

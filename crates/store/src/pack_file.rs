@@ -46,7 +46,7 @@ pub struct PackFile {
     dictionary: OnceLock<Result<Arc<Dictionary>, String>>,
 }
 
-/// The end of a pack.
+/// The end of a pack: closed, unfinished or damaged.
 #[derive(Debug)]
 pub enum PackEnding {
     /// A correct trailer: the index, and the offset at which the records end.

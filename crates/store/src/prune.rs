@@ -87,7 +87,7 @@ pub enum PruneStep {
     Removing,
 }
 
-/// The progress of a prune.
+/// The progress of a prune of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PruneProgress {
     /// The current step.

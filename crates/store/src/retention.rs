@@ -81,7 +81,7 @@ impl RetentionCandidate {
     }
 }
 
-/// The reason why a checkpoint is kept.
+/// The reason why the retention rules keep a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepReason {
@@ -101,7 +101,7 @@ pub enum KeepReason {
     Disk,
 }
 
-/// The result of the rules for a checkpoint.
+/// The verdict of the retention rules on a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RetentionVerdict {
     /// Its number.

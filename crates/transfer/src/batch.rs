@@ -12,7 +12,7 @@
 //!   6 like   varint: the page that has the same content at the standby
 //! ```
 
-/// How an entry encodes its page.
+/// The encoding of a page in an entry of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum PageEncoding {

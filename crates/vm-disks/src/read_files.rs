@@ -31,7 +31,7 @@ pub struct ChangedFile {
     pub change: FileChange,
 }
 
-/// How a file differs.
+/// The difference between a file and its state at the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileChange {
     /// There is none of this name, or it cannot be read.

@@ -30,7 +30,7 @@ pub enum Ability {
 }
 
 impl Ability {
-    /// All abilities.
+    /// All abilities, in the order of their declaration.
     pub const ALL: [Self; 10] = [
         Self::Attach,
         Self::Groups,

@@ -105,7 +105,7 @@ pub trait LazyLoading: Send {
     fn settle(&mut self) -> Result<(), VmmError>;
 }
 
-/// The progress of a lazy restore.
+/// The progress with which a lazy restore loads RAM.
 #[derive(Clone, Debug, Default)]
 pub struct Residency {
     /// The time from the start of the restore until all pages were loaded, in nanoseconds; `None`

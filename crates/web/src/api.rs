@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 use tokio::sync::broadcast::error::RecvError;
 
-/// The description of the API.
+/// The description of the API, as an OpenAPI document in JSON.
 pub const OPENAPI: &str = include_str!("../../../docs/api/openapi.json");
 /// The most checkpoints in an answer.
 const LIST_MAX: usize = 500;
@@ -45,7 +45,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(25);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// The state that all requests share.
+/// The state that all requests of the API share.
 pub struct App {
     source: Arc<dyn DashboardSource>,
     guard: AccessGuard,

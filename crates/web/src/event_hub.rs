@@ -16,7 +16,7 @@ use tokio::sync::broadcast;
 
 /// The most events that wait for a listener.
 const WAITING_MAX: usize = 256;
-/// The largest number of listeners at a time.
+/// The largest number of listeners of an event hub at a time.
 pub const LISTENERS_MAX: usize = 64;
 
 /// An event for listeners: its name, and its data as JSON.
@@ -32,7 +32,7 @@ impl LiveEvent {
     }
 }
 
-/// Distributes events to listeners.
+/// Distributes events to listeners, such as open pages of the dashboard.
 pub struct EventHub {
     events: broadcast::Sender<LiveEvent>,
     last: Mutex<Snapshot>,

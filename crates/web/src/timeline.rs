@@ -14,12 +14,12 @@ use serde::Serialize;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-/// The largest number of points of a timeline.
+/// The largest number of points of a timeline that is sent.
 pub const POINTS_MAX: usize = 1000;
 /// The most tagged checkpoints of a timeline.
 const TAGS_MAX: usize = 200;
 
-/// A group of consecutive checkpoints.
+/// A group of consecutive checkpoints, which a timeline shows as one point.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TimelineBucket {
     /// The number of the first checkpoint.
@@ -60,7 +60,7 @@ pub struct TimelineBucket {
     pub encode_ns: u64,
 }
 
-/// A checkpoint with tags, or pinned.
+/// A checkpoint that has tags or is pinned.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TaggedCheckpoint {
     /// The checkpoint's number.
@@ -71,7 +71,7 @@ pub struct TaggedCheckpoint {
     pub pinned: bool,
 }
 
-/// A VM's checkpoints in buckets.
+/// A timeline of a VM's checkpoints, in buckets.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Timeline {
     /// The generation of the listing.

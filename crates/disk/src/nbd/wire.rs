@@ -88,11 +88,11 @@ pub const EOVERFLOW: u32 = 75;
 
 /// The length of a request header in bytes.
 pub const REQUEST_BYTES: usize = 28;
-/// The longest read or write, in bytes.
+/// The largest number of bytes of one read or write.
 pub const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
 /// The longest option in bytes: two names of 4096 bytes and some numbers fit.
 pub const OPTION_BYTES_MAX: u32 = 16 << 10;
-/// The longest name in bytes.
+/// The largest length of an export's name or a context's name, in bytes.
 pub const NAME_BYTES_MAX: usize = 4096;
 
 /// The header of a client's request.

@@ -41,7 +41,7 @@ pub trait HostControl: Send {
     fn end_guard(&mut self);
 }
 
-/// The host of a VM that QEMU runs.
+/// The primary's host, on which QEMU runs the VM.
 pub struct QemuHost {
     name: String,
     setup: FailoverSetup,

@@ -62,7 +62,7 @@ pub struct ProtocolParts {
     pub clock: Clock,
 }
 
-/// The reason why the loop ended.
+/// The reason why the loop of the protocol ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The VM has ended.

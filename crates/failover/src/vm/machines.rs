@@ -30,7 +30,7 @@ const GENERATION_BITS: u32 = 32;
 /// NBD_STATE_ZERO of `base:allocation`.
 const ZERO: u32 = 2;
 
-/// The parts of the VM's thread.
+/// The parts of the thread that captures the VM.
 pub struct VmParts {
     /// The VM and the objects that capture it.
     pub captured: CapturedParts,
@@ -53,7 +53,7 @@ pub struct DiskExports {
     pub exports: Vec<DiskExport>,
 }
 
-/// One disk of the server.
+/// One disk, as the disk server exports it over NBD.
 #[derive(Clone, Debug)]
 pub struct DiskExport {
     /// The name of the NBD export.

@@ -32,7 +32,7 @@ pub struct ClusterNode {
     pub speed: f64,
 }
 
-/// The link of the server that holds all checkpoints.
+/// The network link of the server that holds all checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClusterNetwork {
     /// Its rate for all nodes together, in bits per second; with `None` a transfer takes no time.
@@ -41,7 +41,7 @@ pub struct ClusterNetwork {
     pub latency_s: f64,
 }
 
-/// The part of a checkpoint that is sent.
+/// The part of a checkpoint that is sent to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transfer {
@@ -85,7 +85,7 @@ pub struct NodeFailure {
     pub back_s: Option<f64>,
 }
 
-/// The failures of a run.
+/// The failures of nodes in a simulated run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Failures {
     /// These failures. A failure of a node that is down has no effect.

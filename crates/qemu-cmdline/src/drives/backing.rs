@@ -22,7 +22,7 @@ pub struct Backing {
     pub complete: bool,
 }
 
-/// An image beneath a disk's own.
+/// An image beneath a disk's own image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingImage {
     /// Its file, as the line names it.

@@ -25,7 +25,7 @@ pub enum Rule {
     Kept,
 }
 
-/// An option, and its rules.
+/// An option with an effect on the host, and its rules.
 #[derive(Clone, Copy, Debug)]
 pub struct EffectRow {
     /// The option, as QEMU spells it.
@@ -47,7 +47,7 @@ const fn row(
     EffectRow { option, effect, restored, cloned }
 }
 
-/// All options that write, listen, lock or choose.
+/// All options that write files, listen, lock or choose something of the host.
 pub const TABLE: &[EffectRow] = &[
     row("-D FILE", "empties the file", Rule::FreshFile, Rule::Own),
     row("-qtest-log FILE", "empties the file", Rule::FreshFile, Rule::Own),

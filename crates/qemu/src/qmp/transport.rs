@@ -23,7 +23,7 @@ const LINE_BYTES_MAX: usize = 16 << 20;
 /// How long to wait between two attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(2);
 
-/// A connected monitor.
+/// A connection to the socket of QEMU's monitor.
 pub struct Transport {
     socket: OwnedFd,
     name: String,

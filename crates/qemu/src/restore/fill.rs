@@ -220,7 +220,7 @@ pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidData, text))
 }
 
-/// Collects neighbouring pages and writes them together.
+/// Collects consecutive pages, so that they are written together.
 pub struct PageRun<'a> {
     /// Writes bytes at an offset.
     write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>,

@@ -87,7 +87,7 @@ fn start_waiting(plan: Plan, ram: &Ram<'_>) -> Result<Prepared> {
     Ok(prepared)
 }
 
-/// The main RAM of a QEMU that waits.
+/// The main RAM of a QEMU that waits for its device state.
 pub struct PreparedRam {
     parts: Vec<Memory>,
 }

@@ -48,7 +48,7 @@ pub struct Watched {
     pub hold: Option<EndHold>,
 }
 
-/// The monitor of a watchdog.
+/// The monitor by which a watchdog reaches the VM.
 #[derive(Debug)]
 pub enum WatchedMonitor {
     /// A monitor of its own, at this socket.

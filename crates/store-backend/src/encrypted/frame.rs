@@ -34,7 +34,7 @@ pub const PLAIN_BYTES_MAX: u64 = BLOCK_BYTES - (FRAME_BYTES + TAG_BYTES) as u64;
 const MAGIC: &[u8; 8] = b"KF:ENC\r\n";
 const LAST: u32 = 1 << 31;
 
-/// The way in which a file is written.
+/// The way in which an encrypted file is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// At once, with a marked end.
@@ -195,7 +195,7 @@ impl FrameWriter {
     }
 }
 
-/// A frame in a block.
+/// An encrypted frame in a block of a file.
 #[derive(Clone, Debug)]
 pub struct EncryptedFrame {
     /// Its range in the plaintext.

@@ -57,7 +57,7 @@ pub struct S3Client {
     pub faults: super::faults::S3Faults,
 }
 
-/// The condition under which a put is executed.
+/// The condition under which an object is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precondition<'a> {
     Always,
@@ -67,7 +67,7 @@ pub enum Precondition<'a> {
     Matches(&'a str),
 }
 
-/// The outcome of a put.
+/// The outcome of writing an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum S3PutOutcome {
     /// The object is stored, with this entity tag.
@@ -76,7 +76,7 @@ pub enum S3PutOutcome {
     Refused,
 }
 
-/// An object, or a range of one.
+/// The content of an object, or of a range of one.
 #[derive(Debug)]
 pub struct ReadObject {
     pub bytes: Vec<u8>,
@@ -88,7 +88,7 @@ pub struct ReadObject {
     pub age: Option<Duration>,
 }
 
-/// An object in a listing.
+/// An object in a listing of object storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedObject {
     /// Its key, without the store's prefix.
@@ -97,7 +97,7 @@ pub struct ListedObject {
     pub tag: String,
 }
 
-/// The depth of a listing.
+/// The depth of a listing of object storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ListDepth {
     /// The objects directly in the folder.

@@ -47,7 +47,7 @@ pub struct Lease {
     renewed_ms: AtomicU64,
 }
 
-/// Holds the lock until it is dropped.
+/// Holds a lock in object storage until it is dropped.
 #[derive(Debug)]
 pub struct LeaseGuard {
     lease: Arc<Lease>,

@@ -269,7 +269,7 @@ impl Drop for PackWriter {
     }
 }
 
-/// A pack open for reading.
+/// A pack in object storage that is open for reading.
 #[derive(Debug)]
 pub struct PackReader {
     shared: Arc<Shared>,

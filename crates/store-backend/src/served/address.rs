@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 use zeroize::Zeroizing;
 
 const SCHEME: &str = "kf://";
-/// The TCP port of an address that names none.
+/// The TCP port of a server's address that names no port.
 pub const DEFAULT_PORT: u16 = 7420;
-/// The environment variable that holds the token.
+/// The name of the environment variable that holds the token.
 pub const TOKEN_VARIABLE: &str = "KEYFRAME_TOKEN";
 const TOKEN_FILE: &str = "KEYFRAME_TOKEN_FILE";
 const FINGERPRINT: &str = "KEYFRAME_SERVE_FINGERPRINT";

@@ -32,7 +32,7 @@ impl std::fmt::Debug for Connection {
     }
 }
 
-/// The reason why a connection failed.
+/// The reason why a connection to a checkpoint server failed.
 #[derive(Debug)]
 pub enum ConnectionError {
     /// Another attempt may succeed.

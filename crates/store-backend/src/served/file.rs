@@ -104,7 +104,7 @@ impl Shared {
     }
 }
 
-/// A served file, open for reading.
+/// A file behind a checkpoint server, open for reading.
 #[derive(Debug)]
 pub struct ServedFile {
     shared: Arc<Shared>,

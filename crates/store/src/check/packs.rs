@@ -21,7 +21,7 @@ pub struct PackBounds {
     pub stale: bool,
 }
 
-/// The result of checking a pack.
+/// The result of the check of one pack.
 #[derive(Debug, Default)]
 pub struct Findings {
     /// The number of correct records.

@@ -74,7 +74,7 @@ pub struct LostCheckpoint {
     pub problem: String,
 }
 
-/// The result of a repair.
+/// The result of a repair of a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RepairReport {
     /// The damage that was found.

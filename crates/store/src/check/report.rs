@@ -6,14 +6,14 @@ use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// The options of a check.
+/// The options of a check of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckOptions {
     /// True to read and verify every page. Otherwise the verified index of a closed pack is enough.
     pub read_data: bool,
 }
 
-/// The progress of a check.
+/// The progress of a check of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckProgress {
     /// The file being checked.
@@ -24,7 +24,7 @@ pub struct CheckProgress {
     pub total_bytes: u64,
 }
 
-/// The result of a check.
+/// The result of a check of a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckReport {
     /// The number of checkpoint files that were checked.

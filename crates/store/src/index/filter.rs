@@ -13,7 +13,7 @@ use keyframe_store_format::page_hash::PageHash;
 
 /// Bits for each entry.
 const KEY_BITS: usize = 12;
-/// The size of a block, in bytes.
+/// The size of a block of the filter, in bytes.
 pub const BLOCK_BYTES: usize = 32;
 const WORDS: usize = 8;
 const SALTS: [u32; WORDS] = [

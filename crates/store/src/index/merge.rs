@@ -36,7 +36,7 @@ impl Source {
     }
 }
 
-/// The reason why a merge failed.
+/// The reason why a merge of spills failed.
 #[derive(Debug)]
 pub enum Failed {
     /// The source with this index cannot be read.

@@ -33,7 +33,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const MAGIC: &[u8; 8] = b"KF:IDX\r\n";
 const VERSION: u32 = 1;
-/// The size of a bucket in bytes.
+/// The size of a bucket of a spill, in bytes.
 pub const BUCKET_BYTES: usize = 512;
 const ENTRY_BYTES: usize = 24;
 const BUCKET_ENTRIES: usize = (BUCKET_BYTES - CHECK_BYTES) / ENTRY_BYTES;
@@ -256,7 +256,7 @@ impl Entries<'_> {
     }
 }
 
-/// Writes a spill.
+/// Writes a spill, entry by entry.
 pub struct SpillWriter {
     out: BufWriter<tempfile::NamedTempFile>,
     bond: Bond,
@@ -350,7 +350,7 @@ impl SpillWriter {
     }
 }
 
-/// The prefix of a file that is being written.
+/// The prefix of the name of a spill that is being written.
 pub const TEMPORARY: &str = ".new-";
 
 fn encode_header(store: [u8; 16], salt: [u8; 16]) -> Bucket {

@@ -15,7 +15,7 @@
 
 use keyframe_store_format::page_hash::PageHash;
 
-/// The size of a slot, in bytes.
+/// The size of an entry's slot in the table, in bytes.
 pub const SLOT_BYTES: usize = size_of::<Slot>();
 const HOMES_FIRST: usize = 1 << 10;
 /// The slots after the last home, for entries that do not fit into their home.

@@ -15,7 +15,7 @@ pub struct PageInput<'a> {
     pub home: Option<(PageIndex, PageRef)>,
 }
 
-/// The record of a page that was put.
+/// The record of a page that was put into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placed {
     /// The store held the content, in a record of this kind.
@@ -24,7 +24,7 @@ pub enum Placed {
     New(PageRef, u64),
 }
 
-/// The record of a block that was put.
+/// The record of a disk's block that was put into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacedBlock {
     /// The record of the block.

@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// A dictionary is at most this fraction of a full pack.
 const DICTIONARY_PART: u64 = 32;
 
-/// Copies records into new packs.
+/// Copies the live records of a prune's victims into new packs.
 pub struct Copier {
     inner: Arc<OpenStore>,
     tuning: Tuning,

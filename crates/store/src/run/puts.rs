@@ -3,7 +3,7 @@
 use keyframe_store_format::meta::Counts;
 use keyframe_units::{PageIndex, PageSet};
 
-/// The outcome of a put.
+/// The outcome of a put of a page or a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutOutcome {
     /// The page is zero: nothing is stored.

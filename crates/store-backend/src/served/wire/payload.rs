@@ -4,7 +4,7 @@ use super::name::{put_name, read_name};
 use super::{HEAD_BYTES, MAGIC, VERSION};
 use keyframe_bytes::ByteReader;
 
-/// The present state of a file.
+/// The present state of a file behind a checkpoint server.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileStat {
     /// The file's identity: see [`crate::FileStamp::identity`].

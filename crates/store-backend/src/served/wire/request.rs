@@ -7,7 +7,7 @@ use super::{
 };
 use keyframe_bytes::ByteReader;
 
-/// A request of a client.
+/// A request of a client to a checkpoint server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
     /// The greeting: always the first request.
