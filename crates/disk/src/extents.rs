@@ -137,7 +137,8 @@ impl<V: ExtentValue> ExtentMap<V> {
         self.0.range(from..).next().map(|(&first, &(len, value))| (first, len, value))
     }
 
-    /// Removes the first range and returns it: first block, number of blocks, value.
+    /// Removes the first range and returns it: first block, number of blocks, value. Returns `None`
+    /// if the map is empty.
     pub fn pop_first(&mut self) -> Option<(u64, u64, V)> {
         self.0.pop_first().map(|(start, (len, value))| (start, len, value))
     }

@@ -153,8 +153,8 @@ pub trait ProtectedVm: Send {
     /// if captures can succeed.
     fn outdated(&self) -> Option<String>;
     /// Begins to capture the machine as it is now. Returns its description if it differs from the
-    /// one before. The caller has given up an epoch in flight. Errors: [`Error::MachineChanged`] if
-    /// a standby cannot follow the change; the capture cannot begin.
+    /// one before, and `None` otherwise. The caller has given up an epoch in flight. Errors:
+    /// [`Error::MachineChanged`] if a standby cannot follow the change; the capture cannot begin.
     fn renew(&mut self) -> Result<Option<MachineDescription>>;
     /// Returns the number of pages of RAM and disks.
     fn len_pages(&self) -> u64;

@@ -74,8 +74,11 @@ impl GuestView {
         Ok(Self { extents: merged(extents) })
     }
 
-    /// Returns the map of a machine that did not report it, if `machine_type` and `line` imply it:
-    /// main RAM must be one block of less than 2 GiB. Error: [`Error::NoMap`] for another machine.
+    /// Returns the guest map of a machine whose checkpoint does not have one. This is possible if
+    /// the machine type is known and main RAM is one block of less than 2 GiB, so that it begins at
+    /// address 0. `line` has the words of the VM's command line.
+    ///
+    /// Error: [`Error::NoMap`] for another machine.
     pub fn flat_map(
         layout: &RamLayout,
         machine_type: &str,

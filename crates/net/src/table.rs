@@ -35,7 +35,7 @@ impl MacTable {
         }
     }
 
-    /// Returns the port at which `mac` was last seen.
+    /// Returns the port at which `mac` was last seen. Returns `None` if the address is not known.
     pub fn port_of(&self, mac: Mac) -> Option<PortKey> {
         self.seen.get(&mac).map(|(port, _)| *port)
     }

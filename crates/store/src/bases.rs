@@ -137,7 +137,7 @@ impl Bases {
         Some(self.used - 1)
     }
 
-    /// Returns the base at a place of this batch, and its content.
+    /// Returns the base at a place of this batch, and its content. Returns `None` if there is none.
     pub fn get(&self, at: At) -> Option<(DeltaBase, &Page)> {
         let slot = self.slots.get(at.0)?.as_ref()?;
         let chunk = self.chunks.get(slot.place / CHUNK_PAGES)?;

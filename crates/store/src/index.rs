@@ -162,7 +162,8 @@ impl Index {
     }
 
     /// Adds the entries of pack number `pack`, which is closed with the trailer checksum `seal`, or
-    /// unfinished (`None`). Keeps existing entries. Its derived records count as unproven.
+    /// unfinished (`None`). Keeps existing entries. Its derived records are marked as unproven: the
+    /// references of such a record may be gone until it was read.
     pub fn learn<'a>(
         &mut self,
         pack: u32,
@@ -188,7 +189,8 @@ impl Index {
         }
     }
 
-    /// Marks the derived record with the page hash `hash` as proven, after it was read.
+    /// Marks the derived record with the page hash `hash` as readable, after it was read. Before
+    /// that, its references may be gone.
     pub fn prove(&mut self, hash: PageHash) {
         if let Some(value) = self.table.get(hash) {
             self.table.insert(hash, value & !UNPROVEN);

@@ -55,8 +55,8 @@ impl OpenStore {
 }
 
 impl Store {
-    /// Makes a new or existing tag point to checkpoint `id`. Returns the checkpoint that it pointed
-    /// to before. Works while a run or a prune is at work.
+    /// Makes a new or existing tag point to checkpoint `id`. Returns the checkpoint that the tag
+    /// pointed to before, or `None` for a new tag. Works while a run or a prune is at work.
     ///
     /// Errors: [`Error::InvalidTag`]; [`Error::UnknownCheckpoint`]; the tag cannot be written.
     pub fn set_tag(&self, tag: &str, id: CheckpointId) -> Result<Option<CheckpointId>> {

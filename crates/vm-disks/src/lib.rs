@@ -254,7 +254,8 @@ fn specs(directory: &OverlayDirectory, disks: &[DiskToServe], round: u32) -> Res
 
 impl ServedDisks {
     /// Ends the server. If `keep` is true and the guest has written data that is not temporary,
-    /// keeps the directory of the overlays and returns its path. Removes the directory otherwise.
+    /// keeps the directory of the overlays and returns its path. Otherwise removes the directory
+    /// and returns `None`.
     ///
     /// Errors: the server does not answer, or does not end. Then the directory stays.
     pub fn end(self, keep: bool) -> Result<Option<PathBuf>> {

@@ -47,7 +47,7 @@ impl<'a> NodeKeys<'a> {
         Self { keys: other.keys, prefix: other.prefix.clone() }
     }
 
-    /// Returns the value of `key` in this node.
+    /// Returns the value of `key` in this node. Returns `None` if the node does not have the key.
     pub fn value(&self, key: &str) -> Option<&'a str> {
         value_of(self.keys, &format!("{}{key}", self.prefix))
     }

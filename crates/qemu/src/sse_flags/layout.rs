@@ -101,13 +101,13 @@ impl CpuLayout {
     }
 
     /// Returns MXCSR from `memory`, that of a CPU from its first register on. Flags may be missing
-    /// in it.
+    /// in it. Returns `None` if `memory` is too short.
     pub fn mxcsr(&self, memory: &[u8]) -> Option<u32> {
         u32_at(memory, self.mxcsr)
     }
 
     /// Returns the flags that are beside MXCSR in `memory`, that of a CPU from its first register
-    /// on, as bits of MXCSR.
+    /// on, as bits of MXCSR. Returns `None` if `memory` is too short.
     pub fn flags(&self, memory: &[u8]) -> Option<u32> {
         Some(translate(u16_at(memory, self.flags)?, &self.meaning))
     }

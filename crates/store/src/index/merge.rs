@@ -24,8 +24,8 @@ pub struct Source {
 }
 
 impl Source {
-    /// Returns the value of a hash, if its pack is still used. The value of a derived record is
-    /// marked as unproven. Error: the spill cannot be read.
+    /// Returns the value of a hash, if its pack is still used. A derived record is marked as
+    /// unproven, because its references may be gone. Error: the spill cannot be read.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
         let value = self.spill.get(hash)?.filter(|value| self.is_used(*value));
         Ok(value.map(|value| if is_derived(value) { value | UNPROVEN } else { value }))

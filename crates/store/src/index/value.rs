@@ -10,7 +10,8 @@ use keyframe_store_format::record::RecordKind;
 const OFFSET_BITS: u32 = 36;
 /// The flag of an entry that is in a spill too.
 pub const COPY: u64 = 1 << 36;
-/// The flag of a derived record of an earlier writer that was not read yet.
+/// The flag of a derived record of an earlier writer that was not read yet, so that its references
+/// may be gone.
 pub const UNPROVEN: u64 = 1 << 37;
 const KIND_SHIFT: u32 = 38;
 const PACK_SHIFT: u32 = 40;
