@@ -24,7 +24,8 @@ use crate::{CommandLineError, Result};
 use address::{DisplayAddress, Forward};
 use std::path::{Path, PathBuf};
 
-/// Looks at the host on which a line is to be run. Paths may be relative to the VM's directory.
+/// Looks at the host on which a command line is to be run. Paths may be relative to the VM's
+/// directory.
 pub trait HostProbe {
     /// Returns true if there is a file of this name.
     fn exists(&self, path: &Path) -> bool;
@@ -38,7 +39,7 @@ pub trait HostProbe {
     fn tap_in_use(&self, name: &str) -> bool;
 }
 
-/// A host without files, listeners and interfaces, for a line that is not run on this host.
+/// A host without files, listeners and interfaces, for a command line that is not run on this host.
 #[derive(Clone, Copy, Debug)]
 pub struct NoHost;
 
@@ -80,7 +81,7 @@ impl Default for LineUse<'_> {
     }
 }
 
-/// A difference from the kept line, in words for the user.
+/// A difference from the kept command line, in words for the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Note {
     /// A file or a socket has another name.
@@ -229,7 +230,7 @@ impl<'a> HostEffects<'a> {
         (is_clone || self.probe.exists(Path::new(path))).then(|| self.fresh(path))
     }
 
-    /// `-D`: QEMU empties the file at its first line.
+    /// `-D`: QEMU empties the file at its first line of output.
     fn log(&mut self, argument: &Argument) -> Rewritten {
         let path = argument.value();
         if self.is_replay() {

@@ -4,12 +4,12 @@
 use crate::line_edits::{file_of, medium_of_line};
 use crate::options::{self, Argument, value_of};
 
-/// The first device or medium that only one of two lines has.
+/// The first device or medium that only one of two command lines has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LineDifference {
-    /// Only the first line has it.
+    /// Only the first command line has it.
     OnlyFirst(String),
-    /// Only the second line has it.
+    /// Only the second command line has it.
     OnlySecond(String),
 }
 

@@ -77,7 +77,7 @@ const MACHINE_OPTIONS: &[&str] = &[
 /// Properties of a memory backend whose replacement needs no note.
 const REPLACED: &[&str] = &["size", "share", "mem-path", "x-use-canonical-path-for-ramblock-id"];
 
-/// A word of a restored line, before the files of its memory backends are known.
+/// A word of a restored command line, before the files of its memory backends are known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LineWord {
     /// The word itself.
@@ -91,7 +91,7 @@ pub enum LineWord {
 pub struct RestoreLine {
     /// The words, without the binary.
     pub words: Vec<LineWord>,
-    /// The differences from the kept line that the user should know, a text each.
+    /// The differences from the kept command line that the user should know, a text each.
     pub notes: Vec<String>,
 }
 
@@ -104,7 +104,7 @@ pub fn backend_id<'a>(name: &'a str, backends: &[String]) -> Option<&'a str> {
     Some(name).filter(is_known).or_else(|| last.filter(is_known))
 }
 
-/// Parses the words that a user adds to a restored line.
+/// Parses the words that a user adds to a restored command line.
 ///
 /// Error: [`CommandLineError::Argument`] for a word that would change the machine.
 pub fn check_added(added: Vec<OsString>) -> Result<Vec<Argument>> {
@@ -123,7 +123,7 @@ pub fn check_added(added: Vec<OsString>) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
-/// Replaces the memory backends of the line `kept` by ones whose memory the caller gives.
+/// Replaces the memory backends of the command line `kept` by ones whose memory the caller gives.
 ///
 /// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks `ram`.
 pub fn plan_backends(kept: &[Argument], ram: &RamLayout) -> Result<RestoreLine> {
@@ -165,7 +165,7 @@ pub fn plan_backends(kept: &[Argument], ram: &RamLayout) -> Result<RestoreLine> 
 }
 
 /// Returns the numbers of the RAM blocks that have memory backends, in the order in which a QEMU
-/// that was restored from the line `words` (the binary first) makes them.
+/// that was restored from the command line `words` (the binary first) makes them.
 ///
 /// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks.
 pub fn backends_as_made(words: &[String], ram: &RamLayout) -> Result<Vec<usize>> {

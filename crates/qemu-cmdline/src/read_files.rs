@@ -11,9 +11,9 @@ use crate::options::{self, Argument, is_on, value_of};
 pub struct NamedFile {
     /// The option, with its dash.
     pub option: String,
-    /// The path, as the line names it.
+    /// The path, as the command line names it.
     pub path: String,
-    /// The image format, if the line names it.
+    /// The image format, if the command line names it.
     pub format: Option<String>,
     /// True if the guest reads it while it runs.
     pub is_medium: bool,

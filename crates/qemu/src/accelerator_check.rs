@@ -13,7 +13,7 @@ const FEATURES_MAX: usize = 4096;
 
 /// The accelerator that the checkpoint was taken under.
 ///
-/// Error: [`CommandLineError::Accelerator`] if neither line nor device state tell.
+/// Error: [`CommandLineError::Accelerator`] if neither command line nor device state tell.
 pub(crate) fn of_checkpoint(kept: &[Argument], device_state: &[u8]) -> Result<Accelerator> {
     let by_state = stream::written_by(device_state)?;
     by_state.or_else(|| named_accelerator(kept)).ok_or_else(|| {

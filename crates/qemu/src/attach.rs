@@ -97,8 +97,8 @@ impl Vm {
         self.identity = Some(identity);
     }
 
-    /// Returns the machine as it is now, with the memory that was plugged in since its line was
-    /// written. Error: QEMU does not answer.
+    /// Returns the machine as it is now, with the memory that was plugged in since its command line
+    /// was written. Error: QEMU does not answer.
     pub fn spec(&mut self) -> Result<MachineSpec> {
         let identity = self.identity()?;
         let plugged = self.plugged_memory()?;
@@ -132,7 +132,7 @@ impl Vm {
         running::directory(self.pid(), self.full_command())
     }
 
-    /// Returns the VM's name from `-name`; `None` if the line has none.
+    /// Returns the VM's name from `-name`; `None` if the command line has none.
     pub fn vm_name(&self) -> Option<String> {
         let arguments = options::parse(self.user_command().get(1..).unwrap_or_default()).ok()?;
         keyframe_qemu_cmdline::vm_name(&arguments)

@@ -148,8 +148,8 @@ pub(crate) fn discards_ram(driver: &str) -> bool {
     DISCARDING.iter().any(|prefix| driver.starts_with(prefix))
 }
 
-/// The QOM paths of devices that were named on the line or plugged in later: with an id, and
-/// without.
+/// The QOM paths of devices that were named on the command line or plugged in later: with an id,
+/// and without.
 pub(crate) const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// The machine's devices, as `qom-list` lists them.

@@ -61,7 +61,8 @@ impl EndHold {
         self.set_action(qmp, "pause")
     }
 
-    /// Has QEMU end at them again, as its line says. Ends a QEMU whose guest has ended meanwhile.
+    /// Has QEMU end at them again, as its command line says. Ends a QEMU whose guest has ended
+    /// meanwhile.
     pub(crate) fn release(self, qmp: &mut Qmp) -> Result<()> {
         self.set_action(qmp, "poweroff")?;
         // QEMU handles the guest's end and this query in one thread. So the query shows an earlier

@@ -51,8 +51,8 @@ pub(crate) struct SingleCore {
 
 impl SingleCore {
     /// Places the threads of the QEMU with the monitor `qmp`, the process id `pid` and the command
-    /// line `arguments` on one core. Returns `None` if the main loop of this QEMU must not run
-    /// late, or if QEMU does not tell its threads.
+    /// command line `arguments` on one core. Returns `None` if the main loop of this QEMU must not
+    /// run late, or if QEMU does not tell its threads.
     pub fn begin(
         qmp: &mut Qmp,
         pid: u32,
@@ -87,8 +87,8 @@ impl SingleCore {
     }
 }
 
-/// Prepares `command`, which starts a QEMU with the line `arguments`: it leads a session if its
-/// threads will be on one core.
+/// Prepares `command`, which starts a QEMU with the command line `arguments`: it leads a session if
+/// its threads will be on one core.
 pub(crate) fn prepare(command: &mut Command, arguments: &[Argument]) {
     let reads_terminal = arguments.iter().any(reads_terminal) && std::io::stdin().is_terminal();
     if may_run_late(arguments) && !reads_terminal {

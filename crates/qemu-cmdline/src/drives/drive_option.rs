@@ -109,7 +109,7 @@ pub(super) fn drive_on_index(
     Fate::Disk(Box::new(Disk { name, aliases: Vec::new(), served, is_left_out: false }))
 }
 
-/// What happens to a `-drive`. `snapshot` is true if the line has `-snapshot`.
+/// What happens to a `-drive`. `snapshot` is true if the command line has `-snapshot`.
 pub(super) fn drive_fate(
     argument: &Argument,
     snapshot: bool,

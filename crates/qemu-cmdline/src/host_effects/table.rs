@@ -2,7 +2,7 @@
 //!
 //! `docs/host-effects.md` shows it to users; a test compares the two.
 
-/// The treatment of an option when its line is run again.
+/// The treatment of an option when its command line is run again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// QEMU appends to the file. If a process has it open, another file is written.
