@@ -182,7 +182,8 @@ async fn handle_request(State(app): Shared, request: Request, next: Next) -> Res
     response
 }
 
-/// Sends changes to listeners once a second, as long as the server runs.
+/// Sends the changes of the dashboard's data to its listeners, once a second for as long as the
+/// server runs.
 pub async fn send_changes(app: Arc<App>) {
     loop {
         tokio::time::sleep(LOOK_EVERY).await;

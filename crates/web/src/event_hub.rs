@@ -64,7 +64,7 @@ impl EventHub {
         self.events.receiver_count()
     }
 
-    /// Reads the source and sends the changes to all listeners.
+    /// Reads the data of `source`, and sends what has changed since the last call to all listeners.
     pub fn refresh(&self, source: &dyn DashboardSource) {
         let (vms, stores, recordings) = (source.vms(), source.stores(), source.recordings());
         let mut last = self.last.lock().ignore_poison();
