@@ -95,8 +95,8 @@ pub trait PauseSteps: Send {
     /// Error: the VMM does not answer; the watchdog then resumes the VM.
     fn release(&mut self, stop: StopOutcome) -> Result<(), BoxError>;
 
-    /// Disarms the watchdog after the pause, and tells whether the VM ran during it. Error: the
-    /// watchdog does not answer.
+    /// Disarms the watchdog after the pause. Returns whether the VM ran during the pause. Error:
+    /// the watchdog does not answer.
     fn finish_pause(&mut self, stop: StopOutcome) -> Result<PauseVerdict, BoxError>;
 }
 

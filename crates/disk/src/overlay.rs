@@ -476,8 +476,8 @@ impl Overlay {
         self.map_mut().chain.number_epochs_after(after);
     }
 
-    /// Ends the current epoch, in constant time. [`Self::pages`] returns the blocks that were
-    /// written in it. Error: [`Error::Limit`] if [`EPOCHS_MAX`] epochs are in flight.
+    /// Ends the current epoch in constant time, and returns its number. [`Self::pages`] then lists
+    /// the blocks written in it. Error: [`Error::Limit`] if [`EPOCHS_MAX`] epochs are in flight.
     pub fn cut(&self) -> Result<DiskEpoch> {
         let _alone = locked(&self.writing);
         self.require_sound()?;

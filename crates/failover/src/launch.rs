@@ -100,9 +100,10 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
 }
 
 /// Launches the VM of the command line `command`, with its network behind a gate and its disks
-/// served, and protects it. `name` is the VM's name, by default that of the command line. The
-/// guest's writes to disks go to a directory in `folder`. `addresses` are those of the standby. If
-/// `is_last` is true, this process starts no other program later, and gives up the right to do so.
+/// served. Returns the engine that protects it. `name` is the VM's name, by default that of the
+/// command line. The guest's writes to disks go to a directory in `folder`. `addresses` are those
+/// of the standby. If `is_last` is true, this process starts no other program later, and gives up
+/// the right to do so.
 ///
 /// Errors: the kernel lacks a feature; the command line or the VM cannot be protected; another VM
 /// has the name; a process or a thread cannot be started.

@@ -193,8 +193,9 @@ fn open_link(
     Ok(Link { control, data })
 }
 
-/// Connects to `address` and sends a greeting with `purpose` and the connection's number
-/// `connection`. Errors: the connection cannot be made; the other host does not have the key.
+/// Connects to `address`, sends a greeting with `purpose` and the connection's number `connection`,
+/// and returns the connection. Errors: the connection cannot be made; the other host does not have
+/// the key.
 pub fn open_channel(
     party: &Party,
     address: SocketAddr,

@@ -190,8 +190,8 @@ impl FailoverSetup {
     }
 }
 
-/// Resolves `text`, a host and a port, to the first of its addresses. Errors: [`Error::Address`],
-/// [`Error::NoAddress`].
+/// Returns the first of the addresses to which `text`, a host and a port, resolves. Errors:
+/// [`Error::Address`], [`Error::NoAddress`].
 pub fn address(text: &str) -> Result<SocketAddr> {
     let bad = |source| Error::Address { text: text.to_owned(), source };
     let mut found = text.to_socket_addrs().map_err(bad)?;

@@ -41,8 +41,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const STATE: &str = "witness.state";
 const STATE_BYTES_MAX: u64 = 16 << 20;
 
-/// Sends `request` to the witness at `address` and waits for its answer. A failed connection gives
-/// [`WitnessAnswer::Lost`].
+/// Sends `request` to the witness at `address`, waits for its answer, and returns it. Returns
+/// [`WitnessAnswer::Lost`] if the connection fails.
 pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> WitnessAnswer {
     let Ok(channel) = party.connect(address, TIMEOUT) else {
         return WitnessAnswer::Lost { sent: false };

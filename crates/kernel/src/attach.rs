@@ -84,7 +84,7 @@ pub struct InjectedUserfaultfd {
 ///
 /// If the process is a child of this one, no thread here may be in `waitpid` for it meanwhile
 /// without `__WNOTHREAD`: that call would return the stops. Waiting by pidfd or `waitid(WEXITED)`
-/// is safe.
+/// is safe. Returns the descriptor and how the process was stopped.
 ///
 /// Errors: no permission to trace it; another tracer ([`Error::Traced`]); the call failed in it
 /// ([`Error::Injected`]); it does not stop within 2 s, or exits. After an error the process runs

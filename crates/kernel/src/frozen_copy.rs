@@ -85,9 +85,9 @@ pub struct ForkPlan {
 }
 
 impl ForkPlan {
-    /// Checks that a fork freezes `ranges` of the memory of `process`: whole pages of private
-    /// memory. The plan is valid until the process maps memory anew there. Takes some milliseconds
-    /// for each GiB.
+    /// Creates the plan, after a check that a fork freezes `ranges` of the memory of `process`:
+    /// whole pages of private memory. The plan is valid until the process maps memory anew there.
+    /// Takes some milliseconds for each GiB.
     ///
     /// Errors: memory that a fork does not freeze ([`Error::NotForkable`]); a process under seccomp
     /// ([`Error::Seccomp`]).

@@ -35,7 +35,8 @@ pub struct Recommendation {
 }
 
 impl Prediction {
-    /// Predicts the run time on `nodes` nodes with intervals of `length` seconds.
+    /// Predicts the run time on `nodes` nodes with intervals of `length` seconds, by the formula
+    /// that holds for them.
     pub fn at(constants: &Constants, nodes: u64, length: f64) -> Self {
         Self::by(constants, constants.formula(nodes, length), nodes, length)
     }
@@ -54,7 +55,7 @@ pub fn recommend_nodes(constants: &Constants) -> Recommendation {
     recommendation(constants, Prediction::by(constants, Formula::Enough, nodes, length))
 }
 
-/// Recommends the best length for `nodes` nodes; 0 counts as 1.
+/// Returns the best length of an interval for `nodes` nodes; 0 counts as 1.
 ///
 /// If `s_cp` is given, the sign of equation 3.8 selects the formula, as in the paper. Otherwise the
 /// two formulas form one continuous function of the length. Its minimum is at the best length of

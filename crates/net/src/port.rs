@@ -156,8 +156,9 @@ impl Port {
         Ok(ReadOutcome::Bytes(len))
     }
 
-    /// Sends the frame that was partly sent, then the frames that `next` returns. Error: why the
-    /// connection must be closed.
+    /// Sends the frame that was partly sent, then the frames that `next` returns. Returns the
+    /// reason why it has stopped sending. Error, as a text: the reason why the connection must be
+    /// closed.
     pub fn send(
         &mut self,
         marker: BorrowedFd<'_>,

@@ -104,7 +104,8 @@ pub struct Profile {
     pub complete: bool,
 }
 
-/// Measures what a VM writes. A VM that was launched has ended when this returns.
+/// Measures how much a VM writes, and returns the profile. A VM that was launched has ended when
+/// this returns. Events go to `events`.
 ///
 /// # Errors
 ///

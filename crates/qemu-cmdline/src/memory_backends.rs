@@ -123,9 +123,10 @@ pub fn check_added(added: Vec<OsString>) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
-/// Replaces the memory backends of the command line `kept` by ones whose memory the caller gives.
+/// Returns the command line `kept` with its memory backends replaced by ones whose memory the
+/// caller gives.
 ///
-/// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks `ram`.
+/// Error: [`CommandLineError::RamLayout`] if the command line does not fit the RAM blocks `ram`.
 pub fn plan_backends(kept: &[Argument], ram: &RamLayout) -> Result<RestoreLine> {
     let RestoreLine { mut words, mut notes } = RestoreLine::default();
     let mut given = vec![false; ram.blocks().len()];

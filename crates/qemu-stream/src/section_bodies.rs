@@ -128,8 +128,9 @@ pub(crate) struct Body<'a> {
 }
 
 impl<'a> Body<'a> {
-    /// Checks the body of `section` of `state` against `layout`. Error:
-    /// [`StreamError::DeviceState`] for another version or length than the layout has.
+    /// Creates a reader of the body of `section` of the device state `state`, after a check against
+    /// `layout`. Error: [`StreamError::DeviceState`] for another version or length than the layout
+    /// has.
     pub fn new(state: &'a [u8], section: &'a Section, layout: &Layout) -> Result<Self> {
         let fail = |problem: String| StreamError::DeviceState {
             offset: section.body.start as u64,

@@ -51,8 +51,8 @@ pub(crate) struct SingleCore {
 
 impl SingleCore {
     /// Places the threads of the QEMU with the monitor `qmp`, the process id `pid` and the command
-    /// command line `arguments` on one core. Returns `None` if the main loop of this QEMU must not
-    /// run late, or if QEMU does not tell its threads.
+    /// line `arguments` on one core. Returns `None` if the main loop of this QEMU must not run
+    /// late, or if QEMU does not tell its threads.
     pub fn begin(
         qmp: &mut Qmp,
         pid: u32,

@@ -76,7 +76,7 @@ struct Open {
 }
 
 impl ServedFiles {
-    /// Serves the files of the store with the id `store` on `backend`.
+    /// Creates the files of the store with the id `store`, whose storage is `backend`.
     pub fn new(backend: Arc<dyn Backend>, store: [u8; 16]) -> Self {
         Self { backend, store, open: Mutex::default(), memory: Memory::default() }
     }

@@ -342,8 +342,8 @@ pub struct RefusedVms {
     pub peripherals: Peripherals,
 }
 
-/// Does every step that may refuse a started VM: audit, attach, the run in the store, the
-/// watchdogs. An error returns the refused VMs.
+/// Takes every step that may refuse a started VM: audit, attach, the run in the store, the
+/// watchdogs. Returns the prepared VMs. An error returns the refused VMs with the reason.
 pub fn prepare(
     store: &Store,
     mut writer: Writer,
@@ -505,8 +505,8 @@ pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     if refusals.is_empty() { Ok(()) } else { Err(Error::NotCheckpointable(refusals)) }
 }
 
-/// Describes the machine as it is now, with devices that were plugged in after its start. Error:
-/// QEMU does not answer.
+/// Returns the description of the machine as it is now, with devices that were plugged in after its
+/// start. Error: QEMU does not answer.
 pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta> {
     let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {

@@ -183,7 +183,8 @@ impl SessionOptions {
 }
 
 /// Launches the VMs of `commands`, and takes checkpoints of them into `store` until they end or the
-/// session is asked to end. Errors: those of the launch; what ended the run; a failed teardown.
+/// session is asked to end. Returns the result of the run. Errors: those of the launch; the failure
+/// that ended the run; a failed teardown.
 pub fn run(store: &Store, commands: CommandLines, options: SessionOptions) -> Result<RunReport> {
     budget::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;

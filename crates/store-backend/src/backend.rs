@@ -25,22 +25,24 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Returns the name of the file `name` in messages: its path or URL.
     fn describe(&self, name: &str) -> String;
 
-    /// Takes the writer's lock until the guard is dropped, stores `holder` where other processes
-    /// can read it, and removes temporary files of earlier writers. Errors: [`Error::Locked`] with
-    /// the text of the present holder if the lock is taken; the medium fails.
+    /// Takes the writer's lock, and returns a guard that holds it until it is dropped. Stores
+    /// `holder` where other processes can read it, and removes temporary files of earlier writers.
+    /// Errors: [`Error::Locked`] with the text of the present holder if the lock is taken; the
+    /// medium fails.
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
-    /// Takes the lock of a prune, which may run beside a writer. Removes no files. Error:
-    /// [`Error::Locked`] if another prune has it.
+    /// Takes the lock of a prune, which may run beside a writer, and returns a guard that holds it.
+    /// `holder` describes this process to others. Removes no files. Errors: [`Error::Locked`] if
+    /// another prune has it; the medium fails.
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
     /// Returns the text with which the holder of the writer's lock describes itself; `None` if no
     /// process has the lock. Error: the lock cannot be read.
     fn lock_holder(&self) -> Result<Option<String>>;
 
-    /// Removes locks whose holders have ended. If `force` is true, also removes locks whose holder
-    /// cannot be checked. By default there is nothing to remove: the kernel drops a lock together
-    /// with its process. Errors: the lock cannot be read or removed.
+    /// Removes locks whose holders have ended, and returns what it did. If `force` is true, also
+    /// removes locks whose holder cannot be checked. By default there is nothing to remove: the
+    /// kernel drops a lock together with its process. Errors: the lock cannot be read or removed.
     fn unlock(&self, _force: bool) -> Result<UnlockOutcome> {
         Ok(match self.lock_holder()? {
             Some(holder) => UnlockOutcome::Held(holder),

@@ -80,8 +80,9 @@ pub struct DenseCompressor {
 }
 
 impl DenseCompressor {
-    /// Trains a dictionary of at most `bytes_max` bytes with `samples`. Uses none if there are too
-    /// few samples, or if pages outside the training become larger with it.
+    /// Trains a dictionary of at most `bytes_max` bytes with `samples`, and creates a compressor
+    /// with it. The compressor has no dictionary if there are too few samples, or if pages outside
+    /// the training become larger with it.
     pub fn train(samples: &[Page], bytes_max: usize) -> Self {
         let mut alone = Self::with(Vec::new(), None);
         if samples.len() < SAMPLES_MIN {

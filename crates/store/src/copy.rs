@@ -82,7 +82,8 @@ pub struct CopyReport {
 
 impl Store {
     /// Copies the checkpoints `ids` into the store `target`, as its one writer. Calls `progress`
-    /// after each checkpoint. A damaged checkpoint is not copied; the report lists it.
+    /// after each checkpoint. A damaged checkpoint is not copied; the report lists it. Returns the
+    /// report.
     ///
     /// Errors: [`Error::SameStore`]; this store cannot be read; the target cannot be written or has
     /// another writer.
@@ -95,8 +96,8 @@ impl Store {
         self.copy_tuned(target, ids, Tuning::default(), progress)
     }
 
-    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs. Errors: those
-    /// of [`Store::copy_to`].
+    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs. Returns the
+    /// report. Errors: those of [`Store::copy_to`].
     pub fn copy_tuned(
         &self,
         target: &Self,

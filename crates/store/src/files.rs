@@ -75,14 +75,14 @@ impl StoreFiles {
         self.0.describe(name)
     }
 
-    /// Takes the writer's lock of the store. `holder` describes this process to others. Errors:
-    /// another writer holds the lock; the backend fails.
+    /// Takes the writer's lock of the store, and returns a guard that holds it. `holder` describes
+    /// this process to others. Errors: another writer holds the lock; the backend fails.
     pub fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock(holder)?)
     }
 
-    /// Takes the prunes' lock of the store. `holder` describes this process to others. Errors:
-    /// another prune holds the lock; the backend fails.
+    /// Takes the prunes' lock of the store, and returns a guard that holds it. `holder` describes
+    /// this process to others. Errors: another prune holds the lock; the backend fails.
     pub fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock_prune(holder)?)
     }
@@ -93,8 +93,8 @@ impl StoreFiles {
         Ok(self.0.lock_holder()?)
     }
 
-    /// Removes locks whose holders have ended. If `force` is true, also removes locks whose holder
-    /// cannot be checked. Error: the backend fails.
+    /// Removes locks whose holders have ended, and returns what it did. If `force` is true, also
+    /// removes locks whose holder cannot be checked. Error: the backend fails.
     pub fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
         Ok(self.0.unlock(force)?)
     }

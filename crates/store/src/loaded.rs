@@ -40,14 +40,14 @@ pub struct UnmappedCheckpoint {
 }
 
 impl Store {
-    /// Loads a checkpoint: its description, its device state and the map of its pages, not the
-    /// pages. Error: the checkpoint does not exist, or cannot be read.
+    /// Returns checkpoint `id`, with its description, its device state and the map of its pages,
+    /// but not the pages, in memory. Error: the checkpoint does not exist, or cannot be read.
     pub fn load(&self, id: CheckpointId) -> Result<LoadedCheckpoint> {
         self.load_unmapped(id)?.load()
     }
 
-    /// Loads a checkpoint without its map, which [`UnmappedCheckpoint::load`] reads later. Error:
-    /// the checkpoint does not exist, or cannot be read.
+    /// Returns checkpoint `id` without its map, which [`UnmappedCheckpoint::load`] reads later.
+    /// Error: the checkpoint does not exist, or cannot be read.
     pub fn load_unmapped(&self, id: CheckpointId) -> Result<UnmappedCheckpoint> {
         Ok(UnmappedCheckpoint::new(self.inner().clone(), id, self.inner().read_checkpoint(id)?))
     }

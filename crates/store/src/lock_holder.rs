@@ -15,8 +15,8 @@ struct Holder {
 }
 
 impl OpenStore {
-    /// Takes the prunes' lock of the store. Errors: another prune holds the lock; the backend
-    /// fails.
+    /// Takes the prunes' lock of the store, and returns a guard that holds it. Errors: another
+    /// prune holds the lock; the backend fails.
     pub fn lock_prune(&self) -> Result<Box<dyn LockGuard>> {
         self.backend.lock_prune(&encode_holder("keyframe prune")).map_err(with_named_holder)
     }

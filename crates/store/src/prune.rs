@@ -131,7 +131,7 @@ pub struct PruneReport {
 
 impl Store {
     /// Frees the space of records and maps that no checkpoint needs. Calls `progress` now and then.
-    /// The process may be killed at any instant without harm.
+    /// The process may be killed at any instant without harm. Returns the report.
     ///
     /// Errors, after which nothing is removed: [`crate::Error::Locked`] if another prune is at
     /// work; [`crate::Error::Unreadable`] if a checkpoint cannot be read; [`crate::Error::Damaged`]
@@ -144,8 +144,8 @@ impl Store {
         self.prune_tuned(options, Tuning::default(), progress)
     }
 
-    /// Prunes as [`Store::prune`], with the caller's limits for the written packs. Errors: those of
-    /// [`Store::prune`].
+    /// Prunes as [`Store::prune`], with the caller's limits for the written packs. Returns the
+    /// report. Errors: those of [`Store::prune`].
     pub fn prune_tuned(
         &self,
         options: &PruneOptions,

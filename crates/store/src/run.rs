@@ -195,8 +195,8 @@ impl Run {
         Ok(())
     }
 
-    /// Puts a page of zeros. Error: the page is outside the RAM, or an earlier put of the run has
-    /// failed ([`Error::Broken`]).
+    /// Puts a page of zeros, and returns the outcome. Error: the page is outside the RAM, or an
+    /// earlier put of the run has failed ([`Error::Broken`]).
     pub fn put_zero(&mut self, page: PageIndex) -> Result<PutOutcome> {
         self.admit(page)?;
         self.progress.set_page(page, PageRef::ZERO, PutOutcome::Zero, false);
@@ -312,8 +312,9 @@ impl Run {
         Ok(PageRange::new(PageIndex(inside.first.0 + block), blocks))
     }
 
-    /// Seals the checkpoint in progress. After this returns, the checkpoint survives power loss, or
-    /// at least the death of this process, as the writer's [`crate::Durability`] says.
+    /// Seals the checkpoint in progress, and returns its description. After this returns, the
+    /// checkpoint survives power loss, or at least the death of this process, as the writer's
+    /// [`crate::Durability`] says.
     ///
     /// Errors: the store cannot be written; [`Error::LayoutChanged`]; [`Error::Broken`];
     /// [`Error::TagNotSet`]. After an error the checkpoint does not exist, with two exceptions:

@@ -39,9 +39,9 @@ pub struct Writer {
 }
 
 impl Store {
-    /// Takes the writer's lock. Other processes see `owner` as its holder. Reads the indexes of all
-    /// packs, and the whole packs that an earlier writer did not finish. Errors: [`Error::Locked`]
-    /// if another writer has the lock; a pack cannot be read.
+    /// Takes the writer's lock, and returns the writer. Other processes see `owner` as its holder.
+    /// Reads the indexes of all packs, and the whole packs that an earlier writer did not finish.
+    /// Errors: [`Error::Locked`] if another writer has the lock; a pack cannot be read.
     pub fn lock_writer(&self, owner: &str) -> Result<Writer> {
         self.lock_writer_tuned(owner, Tuning::default())
     }

@@ -155,8 +155,8 @@ pub fn serve(
     serve_in(OverlayDirectory::claim(store, vm, None)?, vm, checkpoint, disks, socket)
 }
 
-/// Serves as [`serve`], with overlays in `directory`. Errors: those of [`serve`]. After an error
-/// `directory` is removed.
+/// Serves disks as [`serve`] does, with overlays in `directory`. Returns the served disks. Errors:
+/// those of [`serve`]. After an error `directory` is removed.
 pub fn serve_in(
     directory: OverlayDirectory,
     vm: &str,

@@ -142,8 +142,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         self.vm.hold_end()
     }
 
-    /// Pauses the VM. The pause ends when the guard is released or dropped. Error: the watchdog or
-    /// the VMM does not answer. The VM is then as it was.
+    /// Pauses the VM, and returns a guard. The pause ends when the guard is released or dropped.
+    /// Error: the watchdog or the VMM does not answer. The VM is then as it was.
     pub fn pause(&mut self) -> Result<Pause<'_, V>, VmmError> {
         self.hold()?;
         Ok(Pause { watched: self })

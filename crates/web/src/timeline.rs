@@ -91,8 +91,8 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Summarizes the checkpoints of `vm`, or of all VMs if it is `None`, with numbers in `range`,
-    /// in at most `points` buckets.
+    /// Creates the timeline of the checkpoints of `vm`, or of all VMs if it is `None`, with numbers
+    /// in `range`, in at most `points` buckets.
     pub fn of(
         listing: &CheckpointListing,
         vm: Option<&str>,
@@ -153,7 +153,8 @@ impl TimelineBucket {
     }
 }
 
-/// Splits `len` elements into at most `pieces` ranges of about the same length, in order.
+/// Divides `len` elements into at most `pieces` ranges of about the same length, and returns these
+/// in order.
 pub fn chunks(len: usize, pieces: usize) -> impl Iterator<Item = Range<usize>> {
     let pieces = pieces.min(len);
     // There are no more pieces than elements, so none is empty.

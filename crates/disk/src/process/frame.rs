@@ -67,8 +67,8 @@ pub fn send_listener(stream: &UnixStream, listener: &UnixListener) -> Result<()>
         .map_err(Error::io(OBJECT, "write to"))
 }
 
-/// Receives the socket that [`send_listener`] sent. Errors: [`Error::Protocol`] if the message has
-/// no socket; the stream cannot be read.
+/// Receives the socket that [`send_listener`] sent, and returns it. Errors: [`Error::Protocol`] if
+/// the message has no socket; the stream cannot be read.
 pub fn receive_listener(stream: &UnixStream) -> Result<UnixListener> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

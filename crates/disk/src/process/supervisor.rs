@@ -108,7 +108,7 @@ impl Shared {
         Self { state: Mutex::new(state) }
     }
 
-    /// Locks the shared state.
+    /// Locks the shared state and returns the guard.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().ignore_poison()
     }

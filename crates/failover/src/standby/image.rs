@@ -38,9 +38,9 @@ pub struct StandbyImage {
     disks: Vec<DiskFile>,
 }
 
-/// Locks the directory `folder` of a standby, which it creates if it does not exist. The lock lasts
-/// until the returned file is closed. Errors: [`Error::DirectoryInUse`] if another standby uses the
-/// directory; the lock file cannot be created.
+/// Locks the directory `folder` of a standby, which it creates if it does not exist. Returns the
+/// lock file: the lock lasts until it is closed. Errors: [`Error::DirectoryInUse`] if another
+/// standby uses the directory; the lock file cannot be created.
 pub fn own(folder: &Path) -> Result<File> {
     let path = folder.join("lock");
     let failed = |e: io::Error| Error::file("lock", &path, e);

@@ -158,7 +158,7 @@ enum Answer {
 }
 
 impl Shared {
-    /// Locks the state.
+    /// Locks the state and returns the guard.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().ignore_poison()
     }

@@ -78,7 +78,8 @@ impl PlannedRun {
     }
 
     /// Simulates the run on `cluster`. `nodes` is the number of nodes that the result names; a run
-    /// of equal intervals gets the best length for this number.
+    /// of equal intervals gets the best length for this number. Returns the outcome beside the
+    /// prediction of the formulas.
     ///
     /// Errors: those of [`simulate`].
     pub fn on(&self, nodes: u64, cluster: &Cluster) -> Result<ClusterRun, SimulationError> {

@@ -181,7 +181,7 @@ fn is_cancellation(result: &Result<()>) -> bool {
     matches!(result, Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::Interrupted)
 }
 
-/// Splits `pages` into pieces of `piece_pages` pages. The last piece may be shorter.
+/// Returns `pages` in pieces of `piece_pages` pages. The last piece may be shorter.
 pub fn pieces(pages: PageRange, piece_pages: u64) -> impl Iterator<Item = PageRange> {
     (0..pages.len_pages.div_ceil(piece_pages)).map(move |k| {
         let skipped = k * piece_pages;

@@ -102,9 +102,10 @@ enum Job {
 }
 
 impl Lazy {
-    /// Marks the RAM of QEMU as missing and begins to serve it. QEMU is process `pid`, a child that
-    /// this thread started, with the empty `memories` as its memory backends: memfds, or memory of
-    /// QEMU's own. Error: the kernel does not let this process serve QEMU's memory.
+    /// Marks the RAM of QEMU as missing, and returns the server that provides its pages. QEMU is
+    /// process `pid`, a child that this thread started, with the empty `memories` as its memory
+    /// backends: memfds, or memory of QEMU's own. Error: the kernel does not let this process serve
+    /// QEMU's memory.
     pub fn attach(
         pid: u32,
         memories: &[Memory],

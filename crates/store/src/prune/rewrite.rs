@@ -50,8 +50,8 @@ impl Copier {
         Ok(self.packs.insert(packs))
     }
 
-    /// Trains a dictionary with pages of the packs `victims`. Leaves out unreadable pages, which
-    /// the copying reports later. Error: the backend fails.
+    /// Trains a dictionary with pages of the packs `victims`, and returns a compressor with it.
+    /// Leaves out unreadable pages, which the copying reports later. Error: the backend fails.
     pub fn train(&self, victims: &BTreeSet<u32>) -> Result<DenseCompressor> {
         let mut places = Vec::new();
         for victim in victims {
