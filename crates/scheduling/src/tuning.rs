@@ -111,7 +111,8 @@ impl fmt::Display for TuningReason {
     }
 }
 
-/// Chooses the interval and the pre-copy target from measurements.
+/// Chooses, from measurements of past checkpoints, the interval between checkpoints and the number
+/// of pages that pre-copy may leave to the pause.
 #[derive(Clone, Debug)]
 pub struct Tuner {
     budget: Budget,
@@ -127,8 +128,9 @@ pub struct Tuner {
 }
 
 impl Tuner {
-    /// Creates a tuner that keeps `budget`, and uses an interval of `interval_ns` nanoseconds if
-    /// the budget allows it. A first write costs `first_write_ns` nanoseconds on this host.
+    /// Creates a tuner that keeps `budget`, and uses an interval of `interval_ns` nanoseconds
+    /// between checkpoints if the budget allows it. A first write to a protected page costs
+    /// `first_write_ns` nanoseconds on this host.
     pub fn new(budget: Budget, interval_ns: u64, first_write_ns: u64) -> Self {
         Self {
             budget,
@@ -161,7 +163,7 @@ impl Tuner {
         self.precopied = measured.precopied;
     }
 
-    /// Returns the interval and the target for the next checkpoint.
+    /// Returns the interval and the number of pages left to the pause, for the next checkpoint.
     pub fn tuned(&self) -> Tuned {
         let (mut interval_ns, mut why) = (self.interval_ns, TuningReason::AsAsked);
         if let (Some(pause_ns), Some(fixed_ns)) = (self.budget.pause_ns, self.fixed_ns) {
