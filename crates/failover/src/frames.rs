@@ -28,14 +28,23 @@ pub const JSON_BYTES_MAX: usize = 4 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum FrameKind {
+    /// The first frame of a connection: a [`Greeting`].
     Greeting = 1,
+    /// The machine to protect: a [`MachineFrame`].
     Machine = 2,
+    /// The answer to a machine: a [`ReadyFrame`].
     Ready = 3,
+    /// A message between the two state machines of the replication protocol.
     Core = 4,
+    /// A batch of encoded pages of an epoch.
     Batch = 5,
+    /// The end of an epoch on one data connection.
     Mark = 6,
+    /// The order to drop the pages of the epoch in progress.
     Discard = 7,
+    /// The description of an epoch ([`EpochHead`]) and its device state.
     Epoch = 8,
+    /// Hashes of pages that the standby holds.
     PageHashes = 9,
 }
 

@@ -67,7 +67,9 @@ pub struct Stored {
 /// The keys of a store, as `store.json` holds them.
 #[derive(Clone, Debug)]
 pub enum StoredKeys {
+    /// The key of the page hashes, of a store that is not encrypted.
     Plain(HashKey),
+    /// All keys, locked by a secret.
     Locked(Lock),
 }
 

@@ -60,6 +60,7 @@ pub struct S3Client {
 /// The condition under which an object is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precondition<'a> {
+    /// No condition.
     Always,
     /// No object has the name.
     Absent,
