@@ -175,7 +175,7 @@ impl Base {
     }
 
     /// Reads as [`Self::read`] does, but without waiting for a device. If the result is not
-    /// [`ReadNow::Done`], the content of `buf` is undefined. Errors: those of [`Self::read`].
+    /// `ReadNow::Done`, the content of `buf` is undefined. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         match &self.image {
             Image::Raw(file) => read_now(file, offset, buf)

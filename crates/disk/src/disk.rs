@@ -128,7 +128,7 @@ impl Disk {
     }
 
     /// Reads as [`Self::read`] does, but without waiting for a device. If the result is not
-    /// [`ReadNow::Done`], the content of `buf` is undefined. Errors: those of [`Self::read`].
+    /// `ReadNow::Done`, the content of `buf` is undefined. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         let stack = self.stack();
         let Some(missing) = stack.overlay.read_now(offset, buf)? else {
@@ -228,7 +228,7 @@ impl Disk {
     }
 
     /// Handles a client's flush. While the VM runs, makes all written data durable. In a pause,
-    /// returns [`FlushOutcome::Owed`] at once: the caller acknowledges the flush and calls
+    /// returns `FlushOutcome::Owed` at once: the caller acknowledges the flush and calls
     /// [`Self::sync`] afterwards. Error: the sync failed.
     pub fn flush(&self) -> Result<FlushOutcome> {
         {

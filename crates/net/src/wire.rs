@@ -40,8 +40,8 @@ pub enum SwitchRequest {
     Release,
     /// Send the list of connections.
     Ports,
-    /// Queue the recorded packets that follow the request, for the ports that stand for the recorded
-    /// ones.
+    /// Queue the recorded packets that follow the request, for the ports that stand for the
+    /// recorded ones.
     Restore { stand_ins: Vec<StandInPort> },
     /// Add a LAN that listens at the unix socket with this path.
     Listen { path: String },
