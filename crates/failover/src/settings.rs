@@ -84,7 +84,7 @@ pub struct FailoverSetup {
     pub events: SharedFailoverEventSink,
 }
 
-/// The option for the key that all hosts of a protected VM share.
+/// The key that all hosts of a protected VM share.
 #[derive(clap::Args, Clone, Debug)]
 pub struct HostKey {
     /// The key that all hosts share: a file for its owner's eyes alone
