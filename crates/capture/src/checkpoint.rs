@@ -28,7 +28,7 @@ pub enum CapturePhase {
 }
 
 impl CapturePhase {
-    /// All phases, in their order.
+    /// All phases, in the order in which a checkpoint goes through them.
     pub const ALL: [Self; 9] = [
         Self::Precopy,
         Self::Stopping,
@@ -103,6 +103,6 @@ pub struct CapturedCheckpoint {
     pub paused_at: Instant,
     /// The number of distinct pages that the checkpoint holds.
     pub dirty_pages: u64,
-    /// How long each part took.
+    /// The durations of the steps of the capture.
     pub timeline: CaptureTimeline,
 }

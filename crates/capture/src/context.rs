@@ -132,8 +132,9 @@ impl CaptureContext<'_> {
         Ok(())
     }
 
-    /// Scans for the remaining dirty pages, in the pause. Without a round before, the result
-    /// includes the pages that aborted checkpoints left owed. Error: [`CaptureError::Scan`].
+    /// Scans for the remaining dirty pages, in the pause, and returns them. If no round came
+    /// before, the result includes the pages that aborted checkpoints left owed. Error:
+    /// [`CaptureError::Scan`].
     pub fn last_scan(&mut self) -> Result<PageSet, CaptureError> {
         let all_owed = self.timeline.rounds.is_empty();
         let started = Instant::now();

@@ -69,7 +69,7 @@ struct CheckpointInFlight {
     paused_at: Instant,
 }
 
-/// The effect of one encoder report on the cycle.
+/// The effect of a report of the encoder on the cycle.
 #[derive(Debug)]
 pub enum SettledReport<T> {
     /// A checkpoint is sealed.
@@ -198,8 +198,8 @@ impl CaptureCycle {
                         let _ = queue.send(EncoderMessage::Abandon { generation });
                     }
                     let has_changed = knows_ram && matches!(error, CaptureError::Resized);
-                    // A burst just before the pause: the next attempt frees memory for it, or copies
-                    // it in portions before its pause.
+                    // A burst just before the pause: the next attempt frees memory for it, or
+                    // copies it in portions before its pause.
                     let was_burst = lacked_pages == 0 && self.lacked_pages > 0;
                     if !(has_changed || was_burst) {
                         return Err(error);

@@ -28,14 +28,15 @@ impl DirtyLog {
         Self { tracker, owed: PageSet::new(space_pages), in_flight: VecDeque::new() }
     }
 
-    /// Drains the tracker and returns the pages written since the last drain. After an error every
-    /// page is owed.
+    /// Drains the tracker and returns the pages written since the last drain. Error: the tracker's
+    /// scan failed; every page is owed then.
     pub fn drain(&mut self) -> Result<PageSet, BoxError> {
         self.drain_by(|tracker, written| tracker.drain(written))
     }
 
     /// Drains the tracker while the VM is paused. Returns the pages written since the last drain,
-    /// or with `all_owed` all pages that are owed. After an error every page is owed.
+    /// or if `all_owed` is true, all pages that are owed. Error: the tracker's scan failed; every
+    /// page is owed then.
     pub fn drain_paused(&mut self, all_owed: bool) -> Result<PageSet, BoxError> {
         let written = self.drain_by(|tracker, written| tracker.drain_paused(written))?;
         Ok(if all_owed { self.owed.clone() } else { written })
@@ -59,7 +60,7 @@ impl DirtyLog {
     }
 
     /// Drains the tracker and returns all pages that are owed, for the first round of a checkpoint.
-    /// After an error every page is owed.
+    /// Error: the tracker's scan failed; every page is owed then.
     pub fn drain_owed(&mut self) -> Result<PageSet, BoxError> {
         self.drain()?;
         Ok(self.owed.clone())

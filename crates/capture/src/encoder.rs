@@ -49,7 +49,7 @@ pub enum EncoderMessage<L> {
     },
 }
 
-/// The reason why a captured checkpoint was not sealed.
+/// The reason why the encoder did not seal a captured checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum EncodeError {
     /// The sink failed.
@@ -65,7 +65,7 @@ pub enum EncodeError {
     Behind,
 }
 
-/// The result of one checkpoint in the encoder.
+/// The report of the encoder about one checkpoint.
 #[derive(Debug)]
 pub struct EncodeReport<T> {
     /// The generation of the checkpoint.
@@ -78,7 +78,7 @@ pub struct EncodeReport<T> {
 
 /// The queue through which a capture sends messages to its encoder.
 pub trait EncoderQueue<L> {
-    /// Sends a message. Fails if the encoder has ended.
+    /// Sends a message. Error: the encoder has ended.
     fn send(&mut self, message: EncoderMessage<L>) -> Result<(), BoxError>;
 }
 
@@ -105,7 +105,8 @@ impl<S: CheckpointSink> CheckpointEncoder<S> {
         Self { sink, watch, seen: PageSet::new(space_pages), failed_generation: None, encode_ns: 0 }
     }
 
-    /// Carries out one message. Returns a report if a checkpoint was sealed or failed.
+    /// Carries out one message. Returns a report if it sealed a checkpoint or if the checkpoint
+    /// failed.
     pub fn handle(&mut self, message: EncoderMessage<S::Label>) -> Option<EncodeReport<S::Sealed>> {
         match message {
             EncoderMessage::Pages { generation, .. } | EncoderMessage::Abandon { generation }
@@ -134,7 +135,8 @@ impl<S: CheckpointSink> CheckpointEncoder<S> {
         }
     }
 
-    /// Lets the sink do what it does while there are no messages.
+    /// Gives the sink time for work of its own ([`CheckpointSink::idle`]). The caller calls this
+    /// while there are no messages.
     pub fn idle(&mut self) {
         self.sink.idle();
     }

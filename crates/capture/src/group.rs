@@ -71,7 +71,7 @@ fn to_member(place: PageRange, range: PageRange) -> Option<PageRange> {
     (first < end).then(|| PageRange::new(PageIndex(first.0 - place.first.0), end.0 - first.0))
 }
 
-/// Reads the pages of all members.
+/// Reads the pages of all members of a group, as those of one VM.
 pub struct GroupReader(Members<Arc<dyn PageReader>>);
 
 impl GroupReader {
@@ -119,7 +119,7 @@ impl PageReader for GroupReader {
     }
 }
 
-/// Finds the written pages of all members.
+/// Finds the written pages of all members of a group, as those of one VM.
 pub struct GroupTracker(Members<Box<dyn DirtyTracker>>);
 
 impl GroupTracker {
@@ -157,7 +157,7 @@ impl DirtyTracker for GroupTracker {
     }
 }
 
-/// Delays the first writes of all members.
+/// Delays the first writes to pages of all members of a group.
 pub struct GroupFirstWriteMonitor(Members<Arc<dyn FirstWriteMonitor>>);
 
 impl GroupFirstWriteMonitor {
@@ -209,9 +209,9 @@ impl RamFreezer for GroupFreezer {
     }
 }
 
-/// Joins the device states of a group's members, and last that of its network, into one: the bytes
-/// `KFGROUP1`, the number of states (u32), the length of each (u64), then the states. Integers are
-/// little-endian.
+/// Joins the device states of a group's members, and last that of its network, into one, and
+/// returns its bytes: `KFGROUP1`, the number of states (u32), the length of each in bytes (u64),
+/// then the states. Integers are little-endian.
 pub fn join_device_states(states: &[Vec<u8>]) -> Vec<u8> {
     let mut out = Vec::with_capacity(64 + states.iter().map(Vec::len).sum::<usize>());
     out.extend_from_slice(STATES_MAGIC);

@@ -21,7 +21,8 @@ use std::time::{Instant, SystemTime};
 
 /// The capture's work in a pause. The machine calls it while it pauses the VM.
 pub trait PauseWork {
-    /// Called when the pause has reached `phase`: `Stopping`, `Paused`, `DeviceState` or `Resumed`.
+    /// Records that the pause has reached `phase`: `Stopping`, `Paused`, `DeviceState` or
+    /// `Resumed`.
     fn reached(&mut self, phase: CapturePhase);
 
     /// Copies or freezes the last pages. The VM is paused and its device state is saved. Error: any
@@ -56,7 +57,8 @@ pub trait Machine: Send {
     /// not answer.
     fn ram_layout(&mut self) -> Result<RamLayout, BoxError>;
 
-    /// Holds the VM, saves its device state, calls `work.look()`, and releases the VM.
+    /// Holds the VM, saves its device state, calls `work.look()`, and releases the VM. Returns the
+    /// device state and the times of the pause.
     ///
     /// # Errors
     ///
@@ -75,15 +77,16 @@ pub trait PauseSteps: Send {
     }
 
     /// Arms a watchdog that resumes the VM if this process dies or exceeds the longest pause, then
-    /// pauses the VM. After an error the VM is as it was before.
+    /// pauses the VM. Returns whether the VM ran before. Error: the watchdog or the VMM does not
+    /// answer; the VM is then as it was before.
     fn hold(&mut self) -> Result<StopOutcome, BoxError>;
 
     /// Returns the state of all devices. Saving it may write guest memory. Error: the VMM refuses
     /// or does not answer.
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError>;
 
-    /// Adds to `device_state`, the result of [`PauseSteps::save_device_state`], what the VMM does not
-    /// save itself. Called after the pause, if the VM did not run in it.
+    /// Adds to `device_state`, the result of [`PauseSteps::save_device_state`], what the VMM does
+    /// not save itself. Called after the pause, if the VM did not run in it.
     fn complete_device_state(&mut self, device_state: &mut Vec<u8>) {
         let _ = device_state;
     }
@@ -92,12 +95,13 @@ pub trait PauseSteps: Send {
     /// Error: the VMM does not answer; the watchdog then resumes the VM.
     fn release(&mut self, stop: StopOutcome) -> Result<(), BoxError>;
 
-    /// Disarms the watchdog after the pause, and tells whether the VM ran during it. Error: the
-    /// watchdog does not answer.
+    /// Disarms the watchdog after the pause. Returns whether the VM ran during the pause. Error:
+    /// the watchdog does not answer.
     fn finish_pause(&mut self, stop: StopOutcome) -> Result<PauseVerdict, BoxError>;
 }
 
-/// Carries out [`Machine::pause`] by the steps of `machine`. Errors: those of [`Machine::pause`].
+/// Carries out [`Machine::pause`] by the steps of `machine`. Returns its result. Errors: those of
+/// [`Machine::pause`].
 pub fn pause_in_steps<M: PauseSteps + ?Sized>(
     machine: &mut M,
     work: &mut dyn PauseWork,

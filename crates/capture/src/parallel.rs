@@ -23,7 +23,7 @@ pub struct ParallelPageReader {
 }
 
 impl ParallelPageReader {
-    /// Creates a reader that reads through `inner` with `threads` threads. Fails if a thread cannot
+    /// Creates a reader that reads through `inner` with `threads` threads. Error: a thread cannot
     /// be started.
     pub fn new(inner: Arc<dyn PageReader>, threads: usize) -> Result<Self, BoxError> {
         let threads = rayon::ThreadPoolBuilder::new()
@@ -34,7 +34,7 @@ impl ParallelPageReader {
     }
 
     /// Creates a reader that measures which number of threads up to `max` is fastest, and uses it.
-    /// Fails if a thread cannot be started.
+    /// Error: a thread cannot be started.
     pub fn adaptive(inner: Arc<dyn PageReader>, max: usize) -> Result<Self, BoxError> {
         let choice = Some(Mutex::new(ThreadChoice::new(max)));
         Ok(Self { choice, ..Self::new(inner, max)? })

@@ -41,7 +41,8 @@ pub trait DirtyTracker: Send {
     }
 }
 
-/// Called with pages that the VM is about to write for the first time since they were protected.
+/// The function that a [`FirstWriteMonitor`] calls with pages that the VM is about to write for the
+/// first time since they were protected.
 pub type FirstWriteHook = Arc<dyn Fn(PageRange) + Send + Sync>;
 
 /// Delays the first write to each protected page: the basis of copy-on-write.
@@ -79,11 +80,13 @@ pub trait CheckpointSink: Send {
     type Sealed;
 
     /// Adds pages to the checkpoint in progress. No page occurs twice in `pages`; a page of a later
-    /// call replaces the same page of an earlier one. After an error the checkpoint cannot be
-    /// sealed.
+    /// call replaces the same page of an earlier one. Error: the sink cannot take the pages; the
+    /// checkpoint then cannot be sealed.
     fn put(&mut self, pages: &[(PageIndex, &Page)]) -> Result<(), BoxError>;
 
-    /// Makes the checkpoint durable and visible. After an error no reader sees the checkpoint.
+    /// Makes the checkpoint durable and visible. `label` is the caller's data about it. Returns the
+    /// sink's result, for the caller. Error: the checkpoint cannot be made durable; no reader sees
+    /// it then.
     fn seal(
         &mut self,
         captured: &CapturedCheckpoint,
@@ -93,20 +96,21 @@ pub trait CheckpointSink: Send {
     /// Drops every page that was put since the last seal.
     fn abandon(&mut self);
 
-    /// Called now and then while there is nothing to put or seal. Does nothing by default.
+    /// Gives the sink time for work of its own. The encoder calls this now and then while there is
+    /// nothing to put or seal. Does nothing by default.
     fn idle(&mut self) {}
 }
 
 /// Watches a capture, for status output, audits and fault injection.
 pub trait CaptureObserver: Send {
-    /// Called when the capture has reached `phase`. Does nothing by default.
+    /// Receives the phase that the capture has reached. Does nothing by default.
     fn reached(&mut self, phase: CapturePhase) {
         let _ = phase;
     }
 
-    /// Called while the VM is paused and its last pages are copied. `reader` reads the contents
-    /// that the checkpoint must hold; `ram` is the layout of the page space. An error fails the
-    /// checkpoint. Does nothing by default.
+    /// Inspects the VM while it is paused and its last pages are copied. `reader` reads the
+    /// contents that the checkpoint must hold; `ram` is the layout of the page space. An error
+    /// fails the checkpoint. Does nothing by default.
     fn paused(&mut self, reader: &dyn PageReader, ram: &RamLayout) -> Result<(), BoxError> {
         let _ = (reader, ram);
         Ok(())

@@ -132,7 +132,8 @@ impl PageReader for ProcessPageReader {
 /// common.
 pub trait WriteScanner: Send {
     /// Adds the parts of `range` that were written since its last scan to `out`, and protects them
-    /// again. After an error all of `range` counts as written.
+    /// again. Error: the kernel refuses, or the process has ended; all of `range` then counts as
+    /// written.
     fn scan(
         &self,
         range: HostRange,
@@ -149,7 +150,8 @@ pub trait WriteScanner: Send {
         self.scan(range, out)
     }
 
-    /// Estimates how many pages the next scan of `range` would find, if the tracker can.
+    /// Estimates how many pages the next scan of `range` would find. Returns `None` if the tracker
+    /// cannot count cheaply.
     fn estimate_pages(&self, range: HostRange) -> Option<u64>;
 }
 
@@ -269,7 +271,8 @@ impl FirstWriteMonitor for ProcessFirstWriteMonitor {
         let ram = Arc::clone(&self.ram);
         self.tracker.set_hook(hook.map(|hook| -> fault_tracker::MemoryEventHook {
             Arc::new(move |touch| {
-                // A page that is being discarded may be lost already; `pages_with_lost_protection` reports it.
+                // A page that is being discarded may be lost already; `pages_with_lost_protection`
+                // reports it.
                 let (MemoryEvent::Write(range) | MemoryEvent::Discard(range)) = touch;
                 for block in ram.blocks_of(range) {
                     hook(ram.pages(block, range));
@@ -296,7 +299,7 @@ pub struct ForkFreezer {
 }
 
 impl ForkFreezer {
-    /// Prepares to fork `process`, which takes milliseconds. Fails if its RAM cannot be frozen by a
+    /// Prepares to fork `process`, which takes milliseconds. Error: its RAM cannot be frozen by a
     /// fork.
     pub fn new(ram: Arc<GuestRam>, process: &Process) -> Result<Self, keyframe_kernel::Error> {
         let plan = ForkPlan::new(process, &ram.ranges())?;

@@ -73,7 +73,8 @@ impl StagedPages {
             + self.pool.free_pages()
     }
 
-    /// Copies every page of `set`. After an error it holds none of them.
+    /// Copies every page of `set`. Errors: [`StagingError::Full`], [`StagingError::Memory`],
+    /// [`StagingError::Read`]. After an error it holds none of these pages.
     pub fn stage(&mut self, set: &PageSet, reader: &dyn PageReader) -> Result<(), StagingError> {
         let slots = self.allot(set)?;
         for batch in slots.chunk_by(|a, b| a.chunk == b.chunk) {
@@ -85,8 +86,9 @@ impl StagedPages {
         Ok(())
     }
 
-    /// Allots a slot to every page of `set`, in rising order, for [`Self::fill`]. Allots none if
-    /// they do not all fit. Errors: [`StagingError::Full`], [`StagingError::Memory`].
+    /// Allots a slot to every page of `set`, in rising order. Returns the slots, for
+    /// [`Self::fill`]. Allots none if they do not all fit. Errors: [`StagingError::Full`],
+    /// [`StagingError::Memory`].
     pub fn allot(&mut self, set: &PageSet) -> Result<Vec<SlotRange>, StagingError> {
         let chunk_pages = self.pool.chunk_pages();
         let wanted = (self.used_slots + set.len()).div_ceil(chunk_pages);

@@ -28,7 +28,7 @@ const CHUNKS_MIN: u64 = 16;
 /// The fewest pages per chunk: 256 KiB.
 const CHUNK_PAGES_MIN: u64 = 64;
 
-/// The kernel refused the memory for a chunk.
+/// The error of a pool that got no memory for a chunk from the kernel.
 #[derive(Debug, thiserror::Error)]
 #[error("allocate {len_bytes} bytes of staging memory: {source}")]
 pub struct StagingPoolError {

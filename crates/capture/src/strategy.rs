@@ -35,13 +35,13 @@ pub trait CopyStrategy: Send {
     /// the one of the last checkpoint.
     fn name(&self) -> &'static str;
 
-    /// Works before the pause, while the guest runs. An error fails the checkpoint; its pages stay
-    /// owed.
+    /// Does the strategy's work before the pause, while the guest runs. An error fails the
+    /// checkpoint; its pages stay owed.
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError>;
 
-    /// Works in the pause, after the device state was saved. When it returns, the pages that remain
-    /// to be copied can no longer change before their copy. An error fails the checkpoint; its
-    /// pages stay owed.
+    /// Does the strategy's work in the pause, after the device state was saved. When it returns,
+    /// the pages that remain to be copied can no longer change before their copy. An error fails
+    /// the checkpoint; its pages stay owed.
     fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError>;
 
     /// Copies the frozen pages after the pause, while the guest runs again. An error fails the

@@ -24,9 +24,9 @@ pub struct Differences {
 type Key = (String, u64, Option<u64>, u64);
 
 impl Differences {
-    /// Counts in each of `pieces` equal parts of RAM the pages in which checkpoint `id` differs
-    /// from its parent. For a checkpoint without a parent, counts all its pages. Errors: there is
-    /// no such checkpoint; the store cannot be read.
+    /// Counts the pages in which checkpoint `id` differs from its parent, in each of `pieces` equal
+    /// parts of RAM, and returns the counts. For a checkpoint without a parent, counts all pages
+    /// that are not zero. Errors: there is no such checkpoint; the store cannot be read.
     pub fn heat(&self, listed: &ListedStore, id: u64, pieces: u64) -> Result<HeatMap, ApiError> {
         let parent = parent_of(listed, id)?;
         let key = (listed.id().to_owned(), id, parent, pieces);
@@ -43,8 +43,8 @@ impl Differences {
         Ok(heat)
     }
 
-    /// Returns the differences between a checkpoint and its parent as JSON. Fails if the parent is
-    /// not in the store.
+    /// Returns the differences between checkpoint `id` and its parent, as JSON. Errors: there is no
+    /// such checkpoint; its parent is not in the store; the store cannot be read.
     pub fn diff(&self, listed: &ListedStore, id: u64) -> Result<Value, ApiError> {
         let parent = parent_of(listed, id)?.ok_or_else(|| {
             ApiError::Unknown(format!(

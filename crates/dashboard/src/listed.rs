@@ -39,7 +39,7 @@ pub struct ListedStore {
     total: Mutex<Option<(Instant, u64)>>,
 }
 
-/// The place of a checkpoint in a recording.
+/// A checkpoint of a recording, with its place in the recording.
 #[derive(Clone, Debug)]
 pub struct RecordedEntry {
     /// The number of the checkpoint in its store.
@@ -98,8 +98,8 @@ impl ListedStore {
         &self.place
     }
 
-    /// Makes the next call of [`ListedStore::listing`] read the store again. Called after the dashboard
-    /// has changed the store.
+    /// Makes the next call of [`ListedStore::listing`] read the store again. Called after the
+    /// dashboard has changed the store.
     pub fn look_again(&self) {
         let mut state = locked(&self.state);
         (state.looked_at, state.stamp) = (None, None);

@@ -29,7 +29,7 @@ pub struct Recordings {
 }
 
 impl Recordings {
-    /// Notes the directories in which [`Recordings::all`] looks. Reads nothing yet.
+    /// Creates the list from the directories in which [`Recordings::all`] looks. Reads nothing yet.
     pub fn new(recordings: Vec<PathBuf>, analyses: Vec<PathBuf>) -> Self {
         Self { named: recordings, analyses, kept: Mutex::default() }
     }

@@ -1,5 +1,5 @@
-//! VMs that the page starts: a clone with `keyframe branch`, or a checkpoint as it was with `keyframe
-//! restore`. Each is a process of its own that outlives this one.
+//! VMs that the page starts: a clone with `keyframe branch`, or a checkpoint as it was with
+//! `keyframe restore`. Each is a process of its own that outlives this one.
 
 use super::listed::ListedStore;
 use super::said;

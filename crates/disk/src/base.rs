@@ -20,7 +20,7 @@ use std::fs::File;
 use std::io;
 use std::path::Path;
 
-/// The format of an image.
+/// The format of a disk image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ImageFormat {
@@ -160,8 +160,8 @@ impl Base {
         self.disk_bytes
     }
 
-    /// Fills `buf` from byte `offset` of the disk on. Bytes past the end are zero. Error: the image
-    /// cannot be read.
+    /// Fills `buf` from byte `offset` of the disk on. Bytes past the end of the disk are zero.
+    /// Error: the image cannot be read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let read = match &self.image {
             Image::Raw(file) => read_or_zero(file, offset, buf),
@@ -174,8 +174,8 @@ impl Base {
         read.map_err(|e| Error::io(format!("{} at {offset}", self.name), "read")(e))
     }
 
-    /// Reads as [`Self::read`], but returns without the content if the read might wait for a
-    /// device. Errors: those of [`Self::read`].
+    /// Reads as [`Self::read`] does, but without waiting for a device. If the result is not
+    /// `ReadNow::Done`, the content of `buf` is undefined. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         match &self.image {
             Image::Raw(file) => read_now(file, offset, buf)
@@ -189,8 +189,9 @@ impl Base {
         }
     }
 
-    /// Returns the number of bytes from `offset` on (1 to `len`) that have one status, and true if
-    /// they are known to be zero. Error: the image cannot be queried.
+    /// Tells how the bytes from `offset` on are stored, in a range of `len` bytes. Returns the
+    /// number of bytes with the same status as the first one (1 to `len`), and true if these bytes
+    /// are known to be zero. Error: the image cannot be queried.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let status = match &self.image {
             Image::Raw(file) => raw_status(file, offset, len),

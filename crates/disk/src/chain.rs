@@ -9,7 +9,8 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// The most files of one image. A chain that contains itself must end.
+/// The largest number of files of one image, backing files included. The limit ends the search in a
+/// chain of backing files that contains itself.
 pub const FILES_MAX: usize = 64;
 /// The longest name of a backing file or a data file that an image may have.
 const NAME_BYTES_MAX: u64 = 1023;
@@ -23,9 +24,11 @@ const BACKING_FORMAT: u32 = 0xe279_2aca;
 /// The most header extensions that are read.
 const EXTENSIONS_MAX: usize = 64;
 
-/// Returns the files of the image at `path`, the image first.
+/// Returns the files of the image at `path`: the image first, then its backing files and data
+/// files.
 ///
-/// Errors: a file of the chain cannot be read; [`Error::Refused`] for more than [`FILES_MAX`].
+/// Errors: a file of the chain cannot be read; [`Error::Refused`] for more than [`FILES_MAX`]
+/// files.
 pub fn image_files(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
     let mut files = vec![path.to_owned()];
     for below in chain(path, format)? {
@@ -35,9 +38,9 @@ pub fn image_files(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Returns the backing files beneath the image at `path`, the topmost first.
+/// Returns the backing files of the image at `path`, the topmost first.
 ///
-/// Errors: as [`image_files`].
+/// Errors: those of [`image_files`].
 pub fn backing_files(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
     Ok(chain(path, format)?.into_iter().filter_map(|below| below.backing).collect())
 }

@@ -33,7 +33,8 @@ pub struct Amount {
     pub zero_bytes: u64,
 }
 
-/// Called with the number of bytes done so far. If it returns an error, the commit ends with it.
+/// The caller's function that a commit calls with the number of bytes processed so far. If the
+/// function returns an error, the commit ends with that error.
 pub type ProgressCallback<'a> = &'a mut dyn FnMut(u64) -> Result<()>;
 
 /// The largest read and write, in bytes.
@@ -55,7 +56,8 @@ impl Layer for Overlay {
     }
 }
 
-/// Returns the amount that writing `layer` would write. Error: the layer cannot be read.
+/// Returns the amount of data that a commit of `layer` would write. Error: the layer cannot be
+/// read.
 pub fn measure(layer: &dyn Layer) -> Result<Amount> {
     let mut amount = Amount::default();
     let mut block = [0; crate::BLOCK_BYTES];

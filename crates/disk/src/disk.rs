@@ -18,12 +18,13 @@ use std::time::{Duration, Instant};
 
 /// An overlay and the layers below it.
 pub(crate) struct Stack {
+    /// The guest's writes.
     pub overlay: Overlay,
     below: Below,
     lasting: Lasting,
 }
 
-/// The result of a read that must not wait.
+/// The result of a read that does not wait for a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadNow {
     /// The content is in the buffer.
@@ -35,7 +36,8 @@ pub enum ReadNow {
 }
 
 impl Stack {
-    /// Creates a stack on `base` with its overlay in `dir`, which is created if it does not exist.
+    /// Creates a stack: `layer` over `base`, and over both the overlay in the directory `dir`,
+    /// which is created if it does not exist. Errors: those of [`Overlay::create`].
     pub fn create(
         dir: &Path,
         base: Base,
@@ -68,7 +70,7 @@ struct Pause {
     until: Option<Instant>,
 }
 
-/// The result of a flush.
+/// The result of a client's flush.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FlushOutcome {
     /// The written data is durable.
@@ -78,8 +80,8 @@ pub enum FlushOutcome {
 }
 
 impl Disk {
-    /// Creates a disk on `base` with its overlay in `dir`, which is created if it does not exist.
-    /// Errors: the overlay is damaged, locked, or of a disk of another size.
+    /// Creates a disk: `layer` over `base`, and over both the overlay in the directory `dir`, which
+    /// is created if it does not exist. Errors: those of [`Overlay::create`].
     pub fn create(
         dir: &Path,
         base: Base,
@@ -89,8 +91,8 @@ impl Disk {
         Stack::create(dir, base, layer, lasting).map(Self::of)
     }
 
-    /// Creates a disk whose writes go to `overlay`, above the blocks of `layer`, which lie above
-    /// `base`.
+    /// Creates a disk whose writes go to `overlay`. The overlay lies above `layer`, and the layer
+    /// above `base`.
     pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
         Self::of(Stack { overlay, below: Below::new(base, layer), lasting: Lasting::Durable })
     }
@@ -115,7 +117,8 @@ impl Disk {
         self.stack().overlay.disk_bytes()
     }
 
-    /// Fills `buf` from byte `offset` on. Error: an image or the overlay cannot be read.
+    /// Fills `buf` from byte `offset` of the disk on. Error: an image or the overlay cannot be
+    /// read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let stack = self.stack();
         for (start, len) in stack.overlay.read(offset, buf)? {
@@ -124,8 +127,8 @@ impl Disk {
         Ok(())
     }
 
-    /// Reads as [`Self::read`], but returns without the content if the read might wait for a
-    /// device. Errors: those of [`Self::read`].
+    /// Reads as [`Self::read`] does, but without waiting for a device. If the result is not
+    /// `ReadNow::Done`, the content of `buf` is undefined. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         let stack = self.stack();
         let Some(missing) = stack.overlay.read_now(offset, buf)? else {
@@ -143,26 +146,27 @@ impl Disk {
         Ok(ReadNow::Done)
     }
 
-    /// Writes `data` from byte `offset` on. Errors: see [`Overlay::write`].
+    /// Writes `data` from byte `offset` on. Errors: those of [`Overlay::write`].
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
         let stack = self.stack();
         stack.overlay.write(offset, data, &|at, buf| stack.below.read(at, buf))
     }
 
-    /// Makes `len` bytes from `offset` on zero. Errors: see [`Overlay::zero`].
+    /// Makes `len` bytes from byte `offset` on zero. Errors: those of [`Overlay::zero`].
     pub fn zero(&self, offset: u64, len: u64) -> Result<()> {
         let stack = self.stack();
         stack.overlay.zero(offset, len, &|at, buf| stack.below.read(at, buf))
     }
 
-    /// Discards `len` bytes from `offset` on: whole blocks in this range become zero. Errors: see
-    /// [`Overlay::discard`].
+    /// Discards `len` bytes from byte `offset` on: the whole blocks in this range become zero.
+    /// Errors: those of [`Overlay::discard`].
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.stack().overlay.discard(offset, len)
     }
 
-    /// Returns the consecutive ranges from `offset` on. Returns at most `max` ranges, so they may
-    /// cover less than `len` bytes. Error: an image cannot be queried.
+    /// Divides the `len` bytes from byte `offset` on into consecutive ranges, zero or not. Returns
+    /// at most `max` ranges, so they may cover less than `len` bytes. Error: an image cannot be
+    /// queried.
     pub fn status(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>> {
         let stack = self.stack();
         let end = offset.saturating_add(len).min(stack.overlay.disk_bytes());
@@ -212,8 +216,9 @@ impl Disk {
         }
     }
 
-    /// Handles a client's flush if the overlay is temporary, so that the flush needs no wait.
-    /// Returns `false`, and does nothing, if it is not. Error: the sync failed.
+    /// Handles a client's flush at once if the overlay is [`Lasting::Temporary`], so that the flush
+    /// waits for no device. Returns `false` and does nothing if the overlay is durable. Error: the
+    /// sync failed.
     pub fn flush_now(&self) -> Result<bool> {
         let is_temporary = self.stack().lasting == Lasting::Temporary;
         if is_temporary {
@@ -222,7 +227,9 @@ impl Disk {
         Ok(is_temporary)
     }
 
-    /// Handles a client's flush. Error: the sync failed.
+    /// Handles a client's flush. While the VM runs, makes all written data durable. In a pause,
+    /// returns `FlushOutcome::Owed` at once: the caller acknowledges the flush and calls
+    /// [`Self::sync`] afterwards. Error: the sync failed.
     pub fn flush(&self) -> Result<FlushOutcome> {
         {
             let pause = self.pause.lock().ignore_poison();
@@ -243,7 +250,7 @@ impl Disk {
         Ok(())
     }
 
-    /// Returns the size of the overlay.
+    /// Returns the sizes and counters of the overlay.
     pub fn size(&self) -> Size {
         self.stack().overlay.size()
     }

@@ -147,8 +147,8 @@ impl Error {
         }
     }
 
-    /// Returns true if the medium is full or a quota is used up. A retry can succeed once there is
-    /// space.
+    /// Returns true if the medium is full or a quota is used up. The operation can succeed later,
+    /// once there is space.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::Io { source, .. } => matches!(

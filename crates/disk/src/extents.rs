@@ -12,7 +12,8 @@
 
 use std::collections::BTreeMap;
 
-/// The value of a range. A range can be cut, so a value can too.
+/// The value of a range of blocks. If a range is divided, [`Self::skip`] gives the value of its
+/// second part.
 pub trait ExtentValue: Copy {
     /// Returns the value of the rest of the range after its first `blocks` blocks.
     #[must_use]
@@ -29,7 +30,8 @@ impl ExtentValue for () {
     }
 }
 
-/// A map from block ranges to values. A range is a start and a number of blocks.
+/// A map from ranges of blocks to values. A range is given as its first block and its number of
+/// blocks. Ranges do not overlap.
 #[derive(Clone, Debug)]
 pub struct ExtentMap<V>(BTreeMap<u64, (u64, V)>);
 
@@ -40,7 +42,7 @@ impl<V> Default for ExtentMap<V> {
 }
 
 impl<V: ExtentValue> ExtentMap<V> {
-    /// Returns the number of entries. It determines the memory use.
+    /// Returns the number of ranges in the map. The map's memory is proportional to it.
     pub fn entries(&self) -> usize {
         self.0.len()
     }
@@ -50,7 +52,8 @@ impl<V: ExtentValue> ExtentMap<V> {
         self.0.values().map(|(len, _)| len).sum()
     }
 
-    /// Sets a range to `value`. The parts of older ranges that it replaces go to `removed`.
+    /// Sets the `len` blocks from `start` on to `value`. Calls `removed` with each part of an older
+    /// range that this replaces: first block, number of blocks, value.
     pub fn insert(&mut self, start: u64, len: u64, value: V, removed: &mut dyn FnMut(u64, u64, V)) {
         if len == 0 {
             return;
@@ -73,7 +76,8 @@ impl<V: ExtentValue> ExtentMap<V> {
         self.0.insert(start, (len, value));
     }
 
-    /// Clears a range. Its parts go to `removed`.
+    /// Removes the `len` blocks from `start` on. Calls `removed` with each part that the map had:
+    /// first block, number of blocks, value.
     pub fn remove(&mut self, start: u64, len: u64, removed: &mut dyn FnMut(u64, u64, V)) {
         if len == 0 {
             return;
@@ -95,7 +99,8 @@ impl<V: ExtentValue> ExtentMap<V> {
         }
     }
 
-    /// Calls `show` for each part of a range, in order. Gaps are `None`.
+    /// Calls `show` for each part of the `len` blocks from `start` on, in rising order: first
+    /// block, number of blocks, and the value. The value of a gap is `None`.
     pub fn each(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<V>)) {
         let end = start.saturating_add(len);
         let mut at = start;
@@ -121,7 +126,8 @@ impl<V: ExtentValue> ExtentMap<V> {
         }
     }
 
-    /// Returns the first range that ends after `from`, cut at `from`.
+    /// Returns the first range that ends after block `from`, without its blocks before `from`:
+    /// first block, number of blocks, value. Returns `None` if there is none.
     pub fn next(&self, from: u64) -> Option<(u64, u64, V)> {
         if let Some((&first, &(len, value))) = self.0.range(..from).next_back()
             && first + len > from
@@ -131,12 +137,13 @@ impl<V: ExtentValue> ExtentMap<V> {
         self.0.range(from..).next().map(|(&first, &(len, value))| (first, len, value))
     }
 
-    /// Removes and returns the first range.
+    /// Removes the first range and returns it: first block, number of blocks, value. Returns `None`
+    /// if the map is empty.
     pub fn pop_first(&mut self) -> Option<(u64, u64, V)> {
         self.0.pop_first().map(|(start, (len, value))| (start, len, value))
     }
 
-    /// Returns all ranges, in order.
+    /// Returns all ranges in rising order: first block, number of blocks, value.
     pub fn iter(&self) -> impl Iterator<Item = (u64, u64, V)> + '_ {
         self.0.iter().map(|(&start, &(len, value))| (start, len, value))
     }

@@ -22,7 +22,7 @@ fn at_most(bytes: &[u8]) -> &[u8] {
     bytes.get(..SOCKET_BYTES_MAX).unwrap_or(bytes)
 }
 
-/// Runs the NBD server on all bytes that a client sends, including the negotiation.
+/// Gives `bytes` to the NBD server as all that a client sends, including the negotiation.
 pub fn nbd_server(bytes: &[u8]) {
     let overlay = Overlay::on(MemoryFolder::folder(Vec::new(), Vec::new()), Some(DISK_BYTES));
     let (Ok(overlay), Ok(base)) = (overlay, Base::blank(DISK_BYTES)) else { return };
@@ -43,7 +43,8 @@ pub fn nbd_server(bytes: &[u8]) {
     assert!(disk.read(0, &mut block).is_ok(), "what a client sent broke the disk");
 }
 
-/// Runs the NBD client on all bytes that a server sends.
+/// Gives `bytes` to the NBD client as all that a server sends. `socket` is a path at which the
+/// function may create a socket.
 pub fn nbd_client(bytes: &[u8], socket: &Path) {
     let _ = std::fs::remove_file(socket);
     let Ok(listener) = UnixListener::bind(socket) else { return };
@@ -69,8 +70,8 @@ pub fn nbd_client(bytes: &[u8], socket: &Path) {
     let _ = server.join();
 }
 
-/// Opens an overlay with this journal, whose checksums are made valid, beside a data file of some
-/// blocks.
+/// Opens an overlay with the journal `journal`, beside a data file of some blocks. The journal's
+/// checksums are made valid before.
 pub fn overlay(journal: &[u8]) {
     let folder = MemoryFolder::folder(mended(journal), vec![7; 16 * BLOCK_BYTES]);
     let Ok(overlay) = Overlay::on(folder, None) else { return };
@@ -84,7 +85,7 @@ pub fn overlay(journal: &[u8]) {
     let _ = (overlay.write(0, &block, &|_, _| Ok(())), overlay.sync());
 }
 
-/// Parses the requests that an engine sends to the process that serves its disks.
+/// Parses `bytes` as the requests that an engine sends to the process that serves its disks.
 pub fn engine_requests(bytes: &[u8]) {
     let Ok((mut theirs, ours)) = UnixStream::pair() else { return };
     if theirs.write_all(at_most(bytes)).is_ok() {

@@ -16,22 +16,22 @@ pub enum Content {
 
 /// Blocks of a disk above its base, for example those of a checkpoint. Several threads read it.
 pub trait Layer: Send + Sync {
-    /// Reads a block into `into`. Error: the block cannot be read.
+    /// Reads the content of `block` into `into`. Error: the block cannot be read.
     fn read_block(&self, block: DiskBlock, into: &mut Block) -> Result<Content>;
 
-    /// Returns the first block at or after `from` that is not absent. Error: the layer cannot be
-    /// read.
+    /// Returns the first block at or after `from` that is not [`Content::Absent`]. Returns `None`
+    /// if there is none. Error: the layer cannot be read.
     fn next_block(&self, from: DiskBlock) -> Result<Option<DiskBlock>>;
 }
 
-/// A range of a disk.
+/// A range of consecutive bytes of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DiskRange {
-    /// The offset of its first byte.
+    /// The offset of its first byte in the disk.
     pub offset: u64,
     /// Its length in bytes.
     pub len_bytes: u64,
-    /// True if it is known to be zero.
+    /// True if all its bytes are known to be zero.
     pub is_zero: bool,
 }
 
@@ -52,15 +52,16 @@ pub trait Readable {
     /// Returns the size of the disk in bytes.
     fn disk_bytes(&self) -> u64;
 
-    /// Fills `buf` from byte `offset` on. Error: the disk cannot be read.
+    /// Fills `buf` from byte `offset` of the disk on. Error: the disk cannot be read.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 
-    /// Returns the consecutive ranges from `offset` on. Returns at most `max` ranges, so they may
-    /// cover less than `len` bytes. Error: a layer or an image cannot be queried.
+    /// Divides the `len` bytes from byte `offset` on into consecutive ranges, zero or not. Returns
+    /// at most `max` ranges, so they may cover less than `len` bytes. Error: a layer or an image
+    /// cannot be queried.
     fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>>;
 }
 
-/// The base and the layer above it, if there is one.
+/// The content below an overlay: the base, and the layer above it if there is one.
 pub struct Below {
     pub(crate) layer: Option<Box<dyn Layer>>,
     pub(crate) base: Base,
@@ -96,7 +97,7 @@ impl Below {
         Self { layer, base }
     }
 
-    /// Fills `buf` from byte `offset` on. Error: the base or the layer cannot be read.
+    /// Fills `buf` from byte `offset` of the disk on. Error: the base or the layer cannot be read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let Some(layer) = &self.layer else { return self.base.read(offset, buf) };
         let end = offset + buf.len() as u64;
@@ -125,8 +126,9 @@ impl Below {
         Ok(())
     }
 
-    /// Returns the number of bytes from `offset` on (1 to `len`) that have one status, and true if
-    /// they are known to be zero. Error: the image cannot be queried.
+    /// Tells how the bytes from `offset` on are stored, in a range of `len` bytes. Returns the
+    /// number of bytes with the same status as the first one (1 to `len`), and true if these bytes
+    /// are known to be zero. Error: the image or the layer cannot be queried.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let Some(layer) = &self.layer else { return self.base.status(offset, len) };
         match layer.next_block(DiskBlock(offset / BLOCK))?.map(|b| b.0.saturating_mul(BLOCK)) {

@@ -15,8 +15,9 @@
 //! ```
 //!
 //! Invariants: the base is opened read-only. Acknowledged data survives `kill -9`, and power loss
-//! once a flush has acknowledged it. Input from clients and files is checked before it is used, and bounded
-//! before memory is allocated for it. `docs/formats/disk-overlay.md` describes the bytes on disk.
+//! once a flush has acknowledged it. Input from clients and files is checked before it is used, and
+//! its size is checked before memory is allocated for it. `docs/formats/disk-overlay.md` describes
+//! the bytes on disk.
 //!
 //! Left out: when checkpoints are taken, and how a store keeps blocks.
 
@@ -46,7 +47,7 @@ pub use process::{DiskSpec, DiskStats, Disks, ServerEvent, ServerObserver, serve
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The size of a block, the unit of the overlay and of checkpoints.
+/// The size of a block in bytes. A block is the unit of overlays and checkpoints.
 pub const BLOCK_BYTES: usize = 4096;
 
 /// The content of one block.
@@ -70,8 +71,8 @@ impl fmt::Display for DiskBlock {
 #[serde(transparent)]
 pub struct Slot(pub u32);
 
-/// A cut of a disk: the blocks written since the previous cut. Numbers rise, and failed cuts use
-/// numbers too.
+/// The number of an epoch of a disk: the blocks that were written between two cuts. Numbers rise
+/// with each cut; an epoch whose checkpoint failed has used its number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DiskEpoch(pub u64);

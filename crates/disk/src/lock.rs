@@ -25,16 +25,18 @@ const READ: i64 = 0;
 const WRITE: i64 = 1;
 const RESIZE: i64 = 3;
 
-/// Holds the locks until it is dropped or the process ends.
+/// Locks on the files of an image, which keep QEMU's programs from writing it. They are held until
+/// this is dropped or the process ends.
 #[derive(Debug)]
 pub struct ImageLock {
     _files: Vec<File>,
 }
 
 impl ImageLock {
-    /// Locks the image at `path` with its backing files and data files.
+    /// Locks the image at `path`, its backing files and its data files against writers.
     ///
-    /// Error: another process writes one of them, or one cannot be opened.
+    /// Errors: [`Error::Refused`] if another process has one of them open for writing; one cannot
+    /// be opened or locked; those of [`image_files`].
     pub fn take(path: &Path, format: ImageFormat) -> Result<Self> {
         let files = image_files(path, format)?;
         let files = files.iter().map(|file| Self::lock_one(file)).collect::<Result<_>>()?;

@@ -38,7 +38,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The largest number of clients at once.
+/// The largest number of clients that are connected at once.
 pub const CLIENTS_MAX: usize = 64;
 /// How often the listener checks whether it must end.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -46,13 +46,13 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// A disk, with the name that clients ask for.
 #[derive(Clone)]
 pub struct NbdExport {
-    /// The name.
+    /// The export's name, by which clients choose it.
     pub name: String,
-    /// The disk.
+    /// The disk that is exported.
     pub disk: Arc<Disk>,
 }
 
-/// Counters of all connections.
+/// Counters of all connections of a server.
 #[derive(Debug, Default)]
 pub struct Traffic {
     /// The number of clients that are connected now.
@@ -69,7 +69,8 @@ pub struct Traffic {
     pub zeroed_bytes: AtomicU64,
     /// The number of bytes that clients have discarded.
     pub discarded_bytes: AtomicU64,
-    /// Flushes, including FUA writes.
+    /// The number of flushes that clients have requested, including writes with FUA (force unit
+    /// access).
     pub flushes: AtomicU64,
 }
 
@@ -81,24 +82,27 @@ pub struct NbdServer {
 }
 
 pub(crate) struct Shared {
+    /// The exports that clients can choose.
     pub exports: Vec<NbdExport>,
+    /// The counters of all connections.
     pub traffic: Traffic,
+    /// The processor core on which requests are answered.
     pub affinity: Affinity,
     ending: AtomicBool,
     connections: Mutex<Vec<(u64, UnixStream)>>,
 }
 
 impl NbdServer {
-    /// Serves `exports` on a new unix socket at `path`. Errors: the socket or the thread cannot be
-    /// created.
+    /// Starts a server of `exports` on a new unix socket at `path`. Errors: the socket or the
+    /// thread cannot be created.
     pub fn start(path: &Path, exports: Vec<NbdExport>) -> Result<Self> {
         let listener = UnixListener::bind(path);
         let listener = listener.map_err(Error::io(path.display().to_string(), "listen on"))?;
         Self::serve(path, listener, exports)
     }
 
-    /// Starts a server as [`Self::start`], on a socket at `path` that is bound already. The
-    /// socket's file is removed at the end. Errors: those of [`Self::start`].
+    /// Starts a server of `exports` on `listener`, a unix socket that is bound to `path` already.
+    /// The file at `path` is removed when the server ends. Error: the thread cannot be started.
     pub fn serve(path: &Path, listener: UnixListener, exports: Vec<NbdExport>) -> Result<Self> {
         let name = path.display().to_string();
         listener.set_nonblocking(true).map_err(Error::io(&name, "listen on"))?;
@@ -116,7 +120,7 @@ impl NbdServer {
         &self.shared.traffic
     }
 
-    /// Returns the core on which requests are answered.
+    /// Returns the setting of the processor core on which requests are answered.
     pub fn affinity(&self) -> &Affinity {
         &self.shared.affinity
     }

@@ -20,8 +20,8 @@
 //!    released or given back.
 //! 3. After a sync failed for another reason than lack of space, the overlay accepts no write: the
 //!    kernel may have dropped written data.
-//! 4. A write that was acknowledged survives the process, because its data and its record are in the
-//!    page cache; whatever the journal does not hold is read back from `recent`.
+//! 4. A write that was acknowledged survives the process, because its data and its record are in
+//!    the page cache; whatever the journal does not hold is read back from `recent`.
 //! 5. A slot that is being read is not reused for another block: a reader holds the map, if it need
 //!    not wait for a device, or has entered a generation of slots.
 //!
@@ -57,7 +57,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 const DATA: &str = "data";
-/// The largest number of records that wait for a sync. The write that reaches it syncs.
+/// The largest number of journal records that wait for a sync. The write that reaches it syncs.
 pub const WAITING_MAX: usize = 1 << 17;
 /// The number of extents that are folded while the map is locked: some 100 µs.
 const FOLD_STEP: usize = 512;
@@ -92,14 +92,14 @@ struct Syncing {
     count: u64,
 }
 
-/// The size of an overlay.
+/// Sizes and counters of an overlay.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Size {
     /// The number of bytes of the data file.
     pub data_bytes: u64,
     /// The number of bytes in it that are free.
     pub free_bytes: u64,
-    /// The number of entries of all maps.
+    /// The number of ranges of blocks in all maps.
     pub entries: usize,
     /// The number of blocks written since the last cut.
     pub dirty_blocks: u64,
@@ -109,7 +109,8 @@ pub struct Size {
     pub syncs: u64,
 }
 
-/// Parts of a buffer that the overlay does not hold: start and length in bytes.
+/// The parts of a buffer that the overlay does not hold: first byte in the buffer, and length in
+/// bytes.
 pub type Missing = Vec<(usize, usize)>;
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -118,9 +119,10 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl Overlay {
     /// Opens the overlay in the directory `dir`, or creates it, for a disk of `disk_bytes` bytes.
-    /// All its blocks count as written since the last cut. Errors: [`Error::Locked`],
-    /// [`Error::Damaged`], [`Error::Refused`] (of a disk of another size); the files cannot be
-    /// read.
+    /// All its blocks count as written since the last cut.
+    ///
+    /// Errors: [`Error::Locked`]; [`Error::Damaged`]; [`Error::Refused`] if it is of a disk of
+    /// another size; the files cannot be read.
     pub fn create(dir: &Path, disk_bytes: u64, lasting: Lasting) -> Result<Self> {
         Self::on(Arc::new(RealFolder::create(dir, lasting)?), Some(disk_bytes))
     }
@@ -188,8 +190,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Fills `buf` with the overlay's content from byte `offset` on. Returns the other parts of
-    /// `buf`, which are unchanged. Error: the data file cannot be read.
+    /// Fills the parts of `buf` that the overlay holds, from byte `offset` of the disk on. Returns
+    /// the other parts of `buf`, which are unchanged. Error: the data file cannot be read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<Missing> {
         let mut missing = Missing::new();
         let (mut zero, mut slots) = (Missing::new(), Vec::new());
@@ -215,7 +217,7 @@ impl Overlay {
         result.map(|()| missing)
     }
 
-    /// Reads as [`Self::read`], but returns `None` if that would wait for a device. Then the
+    /// Reads as [`Self::read`] does, but returns `None` if that would wait for a device. Then the
     /// content of `buf` is undefined. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<Option<Missing>> {
         let (mut missing, mut result) = (Missing::new(), Ok(true));
@@ -250,7 +252,7 @@ impl Overlay {
     /// Writes `data` from byte `offset` on. If a block is written in part and is not in the
     /// overlay, `read_below` provides its other bytes.
     ///
-    /// Errors: no space, or the file system fails; [`Error::Broken`]; [`Error::Limit`].
+    /// Errors: no space is left, or the file system fails; [`Error::Broken`]; [`Error::Limit`].
     pub fn write(&self, offset: u64, data: &[u8], read_below: ReadBelow<'_>) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -363,7 +365,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Makes `len` bytes from `offset` on zero. Errors: those of [`Self::write`].
+    /// Makes `len` bytes from byte `offset` on zero. `read_below` is used as in [`Self::write`].
+    /// Errors: those of [`Self::write`].
     pub fn zero(&self, offset: u64, len: u64, read_below: ReadBelow<'_>) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -390,8 +393,8 @@ impl Overlay {
         self.relieve()
     }
 
-    /// Discards `len` bytes from `offset` on: the whole blocks in this range become zero. Partial
-    /// blocks at its ends are unchanged. Errors: those of [`Self::write`].
+    /// Discards `len` bytes from byte `offset` on: the whole blocks in this range become zero.
+    /// Partial blocks at its ends are unchanged. Errors: those of [`Self::write`].
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -473,8 +476,8 @@ impl Overlay {
         self.map_mut().chain.number_epochs_after(after);
     }
 
-    /// Ends the current epoch, in constant time. [`Self::pages`] returns the blocks that were
-    /// written in it. Error: [`Error::Limit`] if [`EPOCHS_MAX`] epochs are in flight.
+    /// Ends the current epoch in constant time, and returns its number. [`Self::pages`] then lists
+    /// the blocks written in it. Error: [`Error::Limit`] if [`EPOCHS_MAX`] epochs are in flight.
     pub fn cut(&self) -> Result<DiskEpoch> {
         let _alone = locked(&self.writing);
         self.require_sound()?;
@@ -485,9 +488,8 @@ impl Overlay {
         })
     }
 
-    /// Returns extents of the epoch in flight `epoch` from block `from` on: about `max` of them, in
-    /// rising order, and the block at which to continue; `None` after the last one. Error:
-    /// [`Error::NoEpoch`].
+    /// Returns about `max` extents of `epoch` from block `from` on, in rising order, and the block
+    /// at which to continue: `None` after the last one. Error: [`Error::NoEpoch`].
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -499,8 +501,8 @@ impl Overlay {
         Ok((extents, next.map(DiskBlock)))
     }
 
-    /// Releases an epoch after its checkpoint is sealed: slots that only it needs are reused.
-    /// Error: [`Error::NoEpoch`].
+    /// Releases an epoch whose checkpoint is sealed: slots that only it needs become free. Error:
+    /// [`Error::NoEpoch`].
     pub fn release(&self, epoch: DiskEpoch) -> Result<()> {
         if !self.map_mut().chain.release(epoch) {
             return Err(self.no_epoch(epoch));
@@ -509,8 +511,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Gives an epoch back after its checkpoint failed: the next cut covers its blocks too, with
-    /// their content at that cut. Error: [`Error::NoEpoch`].
+    /// Gives back an epoch whose checkpoint failed: the next cut covers its blocks too, with their
+    /// content at that cut. Error: [`Error::NoEpoch`].
     pub fn give_back(&self, epoch: DiskEpoch) -> Result<()> {
         if !self.map_mut().chain.give_back(epoch) {
             return Err(self.no_epoch(epoch));
@@ -543,14 +545,14 @@ impl Overlay {
         Error::NoEpoch { object: self.name.clone(), epoch }
     }
 
-    /// Fills `buf`, a multiple of 4096 bytes, with the slots from `slot` on. Error: the data file
-    /// cannot be read.
+    /// Fills `buf` with the content of consecutive slots from `slot` on. The length of `buf` is a
+    /// multiple of 4096 bytes. Error: the data file cannot be read.
     pub fn read_slot(&self, slot: Slot, buf: &mut [u8]) -> Result<()> {
         self.data.read(u64::from(slot.0) * BLOCK, buf)
     }
 
     /// Returns the first block at or after `from` that the overlay holds, and the number of
-    /// consecutive blocks.
+    /// consecutive blocks from it on that the overlay holds. Returns `None` if there is none.
     pub fn next(&self, from: DiskBlock) -> Option<(DiskBlock, u64)> {
         self.map().chain.next(from.0).map(|(block, blocks)| (DiskBlock(block), blocks))
     }
@@ -564,7 +566,7 @@ impl Overlay {
         self.data.set_len(0)
     }
 
-    /// Returns the size of the overlay.
+    /// Returns the sizes and counters of the overlay.
     pub fn size(&self) -> Size {
         let syncs = locked(&self.syncing).count;
         let state = self.map();
@@ -579,7 +581,8 @@ impl Overlay {
     }
 }
 
-/// Reads the content below the overlay: fills the buffer from this byte offset of the disk on.
+/// The caller's function that reads the content below the overlay: it fills the buffer from this
+/// byte offset of the disk on.
 pub type ReadBelow<'a> = &'a dyn Fn(u64, &mut [u8]) -> Result<()>;
 
 fn extents_continue(place: BlockPlace, blocks: u64, next: BlockPlace) -> bool {

@@ -43,24 +43,25 @@ use crate::{DiskBlock, DiskEpoch, Extent, ImageFormat};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
-/// The description of a disk to serve.
+/// The description of a disk that the server serves.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskSpec {
-    /// The name that QEMU asks for.
+    /// The name of the NBD export by which QEMU asks for the disk.
     pub export: String,
-    /// The image. It is never written.
+    /// The path of the image, which is never written.
     pub base: PathBuf,
     /// The image's format.
     pub format: ImageFormat,
-    /// The number of zero bytes of a disk without an image; then `base` and `format` are ignored.
-    /// `None` for a disk with an image.
+    /// The size in bytes of a disk without an image, which is zero at first; then `base` and
+    /// `format` are ignored. `None` for a disk with an image.
     #[serde(default)]
     pub blank_bytes: Option<u64>,
     /// The directory of the overlay. It is created if it does not exist.
     pub overlay: PathBuf,
-    /// The layer between image and overlay, in the form that `open_layer` of [`serve`] takes.
+    /// The layer between the image and the overlay, as a text that `open_layer` of [`serve`]
+    /// understands. `None` if there is none.
     pub layer: Option<String>,
-    /// True if written data is discarded at the end. Then no flush waits for the medium.
+    /// True if written data is discarded at the end of the VM. Then no flush waits for the medium.
     #[serde(default)]
     pub temporary: bool,
 }
@@ -71,10 +72,10 @@ impl DiskSpec {
     }
 }
 
-/// The state of one disk.
+/// Sizes and counters of one disk.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskStats {
-    /// The export.
+    /// The name of its NBD export.
     pub export: String,
     /// The size of the disk in bytes.
     pub disk_bytes: u64,
@@ -82,22 +83,22 @@ pub struct DiskStats {
     pub data_bytes: u64,
     /// The number of bytes in it that are free.
     pub free_bytes: u64,
-    /// The number of extents in memory.
+    /// The number of ranges of blocks in the overlay's maps in memory.
     pub extents: u64,
     /// The number of blocks written since the last cut.
     pub dirty_blocks: u64,
     /// The number of epochs in flight.
     pub in_flight: u64,
-    /// The number of syncs since the start.
+    /// The number of syncs of the overlay since the server opened it.
     pub syncs: u64,
 }
 
-/// The state of the server.
+/// Counters of the server, and those of its disks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerStats {
     /// The state of each disk, in the order of the specs.
     pub disks: Vec<DiskStats>,
-    /// NBD clients that are connected now.
+    /// The number of NBD clients that are connected now.
     pub clients: u64,
     /// The number of requests that were answered.
     pub requests: u64,
@@ -109,7 +110,8 @@ pub struct ServerStats {
     pub zeroed_bytes: u64,
     /// The number of bytes that clients have discarded.
     pub discarded_bytes: u64,
-    /// Flushes, including FUA writes.
+    /// The number of flushes that clients have requested, including writes with FUA (force unit
+    /// access).
     pub flushes: u64,
 }
 

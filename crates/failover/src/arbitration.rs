@@ -6,7 +6,9 @@ use super::witness::{self, WitnessAnswer};
 use keyframe_replication::WitnessRequest;
 use std::sync::mpsc::Sender;
 
-/// Asks the witness.
+/// Sends `request` to the witness in a thread, and sends the answer to `inbox`, wrapped by `wrap`.
+/// The answer is [`WitnessAnswer::Lost`] if this host has no witness or if the thread cannot be
+/// started.
 pub fn ask<T: Send + 'static>(
     setup: &FailoverSetup,
     request: WitnessRequest,
@@ -23,7 +25,9 @@ pub fn ask<T: Send + 'static>(
     });
 }
 
-/// Runs the hook that switches the other host of VM `vm` off; `role` is this host's role.
+/// Runs the hook that switches the other host of VM `vm` off, in a thread. `role` is this host's
+/// role. Sends true to `inbox`, wrapped by `wrap`, if the hook reports that the other host is off,
+/// and false otherwise.
 pub fn fence<T: Send + 'static>(
     setup: &FailoverSetup,
     vm: &str,

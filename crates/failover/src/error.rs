@@ -167,7 +167,7 @@ pub enum Error {
     VmThreadPanicked,
 }
 
-/// The reason why a standby's list of page hashes makes no sense.
+/// The reason why a standby's list of page hashes is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum PageHashesError {

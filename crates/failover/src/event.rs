@@ -12,7 +12,7 @@ use std::process::ExitStatus;
 use std::sync::Arc;
 
 /// Receives the events of a protected VM and those of its session. Several threads call its methods
-/// and wait until they return.
+/// and wait until these return.
 pub trait FailoverEventSink: EventSink<keyframe_session::Event> {
     /// Receives an event that has just happened.
     fn failover_event(&self, event: &FailoverEvent);

@@ -13,18 +13,19 @@ use keyframe_session::machines::Machines;
 use keyframe_units::RamLayout;
 use std::sync::{Arc, Mutex};
 
-/// The gate before the VM's network. It does nothing if the VM has no network. Clones share it.
+/// The gate before the VM's network. It does nothing if the VM has no network. Clones share one
+/// gate.
 #[derive(Clone)]
 pub struct Gate(Arc<Mutex<Option<GateRemote>>>);
 
 impl Gate {
-    /// Uses the gate's process `remote`; `None` for a VM without a network.
+    /// Creates a handle to the gate's process `remote`: `None` for a VM without a network.
     pub fn new(remote: Option<GateRemote>) -> Self {
         Self(Arc::new(Mutex::new(remote)))
     }
 
-    /// Calls `ask` with the gate's process and returns the result; `None` if the VM has no network.
-    /// Error: that of `ask`.
+    /// Calls `ask` with the gate's process and returns its result. Returns `None` if the VM has no
+    /// network. Error: that of `ask`.
     pub fn ask<T>(
         &self,
         ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<T>,
@@ -45,18 +46,21 @@ impl Gate {
 /// The VM together with its gate, as a [`Machine`](keyframe_capture::machine::Machine): each pause
 /// also cuts the gate's queue.
 pub struct GatedMachines {
+    /// The VM.
     pub machines: Machines,
+    /// The gate before its network.
     pub gate: Gate,
-    /// The gate's cut at the newest pause.
+    /// The number of the gate's cut at the newest pause. `None` if the VM has no network.
     pub cut: Option<u64>,
     /// The devices and media that the standby's machine has; `None` before the first capture.
     pub expected: Option<MachineShape>,
-    /// The changes from them that the newest look has found.
+    /// The differences between the machine and `expected` that the newest check found.
     pub changes: Vec<MachineChange>,
 }
 
 impl GatedMachines {
-    /// Fails if the machine has other devices or media than the standby's.
+    /// Compares the machine's devices and media with those of the standby's machine. Errors:
+    /// [`Error::MachineChanged`]; the VMM does not describe the machine.
     pub fn check_shape(&mut self) -> Result<(), BoxError> {
         let Some(expected) = &self.expected else { return Ok(()) };
         let Some(member) = self.machines.members_mut().first_mut() else { return Ok(()) };

@@ -29,8 +29,8 @@ use std::time::Duration;
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
 const LINE_BYTES_MAX: usize = 64;
 
-/// Returns the time of this host's monotonic clock, in nanoseconds. The guard and the protocol use
-/// this clock.
+/// Returns the time of this host's monotonic clock, in nanoseconds since an arbitrary instant. The
+/// guard and the replication protocol use this clock.
 pub fn now_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     (now.tv_sec.cast_unsigned())
@@ -74,8 +74,8 @@ impl GuardRemote {
         }
     }
 
-    /// Tells the guard that the VM is paused by its monitor, so that the guard must not stop QEMU's
-    /// process, which has to go on answering there. Error: the guard has ended.
+    /// Tells the guard that the VM is paused by a command of its monitor. Then the guard does not
+    /// stop QEMU's process, which must go on to answer commands. Error: the guard has ended.
     pub fn paused(&mut self) -> Result<()> {
         self.ask("P")
     }
@@ -101,9 +101,9 @@ impl GuardRemote {
     }
 }
 
-/// Runs a guard of the QEMU with the process id `qemu` on the calling thread, with its orders from
-/// the engine at the other end of `orders`. Error: QEMU cannot be signalled, or the orders cannot
-/// be read.
+/// Runs a guard of the QEMU with the process id `qemu` on the calling thread. Its orders come from
+/// the engine at the other end of `orders`. Errors: QEMU cannot be signalled; the orders cannot be
+/// read.
 pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or(Error::NoProcess(qemu))?;

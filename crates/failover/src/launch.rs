@@ -40,37 +40,37 @@ use std::process::Command;
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex};
 
-/// The socket of the disks' server, in the run directory.
+/// The name of the disk server's socket in the run directory.
 pub const DISKS_SOCKET: &str = "disks.sock";
 
-/// A VM that has not run its first instruction yet or that was just taken over, with the processes
-/// that serve it.
+/// A VM that was just launched or taken over, with the processes that serve it.
 pub struct LaunchedVm {
     /// The VM.
     pub vm: Vm,
-    /// Its QEMU binary.
+    /// The identity of its QEMU binary.
     pub identity: QemuIdentity,
-    /// The description of the machine if it was taken over from another host; `None` otherwise.
+    /// The description of the machine if the VM was taken over from another host. `None` otherwise.
     pub machine: Option<MachineDescription>,
-    /// The working directory of its command line.
+    /// The working directory of QEMU's command line.
     pub directory: PathBuf,
-    /// Its disks; `None` if it has none.
+    /// Its disks. `None` if it has none.
     pub served: Option<ServedDisks>,
     /// The gate before its network.
     pub gate: Gate,
 }
 
-/// The VM's run directory, its status and the channel of its engine.
+/// A VM's run directory and status, and the inbox of its engine.
 pub struct EngineContext {
     /// The VM's name.
     pub name: String,
     /// The run directory.
     pub run_dir: RunDir,
-    /// The status that clients of the control socket see.
+    /// The status that clients of the control socket can read.
     pub status: SharedStatus,
-    /// Set when the user wants an end.
+    /// Set when the user interrupts the command.
     pub interrupted: Arc<AtomicBool>,
-    /// The inbox with its control socket, which a standby that takes over hands on.
+    /// The engine's inbox with its control socket. A standby that takes the VM over passes it on to
+    /// the VM's new engine. `None` if the engine creates its own.
     pub inbox: Option<primary::EngineInbox>,
 }
 
@@ -99,12 +99,14 @@ pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
     Ok(Gate::new(Some(GateRemote::spawn(&mut command, &nics)?)))
 }
 
-/// Launches the VM of `command`, with its network behind a gate and its disks served, and protects
-/// it. If `is_last` is true, this process starts no other program later, and gives up the right to
-/// do so.
+/// Launches the VM of the command line `command`, with its network behind a gate and its disks
+/// served. Returns the engine that protects it. `name` is the VM's name, by default that of the
+/// command line. The guest's writes to disks go to a directory in `folder`. `addresses` are those
+/// of the standby. If `is_last` is true, this process starts no other program later, and gives up
+/// the right to do so.
 ///
-/// Errors: the command line or the VM cannot be protected; the standby's key cannot be read; a
-/// process cannot be started.
+/// Errors: the kernel lacks a feature; the command line or the VM cannot be protected; another VM
+/// has the name; a process or a thread cannot be started.
 pub fn protect(
     command: Vec<OsString>,
     name: Option<String>,
@@ -252,7 +254,7 @@ fn start_first(
     Ok(engine)
 }
 
-/// How a host begins to protect its VM.
+/// The beginning of the time in which a host protects its VM.
 #[derive(Clone, Copy, Debug)]
 pub struct FirstTerm {
     /// How the host became the primary.
@@ -261,10 +263,12 @@ pub struct FirstTerm {
     pub first_epoch: Epoch,
 }
 
-/// Makes the engine of a VM that was taken over and runs. After an error the VM runs on.
+/// Creates the engine of a VM that this host has taken over and that runs. `addresses` are those of
+/// its next standby: `None` for a VM without a standby. The capture of the VM begins in the engine,
+/// which repeats it after a failure.
 ///
-/// What can fail of its checkpoints is done by the engine, which tries it again: see
-/// [`ProtectedVm::renew`](crate::vm::ProtectedVm::renew).
+/// Errors, after which the VM runs on: [`Error::NothingHeld`] if `launched` has no machine; a
+/// process or a thread cannot be started.
 pub fn start_taken_over(
     launched: LaunchedVm,
     context: EngineContext,
@@ -419,8 +423,8 @@ fn machines_of(
     Machines::new(vec![member], false, Peripherals { lans: None, disks })
 }
 
-/// Makes the first status of the VM `name` on a host in the role `role`. Fields that are not known
-/// yet have their default values.
+/// Creates the first status of the VM `name` on a host in the role `role`. Fields that are not
+/// known yet have their default values.
 pub fn first_status(name: &str, qemu_pid: u32, role: ReplicationRole) -> SharedStatus {
     let replication = ReplicationStatus { role, ..ReplicationStatus::default() };
     Arc::new(Mutex::new(EngineStatus {

@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The longest time to connect.
+/// The time limit of one attempt to connect.
 pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 /// The longest time until the standby answers: it starts QEMU first.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
@@ -27,7 +27,7 @@ const READY_TIMEOUT: Duration = Duration::from_secs(60);
 const RECONNECT: Duration = Duration::from_millis(300);
 const READ_WAIT: Duration = Duration::from_millis(200);
 
-/// An event of a connection, for the protocol's thread.
+/// An event of the connections to the standby, for the thread of the protocol.
 pub enum LinkEvent {
     /// Control and data connections with this number are made.
     Connected(u64, Arc<Link>),
@@ -64,23 +64,23 @@ pub enum LinkEvent {
     ConnectFailed(Error),
 }
 
-/// The addresses of a standby.
+/// The addresses at which a primary connects to its standby.
 #[derive(Clone, Copy)]
 pub struct StandbyAddresses {
     /// The address for control and data connections.
     pub control: SocketAddr,
-    /// The second path, for heartbeats alone.
+    /// The address of the second path, for heartbeats alone. `None` if there is one path.
     pub beat: Option<SocketAddr>,
 }
 
-/// The machine as the primary describes it at the next connect.
+/// The description of the machine that the primary sends at its next connection.
 pub type SharedMachineFrame = Arc<Mutex<MachineFrame>>;
 
 /// Flags of the connections to the standby, which the threads that connect share with the
 /// protocol's thread.
 #[derive(Clone, Debug, Default)]
 pub struct ConnectionFlags {
-    /// True while the control and data connections are made.
+    /// True while the control and data connections are established.
     pub linked: Arc<AtomicBool>,
     /// True while the second path is connected.
     pub beating: Arc<AtomicBool>,
@@ -88,9 +88,10 @@ pub struct ConnectionFlags {
     pub ends: Arc<AtomicBool>,
 }
 
-/// Starts the threads that connect to the standby. They connect whenever `flags.linked`
-/// or `flags.beating` is false, until `flags.ends` is set, and give events to `tell`. `machine` is
-/// described to the standby at each connect. Error: a thread cannot be started.
+/// Starts the threads that connect to the standby at `addresses`. They connect whenever
+/// `flags.linked` or `flags.beating` is false, until `flags.ends` is set, and pass events to
+/// `tell`. At each connection they send `machine` to the standby. Error: a thread cannot be
+/// started.
 pub fn start(
     party: &Party,
     addresses: StandbyAddresses,
@@ -192,8 +193,9 @@ fn open_link(
     Ok(Link { control, data })
 }
 
-/// Connects to `address` and sends the greeting with the purpose and the connection's number.
-/// Errors: no connection; the other host does not know the key.
+/// Connects to `address`, sends a greeting with `purpose` and the connection's number `connection`,
+/// and returns the connection. Errors: the connection cannot be made; the other host does not have
+/// the key.
 pub fn open_channel(
     party: &Party,
     address: SocketAddr,
@@ -206,8 +208,9 @@ pub fn open_channel(
     Ok(Arc::new(channel))
 }
 
-/// Reads messages of the protocol and gives them to `tell` until the connection breaks or `ends` is
-/// set. Calls `broken` at the end.
+/// Starts a thread that reads messages from `channel` and passes them to `tell`, as messages of
+/// connection `number` on path `path` (0 for control, 1 for heartbeats). It reads until the
+/// connection breaks or `ends` is set. Then it calls `broken`, and passes [`LinkEvent::Broken`].
 pub fn read(
     channel: Arc<Channel>,
     path: u8,

@@ -3,7 +3,7 @@
 use keyframe_replication::{Notice, PeerRefusal, StandbyLossReason};
 use keyframe_session::control::ReplicationRole;
 
-/// Returns the text of `notice` on a host that has `role`.
+/// Returns the text that tells users of `notice` on a host whose role is `role`.
 pub fn notice_text(role: ReplicationRole, notice: &Notice) -> String {
     match notice {
         Notice::Joined(_) if role == ReplicationRole::Standby => "joined".into(),

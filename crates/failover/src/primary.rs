@@ -54,41 +54,41 @@ pub enum PrimaryEngineEvent {
     Request(Pending),
 }
 
-/// An engine's events, with the control socket whose requests are among them.
+/// The inbox of an engine. Requests of its control socket arrive there too.
 pub struct EngineInbox {
     /// The events.
     pub events: Receiver<PrimaryEngineEvent>,
     /// The sender of further events.
     pub sender: Sender<PrimaryEngineEvent>,
-    /// The control socket, which lasts as long as this.
+    /// The control socket. It is closed when this is dropped.
     pub socket: server::Socket,
 }
 
-/// The parts of an engine.
+/// The parts of a primary's engine.
 pub struct PrimaryEngineParts {
     /// The VM's run directory, its status and its inbox.
     pub context: EngineContext,
     /// The settings of this host.
     pub setup: FailoverSetup,
-    /// The configuration that both hosts must share.
+    /// The settings of the replication that both hosts must share.
     pub config: ReplicationConfig,
     /// How this host became the primary.
     pub start: PrimaryStart,
-    /// The machine, as a standby needs it.
+    /// The description of the machine that is sent to a standby.
     pub machine: MachineFrame,
-    /// The standby's addresses; `None` for a VM without a standby.
+    /// The standby's addresses. `None` for a VM without a standby.
     pub addresses: Option<StandbyAddresses>,
-    /// The VM with all that captures it.
+    /// The VM and the objects that capture it.
     pub vm: super::vm::VmParts,
     /// The gate before its network.
     pub gate: Gate,
     /// The data connections to the standby.
     pub wire: SharedWire,
-    /// QEMU's process.
+    /// The process id of QEMU.
     pub qemu: u32,
 }
 
-/// The engine of a protected VM.
+/// The engine of a primary, which protects a VM.
 pub struct PrimaryEngine {
     protocol: Protocol,
     vm: VmThread,
@@ -100,7 +100,7 @@ pub struct PrimaryEngine {
     _run_dir: RunDir,
 }
 
-/// How a host's part in the protection of a VM ended.
+/// The outcome of a host's part in the protection of a VM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProtectionEnding {
     /// The VM has ended, or the user ended it.
@@ -155,8 +155,9 @@ impl PrimaryEngine {
         Ok(Self { protocol, vm, gate, inbox, events, ends: flags.ends, _run_dir: run_dir })
     }
 
-    /// Runs until the VM has ended, or runs elsewhere. Errors: those that end the protected VM; a
-    /// failed teardown.
+    /// Runs the engine until the VM has ended or another host runs it, then ends all of its
+    /// processes. Returns how this host's part ended. Errors: [`Error::VmThreadPanicked`]; the
+    /// disks cannot be closed.
     pub fn run(mut self) -> Result<ProtectionEnding> {
         self.protocol.begin();
         while self.protocol.end().is_none() {
@@ -203,8 +204,8 @@ impl PrimaryEngine {
     }
 }
 
-/// Makes an inbox, and a control socket that delivers to it. Error: the control socket cannot be
-/// made.
+/// Creates an inbox, and a control socket in `run_dir` whose requests go to the inbox. Error: the
+/// control socket cannot be created.
 pub fn listen(run_dir: &RunDir, status: &SharedStatus) -> Result<EngineInbox> {
     let (sender, events) = channel();
     let requests = sender.clone();

@@ -25,7 +25,7 @@ const FRAME_PAGES: u64 = 1 << 16;
 const END: u64 = u64::MAX;
 const CONTEXT: &str = "keyframe 2026-11 what a standby has";
 
-/// Hashes under a session's key.
+/// Hashes page contents under the key of a session.
 #[derive(Clone)]
 pub struct PageHasher {
     key: [u8; 32],
@@ -33,6 +33,7 @@ pub struct PageHasher {
 }
 
 impl PageHasher {
+    /// Creates the hasher of the session with number `session`.
     pub fn new(session: u64) -> Self {
         let key = blake3::derive_key(CONTEXT, &session.to_le_bytes());
         let mut hasher = Self { key, zero: [0; HASH_BYTES] };
@@ -48,7 +49,7 @@ impl PageHasher {
     }
 }
 
-/// The pages that a standby holds, as its primary knows them.
+/// The hashes of the pages that a standby holds, as its primary has received them.
 #[derive(Clone)]
 pub struct RemotePageHashes {
     hasher: PageHasher,
@@ -59,14 +60,15 @@ pub struct RemotePageHashes {
 }
 
 impl RemotePageHashes {
-    /// Knows nothing yet of a VM with `pages` pages.
+    /// Creates an empty list for a VM with `pages` pages, in the session with number `session`.
     pub fn new(session: u64, pages: u64) -> Self {
         let hasher = PageHasher::new(session);
         Self { hashes: Vec::new(), hasher, blank: pages == 0, complete: false }
     }
 
-    /// Takes in a frame: what follows its session. `pages` is the number of the VM's pages. Fails
-    /// if the frame does not continue the list.
+    /// Adds the hashes of one frame to the list. `first` is the page of the first hash, and `bytes`
+    /// holds the hashes end to end. `pages` is the number of the VM's pages. Errors: the frame does
+    /// not continue the list, or ends it too early.
     pub fn take_in(&mut self, first: u64, bytes: &[u8], pages: u64) -> Result<(), PageHashesError> {
         if first == END {
             self.blank = bytes == [1];
@@ -88,25 +90,26 @@ impl RemotePageHashes {
         Ok(())
     }
 
-    /// Returns true once the list has ended.
+    /// Returns true if the list is complete.
     pub fn is_complete(&self) -> bool {
         self.complete
     }
 
-    /// Returns true if the standby holds zeros alone.
+    /// Returns true if all pages of the standby are zeros.
     pub fn is_blank(&self) -> bool {
         self.blank
     }
 
-    /// Returns true if the standby holds `page` with this content. If not, the caller sends the
-    /// page, so it is taken as held from now on.
+    /// Returns true if the standby holds `page` with this content. If not, the caller must send the
+    /// page: the list then has the hash of `content`.
     pub fn has(&mut self, page: PageIndex, content: &Page) -> bool {
         let Some(known) = self.hashes.get_mut(page.0 as usize) else { return false };
         let hash = self.hasher.of(content);
         std::mem::replace(known, hash) == hash
     }
 
-    /// Returns the first page of `from..end` that the standby holds and that is not zeros.
+    /// Returns the first page from `from` to before `end` that the standby holds with another
+    /// content than zeros. Returns `None` if there is none.
     pub fn next_not_zero(&self, from: u64, end: u64) -> Option<u64> {
         (from..end).find(|page| {
             self.hashes.get(*page as usize).is_some_and(|hash| *hash != self.hasher.zero)
@@ -114,7 +117,8 @@ impl RemotePageHashes {
     }
 }
 
-/// Sends the hashes of the first `pages` pages of `image`, or that all are zeros. False if the
+/// Sends the hashes of the first `pages` pages of `image` over `channel`, or if `blank` is true
+/// only that all pages are zeros. `session` is the session's number. Returns false if the
 /// connection broke.
 pub fn send_page_hashes(
     image: &dyn EpochImage,

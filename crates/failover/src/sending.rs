@@ -5,9 +5,9 @@
 //!                                         stream 1: Encoder ─▶ channel 1          seal: Mark on each, Epoch on the control channel
 //! ```
 //!
-//! Invariants: the encoders' copy of the standby's pages is never ahead of the standby. So they drop
-//! it after an epoch that was given up and when a session begins. A send that fails fails the epoch,
-//! and its pages are owed to the next.
+//! Invariants: the encoders' copy of the standby's pages is never ahead of the standby. So they
+//! drop it after an epoch that was given up and when a session begins. A send that fails fails the
+//! epoch, and its pages are owed to the next.
 
 use super::frames::{EpochHead, FrameKind, marked, text};
 use super::resync::RemotePageHashes;
@@ -25,21 +25,24 @@ const BATCH_PAGES: usize = 512;
 /// Blocks of disks that are collected before they are sent.
 const BLOCKS: usize = 2048;
 
-/// Connections with a standby.
+/// The connections to a standby.
 pub struct Link {
+    /// The connection for messages and the descriptions of epochs.
     pub control: Arc<Channel>,
+    /// The connections for pages, one for each stream.
     pub data: Vec<Arc<Channel>>,
 }
 
 impl Link {
+    /// Closes all connections.
     pub fn close(&self) {
         self.control.close();
         self.data.iter().for_each(|channel| channel.close());
     }
 }
 
-/// The streams to the standby, and their record of the standby's pages. The VM's thread and its
-/// encoder share it.
+/// The encoders of the streams to the standby, which remember the standby's pages. The VM's thread
+/// and its encoder share them.
 pub struct Wire {
     encoders: Vec<EpochEncoder>,
     link: Option<Arc<Link>>,
@@ -59,21 +62,24 @@ pub struct Wire {
     blocks: Vec<(PageIndex, Box<Page>)>,
 }
 
-/// A wire that several threads share.
+/// A [`Wire`] that several threads share.
 #[derive(Clone)]
 pub struct SharedWire(Arc<Mutex<Wire>>);
 
-/// The size and times of a sent epoch.
+/// The size and the times of an epoch that was sent.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct SentEpoch {
+    /// The counts of its pages and bytes.
     pub sent: SentPages,
+    /// The length of its pause in nanoseconds.
     pub pause_ns: u64,
+    /// The time since the pause of the epoch before, in nanoseconds.
     pub interval_ns: u64,
 }
 
 impl SharedWire {
-    /// Makes `streams` streams. `memory_bytes` is the memory for the pages that the standby has.
-    /// Pages are numbered from RAM (`ram_pages` pages) on through the blocks of each disk.
+    /// Creates `streams` streams. They share `memory_bytes` bytes of memory for copies of the
+    /// standby's pages. The page space has `ram_pages` pages of RAM, then the blocks of each disk.
     pub fn new(streams: usize, memory_bytes: usize, ram_pages: u64, disk_blocks: &[u64]) -> Self {
         let disks = first_pages(ram_pages, disk_blocks);
         let encoders =
@@ -96,8 +102,8 @@ impl SharedWire {
         self.0.lock().ignore_poison()
     }
 
-    /// Sends another VM's pages from now on: RAM is `ram_pages`, then come disks of so many blocks.
-    /// Nothing may be sent before the next [`SharedWire::begin`].
+    /// Sets the page space of another machine: `ram_pages` pages of RAM, then the blocks of each
+    /// disk. The caller sends nothing before the next [`SharedWire::begin`].
     pub fn reshape(&self, ram_pages: u64, disk_blocks: &[u64]) {
         let mut wire = self.lock();
         wire.disks = first_pages(ram_pages, disk_blocks);
@@ -107,13 +113,14 @@ impl SharedWire {
         wire.blocks.clear();
     }
 
-    /// Sends epochs by `link` from now on; by none if it is `None`.
+    /// Sets the connections over which epochs are sent. `None` if there are none; then sending
+    /// fails.
     pub fn connect(&self, link: Option<Arc<Link>>) {
         self.lock().link = link;
     }
 
-    /// Begins another session, whose first epoch will have this number. `remote` are the pages that
-    /// its standby holds.
+    /// Begins session number `session`, whose first epoch is `first_epoch`. `remote` has the hashes
+    /// of the pages that the standby holds: `None` if they are not known.
     pub fn begin(&self, session: u64, first_epoch: Epoch, remote: Option<RemotePageHashes>) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
@@ -131,8 +138,8 @@ impl SharedWire {
         wire.base = Some(epoch);
     }
 
-    /// Lets the transfer begin anew with epoch `first_epoch`: the standby holds the acknowledged
-    /// epochs and nothing else.
+    /// Continues with epoch `first_epoch` after an epoch was given up. From then on the standby
+    /// counts as holding the acknowledged epochs and nothing else.
     pub fn resume(&self, first_epoch: Epoch) {
         let mut wire = self.lock();
         wire.first_epoch = first_epoch;
@@ -142,7 +149,9 @@ impl SharedWire {
         wire.blocks.clear();
     }
 
-    /// Sends blocks of a disk as they are now, with the epoch in progress.
+    /// Sends the blocks of disk number `disk` from block `first` on, with the content `pages`, as
+    /// part of the epoch in progress. Errors: no standby is connected; there is no such disk; the
+    /// connection broke.
     pub fn put_blocks(&self, disk: usize, first: u64, pages: &[Page]) -> Result<(), BoxError> {
         let mut wire = self.lock();
         for (block, page) in (first..).zip(pages) {
@@ -151,7 +160,9 @@ impl SharedWire {
         wire.flush_blocks()
     }
 
-    /// Sends the zeros of a hole in a disk, as far as the standby holds other content there.
+    /// Sends zeros for the `blocks` blocks of disk number `disk` from block `first` on, but only
+    /// for blocks of which the standby holds another content. Errors: those of
+    /// [`Self::put_blocks`].
     pub fn put_hole(&self, disk: usize, first: u64, blocks: u64) -> Result<(), BoxError> {
         let mut wire = self.lock();
         let begin = *wire.disks.get(disk).ok_or("no such disk")?;
@@ -288,7 +299,8 @@ impl Wire {
         self.sent = SentPages::default();
         let head = marked(self.session, 0);
         for channel in self.link.iter().flat_map(|link| &link.data) {
-            // If the send fails, the connection has ended, and the standby drops the pages by itself.
+            // If the send fails, the connection has ended, and the standby drops the pages by
+            // itself.
             let _ = channel.send(FrameKind::Discard as u8, &[&head]);
         }
     }
@@ -306,18 +318,19 @@ impl BlockSink for Wire {
     }
 }
 
-/// The description of an epoch beside its pages.
+/// The description of an epoch whose pages are being sent.
 pub struct EpochLabel {
-    /// Its number.
+    /// The number of the epoch.
     pub epoch: Epoch,
+    /// The reason why it was taken.
     pub reason: &'static str,
-    /// The blocks that its pause cut from the disks.
+    /// The blocks that its pause cut from the disks. `None` if the VM has no disks.
     pub cut: Option<DiskCut>,
-    /// Hashes of its RAM, with `--verify`.
+    /// The hashes of its RAM, set in the pause. `None` without `--verify`.
     pub checks: Option<Checks>,
 }
 
-/// The wire as the checkpoint cycle's sink.
+/// The sink of the checkpoint cycle that sends epochs to the standby.
 pub struct WireSink(pub SharedWire);
 
 impl CheckpointSink for WireSink {

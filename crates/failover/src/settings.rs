@@ -62,21 +62,21 @@ pub struct FailoverSettings {
 pub struct FailoverSetup {
     /// This host's key and certificate, with which it connects to hosts that share the key.
     pub party: Party,
-    /// The witness's address.
+    /// The address of the witness. `None` without one.
     pub witness: Option<SocketAddr>,
-    /// The command that fences the other host.
+    /// The command that switches the other host off. `None` without one.
     pub fence_with: Option<String>,
     /// The arbitration that decides which host runs the VM.
     pub arbitration: Arbitration,
-    /// After this long a silent host counts as failed, in nanoseconds.
+    /// The detection time in nanoseconds.
     pub detection_ns: u64,
     /// The policy that decides when the VM is checkpointed.
     pub policy: ReplicationPolicy,
-    /// Parameters of the adaptive policy.
+    /// The parameters of the adaptive policy.
     pub parameters: AdaptiveParameters,
     /// The number of data connections.
     pub streams: usize,
-    /// The largest number of bytes that may be on their way to the standby.
+    /// The memory for copies of the standby's pages in bytes, shared by all streams.
     pub wire_bytes: usize,
     /// True if the standby's RAM is compared with the VM's at each epoch.
     pub verify: bool,
@@ -93,8 +93,8 @@ pub struct HostKey {
 }
 
 impl HostKey {
-    /// Reads the key, and makes the identity that proves it to the other hosts. Error: the key
-    /// cannot be read.
+    /// Reads the key, and creates the identity that proves the key to the other hosts. Errors:
+    /// [`Error::NoKey`]; the key cannot be read.
     pub fn party(&self) -> Result<Party> {
         let path = self.key.as_ref().ok_or(Error::NoKey)?;
         Ok(Party::new(&SharedKey::read(path)?)?)
@@ -107,8 +107,9 @@ impl FailoverSettings {
         self.quiet
     }
 
-    /// Reads the key and resolves addresses. `events` receives the events of this host and of its
-    /// VM's session. Errors: the key cannot be read; an address does not exist.
+    /// Reads the key and resolves the addresses. `events` receives the events of this host and of
+    /// its VM's session. Errors: the key cannot be read; an address does not exist; an option has
+    /// an invalid value.
     pub fn resolve(&self, events: SharedFailoverEventSink) -> Result<FailoverSetup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
@@ -149,7 +150,7 @@ impl FailoverSettings {
 }
 
 impl FailoverSetup {
-    /// Returns the arbiter, in the form in which the hosts exchange it.
+    /// Returns the arbiter, as the hosts tell it to each other.
     pub fn arbiter(&self) -> Arbiter {
         match self.arbitration {
             Arbitration::Witness => Arbiter::Witness,
@@ -158,8 +159,8 @@ impl FailoverSetup {
         }
     }
 
-    /// Runs the fence hook for the VM `vm`; `role` is this host's. Returns true if the hook reports
-    /// that the other host is off.
+    /// Runs the fence hook for the VM `vm` and waits for its end. `role` is this host's role.
+    /// Returns true if the hook reports that the other host is off.
     pub fn fence(&self, vm: &str, role: &str) -> bool {
         let Some(text) = &self.fence_with else { return false };
         let mut command = Command::new("/bin/sh");
@@ -189,14 +190,15 @@ impl FailoverSetup {
     }
 }
 
-/// Resolves `text`, a host and a port. Error: there is no such address.
+/// Returns the first of the addresses to which `text`, a host and a port, resolves. Errors:
+/// [`Error::Address`], [`Error::NoAddress`].
 pub fn address(text: &str) -> Result<SocketAddr> {
     let bad = |source| Error::Address { text: text.to_owned(), source };
     let mut found = text.to_socket_addrs().map_err(bad)?;
     found.next().ok_or_else(|| Error::NoAddress(text.to_owned()))
 }
 
-/// Returns a random number other than 0. Error: the kernel's random number generator fails.
+/// Returns a random number other than 0. Error: [`Error::Random`].
 pub fn random() -> Result<u64> {
     Ok(getrandom::u64().map_err(Error::Random)?.max(1))
 }

@@ -52,15 +52,15 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// The options of a standby.
 #[derive(Clone)]
 pub struct StandbyOptions {
-    /// The address on which the primary connects.
+    /// The address at which the standby accepts connections of a primary.
     pub listen: SocketAddr,
-    /// The directory in which this host keeps its terms and votes.
+    /// The directory in which the standby keeps its protocol state and the files of the disks.
     pub folder: PathBuf,
-    /// The standby's name.
+    /// The name of the standby, by which commands find it.
     pub name: String,
     /// Arguments that are added to QEMU's command line on this host.
     pub extra: Vec<OsString>,
-    /// The addresses of the standby of the VM once the VM runs here; `None` for no standby.
+    /// The addresses of the next standby, once the VM runs here. `None` for no standby.
     pub peer: Option<StandbyAddresses>,
     /// The settings of this host.
     pub setup: FailoverSetup,
@@ -80,11 +80,12 @@ enum StandbyEngineEvent {
     Fenced(bool),
 }
 
-/// Runs a standby until the VM has run here to its end, or a signal comes. When the VM goes over to
-/// the other host, this host becomes its standby again.
+/// Runs a standby until the VM has run on this host to its end, or until a signal ends it. If the
+/// VM moves to the other host, this host becomes its standby again. Returns how this host's part
+/// ended.
 ///
-/// Errors: the options name what this host does not have; the state's directory cannot be used; the
-/// VM could not be started.
+/// Errors: this host cannot listen or lacks a file that the options name; the state's directory
+/// cannot be used; the VM cannot be started.
 pub fn run(options: &StandbyOptions) -> Result<ProtectionEnding> {
     let interrupted = interrupt::interruption_or_hangup()?;
     // It has to take checkpoints of the VM once that runs here.

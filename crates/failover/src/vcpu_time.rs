@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 /// The time for which a list of threads is used: virtual CPUs are plugged and unplugged.
 const LISTED_FOR: Duration = Duration::from_secs(10);
 
-/// The threads of all virtual CPUs.
+/// Measures the processor time of all virtual CPUs' threads.
 #[derive(Default)]
 pub struct VcpuTime {
     /// Process and thread.
@@ -16,8 +16,9 @@ pub struct VcpuTime {
 }
 
 impl VcpuTime {
-    /// Returns nanoseconds of all threads together, since they began; `None` if that is unknown or
-    /// the threads have changed.
+    /// Returns the time for which all the threads together have run or waited for a processor since
+    /// their start, in nanoseconds. Returns `None` if that is unknown or if the threads have
+    /// changed.
     pub fn total_ns(&mut self, machines: &mut Machines) -> Option<u64> {
         if self.listed.is_none_or(|at| at.elapsed() > LISTED_FOR) {
             let threads = list(machines);

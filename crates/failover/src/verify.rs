@@ -11,13 +11,14 @@ use std::sync::{Arc, OnceLock};
 /// Pages under one hash, and so the precision of a reported difference.
 const BATCH_PAGES: u64 = 4096;
 
-/// Hashes of RAM as it was in a pause, batch by batch.
+/// The hashes of RAM as it was in a pause, as hexadecimal digits: one for each 4096 pages. Set in
+/// the pause.
 pub type Checks = Arc<OnceLock<Vec<String>>>;
 
-/// Hashes RAM in the pause.
+/// Makes the hashes of RAM in a pause.
 #[derive(Default)]
 pub struct Verifier {
-    /// Takes the hashes of the next pause.
+    /// The place for the hashes of the next pause. `None` if none are made.
     pub checks: Option<Checks>,
 }
 
@@ -42,8 +43,8 @@ impl CaptureObserver for Verifier {
     }
 }
 
-/// Compares the first `ram_pages` pages of `image` with `checks`. Fails with the place of the first
-/// difference.
+/// Compares the first `ram_pages` pages of `image` with the hashes `checks`. Errors, as a text: the
+/// pages of the first difference; the number of hashes is wrong; a page cannot be read.
 pub fn compare(image: &dyn EpochImage, ram_pages: u64, checks: &[String]) -> Result<(), String> {
     if checks.len() as u64 != ram_pages.div_ceil(BATCH_PAGES) {
         return Err(format!("{} hashes for {ram_pages} pages of RAM", checks.len()));

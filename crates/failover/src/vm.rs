@@ -32,50 +32,56 @@ use std::process::ExitStatus;
 use std::sync::mpsc::{Sender, channel};
 use std::thread::JoinHandle;
 
-/// An action that the primary asks of the VM's thread.
+/// An action that the primary's loop requests from the VM's thread.
 pub enum VmAction {
-    /// Whether the policy may take epochs.
+    /// Let the policy take epochs (true), or not (false).
     MayCapture(bool),
-    /// Capture an epoch now. With `last` the VM is paused already, and stays paused.
+    /// Capture an epoch now. If `last` is true, the VM is paused already and stays paused.
     Capture { last: bool },
     /// Begin this session with a standby: give up the epoch in flight, and capture a complete one.
     Sync { session: u64 },
     /// Hashes of the pages that the standby of a new session holds already.
     PageHashes { session: u64, first: u64, hashes: Vec<u8> },
-    /// The standby has all up to this one.
+    /// The standby holds all epochs up to this one.
     Acknowledged { epoch: Epoch },
-    /// The standby has nothing after this one.
+    /// The standby holds no epoch after this one: the next epoch includes the pages of later ones.
     Owe { after: Option<Epoch> },
     /// Pause the VM by its monitor.
     Stop,
-    /// Let it run again.
+    /// Let the VM run again.
     Resume,
-    /// A packet is held, the first of its epoch.
+    /// The gate holds the first packet of an epoch.
     Packet,
     /// The encoder has encoded an epoch.
     Report(Box<EncodeReport<SentEpoch>>),
-    /// Give the VM back.
+    /// End the thread and return the VM.
     End,
 }
 
 /// An event that the VM's thread reports to the primary.
 pub enum ProtectedVmEvent {
-    /// This epoch is captured. At the gate, the packets that the guest has sent up to then have
-    /// this number.
+    /// An epoch is captured.
     Captured {
+        /// The number of the epoch.
         epoch: Epoch,
+        /// The number of the gate's cut, before which are the packets that the guest had sent by
+        /// then. `None` if the VM has no network.
         gate: Option<u64>,
+        /// The reason why it was captured.
         reason: &'static str,
     },
+    /// A capture has failed.
     CaptureFailed(Error),
     /// No capture can succeed before [`ProtectedVmEvent::CaptureUnblocked`].
     CaptureBlocked {
+        /// The reason, for users.
         reason: String,
     },
-    /// Captures can succeed again, of the machine as it was described, or of this one.
+    /// Captures can succeed again. If the machine has changed, this is its new description.
     CaptureUnblocked(Option<Box<MachineDescription>>),
     /// The VM is paused, as [`VmAction::Stop`] asked.
     Stopped,
+    /// The VM runs again.
     Resumed,
     /// QEMU has ended.
     Ended(ExitStatus),
@@ -83,95 +89,115 @@ pub enum ProtectedVmEvent {
     EpochDone(Box<EpochReport>),
 }
 
-/// The machine that a standby has to make.
+/// The description of a machine from which a standby starts the same one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MachineDescription {
+    /// The description of the VM.
     pub spec: MachineSpec,
+    /// The RAM blocks of the VM.
     pub ram: RamLayout,
 }
 
-/// An acknowledged epoch as it is shown to users.
+/// The numbers of an acknowledged epoch, as users see them.
 #[derive(Clone, Debug, Default)]
 pub struct EpochReport {
+    /// The number of the epoch. `None` if no epoch was acknowledged yet.
     pub acknowledged: Option<Epoch>,
+    /// The number of pages of the epoch.
     pub pages: u64,
+    /// The number of bytes that were sent.
     pub wire_bytes: u64,
+    /// The number of bytes of the pages before they were encoded.
     pub raw_bytes: u64,
+    /// The length of the pause in nanoseconds.
     pub pause_ns: u64,
+    /// The time from the end of the pause to the acknowledgement, in nanoseconds.
     pub transfer_ns: u64,
+    /// The time since the pause of the epoch before, in nanoseconds.
     pub epoch_ns: u64,
-    /// The reason why it was taken.
+    /// The reason why the epoch was taken.
     pub reason: &'static str,
-    /// The time for which the policy has kept the VM suspended since then, in nanoseconds.
+    /// The time for which the policy has kept the VM suspended since the pause, in nanoseconds.
     pub suspended_ns: u64,
+    /// The estimates of the policy: name and value.
     pub estimates: Vec<(&'static str, f64)>,
 }
 
-/// A VM that is captured into epochs. The loop has no other access to it.
+/// A VM that is captured into epochs. The thread's loop controls the VM only through this trait.
 pub trait ProtectedVm: Send {
-    /// Pauses the VM by its monitor.
+    /// Pauses the VM by a command of its monitor. Error: the VMM does not answer or refuses.
     fn pause(&mut self) -> Result<()>;
-    /// Lets it run again.
+    /// Lets the VM run again. A failure goes to the event sink.
     fn resume(&mut self);
-    /// Reads the monitor's events; how the VM ended, if it has.
+    /// Reads the monitor's events. Returns how the VM ended, if it has. Error: the VM's process
+    /// cannot be queried.
     fn poll_end(&mut self) -> Result<Option<ExitStatus>>;
-    /// Returns the activity of the guest since the newest epoch.
+    /// Returns the activity of the guest since the newest epoch. `now_ns` is the time of
+    /// [`now_ns`].
     fn observe(&mut self, now_ns: u64) -> GuestActivity;
-    /// Captures the VM as epoch `epoch`. Its pages go to the encoder, whose report is a
-    /// [`VmAction::Report`].
+    /// Captures the VM as epoch `epoch`; `reason` is told to users. The pages go to the encoder,
+    /// whose report arrives as [`VmAction::Report`]. Returns the number of the capture and of the
+    /// gate's cut. Errors: [`Error::NotCaptured`]; the machine has changed; the VM or its disks
+    /// cannot be captured.
     fn capture(&mut self, epoch: Epoch, reason: &'static str) -> Result<CapturedEpoch>;
-    /// Books an epoch that was sent or failed. True if it was given up before, so that the report
-    /// says nothing.
+    /// Records the encoder's report about an epoch that was sent or has failed. Returns true if the
+    /// epoch was given up before, so that the report changes nothing.
     fn settle(&mut self, report: EncodeReport<SentEpoch>) -> bool;
-    /// Gives up the epoch of capture `seq`: its pages are owed to the next one. `report` is the
-    /// encoder's report about it, if there is one.
+    /// Gives up the epoch of capture number `seq`: the next epoch includes its pages. `report` is
+    /// the encoder's report about it, if there is one.
     fn give_up(&mut self, seq: u64, report: Option<EncodeReport<SentEpoch>>);
-    /// Fails if the machine is not the one that was described to the standby.
+    /// Checks that the machine is the one that was described to the standby. Errors: it is not; the
+    /// VMM does not describe its machine.
     fn check_machine(&mut self) -> Result<()>;
-    /// Returns why no capture can succeed before [`ProtectedVm::renew`], if that is so.
+    /// Returns the reason why no capture can succeed before [`ProtectedVm::renew`]. Returns `None`
+    /// if captures can succeed.
     fn outdated(&self) -> Option<String>;
-    /// Begins to capture the machine as it is now. Returns its description if it is not the one
-    /// before. An epoch in flight must be given up before.
+    /// Begins to capture the machine as it is now. Returns its description if it differs from the
+    /// one before, and `None` otherwise. The caller has given up an epoch in flight. Errors:
+    /// [`Error::MachineChanged`] if a standby cannot follow the change; the capture cannot begin.
     fn renew(&mut self) -> Result<Option<MachineDescription>>;
     /// Returns the number of pages of RAM and disks.
     fn len_pages(&self) -> u64;
-    /// Makes the next epoch hold all of the VM. `is_blank`: the standby holds only zeros.
+    /// Makes the next epoch hold all of the VM. `is_blank` is true if the standby holds only zeros.
     fn begin_session(&mut self, is_blank: bool);
-    /// Sends the disks as they are now. What changes meanwhile goes with the next epoch.
+    /// Sends the disks as they are now. Blocks that the guest writes during this go with the next
+    /// epoch. Errors: a disk cannot be read; the blocks cannot be sent.
     fn copy_disks(&mut self) -> Result<()>;
 }
 
 /// The activity of the guest since the newest epoch.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GuestActivity {
-    /// The number of pages that it wrote to.
+    /// The number of pages of RAM that the guest wrote.
     pub dirty_pages: u64,
-    /// The packets that the gate holds.
+    /// The number and size of the packets that the gate holds.
     pub held: GateStatus,
-    /// The number of bytes that it wrote to its disks.
+    /// The number of bytes that the guest wrote to its disks.
     pub disk_bytes: u64,
-    /// The number of nanoseconds in which its virtual CPUs ran or waited for a core, since any
-    /// fixed time; `None` if that is unknown.
+    /// The time for which the virtual CPUs ran or waited for a core, in nanoseconds since a fixed
+    /// instant. `None` if that is unknown.
     pub busy_ns: Option<u64>,
 }
 
-/// A capture.
+/// The result of the capture of an epoch.
 #[derive(Clone, Copy, Debug)]
 pub struct CapturedEpoch {
     /// The number of the capture.
     pub seq: u64,
-    /// The gate's cut at the pause; `None` if the VM has no network.
+    /// The number of the gate's cut at the pause. `None` if the VM has no network.
     pub gate: Option<u64>,
 }
 
-/// The thread's handle.
+/// The handle to the thread that captures the VM.
 pub struct VmThread {
+    /// The sender of actions for the thread.
     pub actions: Sender<VmAction>,
     thread: JoinHandle<CapturedMachines>,
 }
 
 impl VmThread {
-    /// Starts the thread, for a VM that runs.
+    /// Starts the thread for a VM that runs. The thread passes its events to `events`. Error: the
+    /// thread cannot be started.
     pub fn start(
         parts: VmParts,
         events: impl Fn(ProtectedVmEvent) + Send + 'static,
@@ -200,7 +226,7 @@ impl VmThread {
         Ok(Self { actions, thread })
     }
 
-    /// Ends the thread and gives the VM back.
+    /// Ends the thread and returns the VM. Error: [`Error::VmThreadPanicked`].
     pub fn end(self) -> Result<Machines> {
         let _ = self.actions.send(VmAction::End);
         let vm = self.thread.join().map_err(|_| Error::VmThreadPanicked)?;

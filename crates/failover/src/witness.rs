@@ -21,7 +21,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// The answer to a question. A question without an answer may have been granted.
+/// The answer of the witness to a request. Without an answer the witness may still have granted the
+/// request.
 pub enum WitnessAnswer {
     /// The witness has answered.
     Answered(WitnessReply),
@@ -40,7 +41,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const STATE: &str = "witness.state";
 const STATE_BYTES_MAX: u64 = 16 << 20;
 
-/// Sends `request` to the witness at `address`, and waits for its answer.
+/// Sends `request` to the witness at `address`, waits for its answer, and returns it. Returns
+/// [`WitnessAnswer::Lost`] if the connection fails.
 pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> WitnessAnswer {
     let Ok(channel) = party.connect(address, TIMEOUT) else {
         return WitnessAnswer::Lost { sent: false };
@@ -57,7 +59,7 @@ pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> Witne
     }
 }
 
-/// A witness that keeps its state in a directory.
+/// A witness, which keeps its state in a directory.
 pub struct WitnessServer {
     state: Mutex<Witness>,
     folder: PathBuf,
@@ -66,7 +68,7 @@ pub struct WitnessServer {
 }
 
 impl WitnessServer {
-    /// Makes a witness that keeps its state in the directory `folder`, and reads that state.
+    /// Opens a witness that keeps its state in the directory `folder`, and reads that state.
     /// `events` receives its errors. Errors: the directory cannot be used; its state is damaged.
     pub fn open(folder: &Path, party: Party, events: SharedFailoverEventSink) -> Result<Self> {
         let path = folder.join(STATE);
@@ -84,13 +86,13 @@ impl WitnessServer {
         Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party, events })
     }
 
-    /// Returns the number of VMs that it knows.
+    /// Returns the number of protected VMs that the witness knows.
     pub fn groups(&self) -> usize {
         self.state.lock().ignore_poison().groups().count()
     }
 
-    /// Answers the requests that arrive at `listener` until `stop` is set. Error: a connection
-    /// cannot be accepted.
+    /// Answers the requests that arrive at `listener` until `stop` is set. Error: `listener` cannot
+    /// be used.
     pub fn serve(self: &Arc<Self>, listener: &TcpListener, stop: &AtomicBool) -> Result<()> {
         let clients = Arc::new(AtomicUsize::new(0));
         listener.set_nonblocking(true).map_err(|e| Error::io("listen", e))?;

@@ -7,7 +7,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
-/// A message of the other end, without acknowledgements.
+/// A message from the other end of a connection. Acknowledgements are not among them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum GdbMessage {
     /// A packet's payload.

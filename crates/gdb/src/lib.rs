@@ -21,7 +21,7 @@ pub use request::{Breakpoint, GdbRequest, StopReply};
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of a connection.
+/// An error of a connection to GDB or to a gdbstub.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The connection broke.

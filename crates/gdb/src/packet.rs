@@ -1,11 +1,11 @@
 //! Packet framing: `$payload#checksum`, the acknowledgements `+` and `-`, and a byte 3 that asks to
 //! stop the target.
 
-/// The longest packet that is accepted, in bytes.
+/// The largest number of bytes of a packet that is accepted.
 pub const PACKET_BYTES_MAX: usize = 1 << 20;
 const INTERRUPT: u8 = 3;
 
-/// An element of the byte stream.
+/// An element of the byte stream of GDB's remote protocol.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum DecodedItem {
     /// The payload of a packet. Its escape sequences are not decoded.

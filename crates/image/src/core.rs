@@ -26,7 +26,8 @@ const PRSTATUS_REGISTERS: usize = 112;
 const QEMU_BYTES: u32 = 440;
 const QEMU_VERSION: u32 = 1;
 
-/// Returns the head, a whole number of pages, and the file offset of each extent.
+/// Returns the bytes before the memory in a core file (ELF header and notes, padded to a whole
+/// number of pages), and the offset in the file of each extent's memory, in bytes.
 pub fn head(extents: &[GuestExtent], cpus: &[CpuRegisters]) -> (Vec<u8>, Vec<u64>) {
     let notes = notes(cpus);
     let notes_at = ELF_BYTES + PROGRAM_BYTES * (1 + extents.len() as u64);

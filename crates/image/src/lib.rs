@@ -1,5 +1,5 @@
-//! A checkpoint's RAM as the guest sees it: raw images and core files whose bytes are made when they
-//! are read.
+//! A checkpoint's RAM as the guest sees it: raw images and core files whose bytes are made when
+//! they are read.
 //!
 //! ```text
 //!   RamLayout + GuestRegions + PAM ──▶ GuestView ──┬─ Image::raw ──▶ ram.raw    byte = guest-physical address

@@ -24,7 +24,7 @@ const SHADOW_END: u64 = 0x10_0000;
 /// RAM of up to this size lies at address 0 in one piece, on every supported machine.
 const FLAT_BYTES_MAX: u64 = 0x8000_0000;
 
-/// Pages at adjacent guest-physical addresses.
+/// Consecutive pages at adjacent guest-physical addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GuestExtent {
     /// The guest-physical address of the first page.
@@ -74,8 +74,11 @@ impl GuestView {
         Ok(Self { extents: merged(extents) })
     }
 
-    /// Returns the map of a machine that did not report it, if `machine_type` and `line` imply it:
-    /// main RAM must be one block of less than 2 GiB. Error: [`Error::NoMap`] for another machine.
+    /// Returns the guest map of a machine whose checkpoint does not have one. This is possible if
+    /// the machine type is known and main RAM is one block of less than 2 GiB, so that it begins at
+    /// address 0. `line` has the words of the VM's command line.
+    ///
+    /// Error: [`Error::NoMap`] for another machine.
     pub fn flat_map(
         layout: &RamLayout,
         machine_type: &str,

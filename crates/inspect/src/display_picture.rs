@@ -13,7 +13,7 @@ use std::ops::Range;
 /// The ends of the names of displays' RAM blocks.
 const DISPLAY_BLOCKS: [&str; 2] = ["vga.vram", "bochs-display-vram"];
 
-/// The reason why there is no picture.
+/// The reason why there is no picture of a VM's display.
 pub enum NoPicture {
     /// The VM has no display.
     NoDisplay,

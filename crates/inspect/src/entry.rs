@@ -200,7 +200,7 @@ impl DiskSums {
     }
 }
 
-/// Reads a phase of an entry's pause, in nanoseconds.
+/// A function that reads one phase of an entry's pause, in nanoseconds.
 pub type PhaseOf = fn(&Entry) -> u64;
 /// The name of each step of a pause, in their order, and `pause` for the whole pause, each with a
 /// function that reads it from an entry.

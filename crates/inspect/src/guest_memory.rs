@@ -49,7 +49,8 @@ impl<'a> StoredPages<'a> {
         Self { loaded, first: guest.first, failed: Mutex::default() }
     }
 
-    /// Takes the store's error of the last read that failed; `None` if there is none.
+    /// Returns the store's error of the last read that failed, and forgets it. Returns `None` if
+    /// there is none.
     pub fn failed(&self) -> Option<keyframe_store::Error> {
         self.failed.lock().ok().and_then(|mut failed| failed.take())
     }

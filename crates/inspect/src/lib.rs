@@ -1,5 +1,5 @@
-//! The contents of a checkpoint: its entry in listings, the RAM of its VMs as images, pictures of their
-//! displays.
+//! The contents of a checkpoint: its entry in listings, the RAM of its VMs as images, pictures of
+//! their displays.
 
 pub mod display_picture;
 pub mod entry;

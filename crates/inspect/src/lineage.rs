@@ -7,8 +7,8 @@
 //!   └─ 7-9  web-1   3 checkpoints           a clone of 4, or the run after a rollback to 4
 //! ```
 //!
-//! Invariant: every checkpoint is in the tree once. A checkpoint whose parent is not listed is a root.
-//! A parent is always older, so there are no circles.
+//! Invariant: every checkpoint is in the tree once. A checkpoint whose parent is not listed is a
+//! root. A parent is always older, so there are no circles.
 
 use crate::entry::Entry;
 use std::collections::{BTreeMap, HashMap};

@@ -40,7 +40,8 @@ pub fn features_needed() -> u64 {
     FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
 
-/// The userfaultfd features that watching first writes needs, in the same form.
+/// The userfaultfd features that watching first writes needs: the bit, its name, and the kernel
+/// version that introduced it.
 pub const FAULT_FEATURES_NEEDED: [(u64, &str, &str); 4] = [
     (FEATURE_EVENT_REMOVE, "EVENT_REMOVE", "4.11"),
     (FEATURE_PAGEFAULT_FLAG_WP, "PAGEFAULT_FLAG_WP", "5.7"),
@@ -53,7 +54,7 @@ pub fn fault_features_needed() -> u64 {
     FAULT_FEATURES_NEEDED.iter().fold(0, |all, (bit, ..)| all | bit)
 }
 
-/// Missing pages of shared memory.
+/// The feature of userfaultfd that handles missing pages of shared memory.
 pub const FEATURE_MISSING_SHMEM: u64 = 1 << 5;
 
 pub const REGISTER_MODE_MISSING: u64 = 1;
@@ -114,7 +115,7 @@ struct UffdZeroPage {
 
 const WRITEPROTECT_MODE_WP: u64 = 1;
 
-/// Bytes in a message of userfaultfd.
+/// The number of bytes of a message of userfaultfd.
 pub const MESSAGE_BYTES: usize = 32;
 const EVENT_PAGEFAULT: u8 = 0x12;
 const EVENT_REMOVE: u8 = 0x15;
@@ -179,7 +180,7 @@ pub struct ScanArg {
     pub return_mask: u64,
 }
 
-/// One answer of `PAGEMAP_SCAN`: addresses `start..end` are of the categories asked for.
+/// One answer of `PAGEMAP_SCAN`: the pages at the addresses `start..end` have these categories.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageRegion {
@@ -225,7 +226,8 @@ const _: () = assert!(UFFDIO_COPY as u32 == 0xC028_AA03 && UFFDIO_ZEROPAGE as u3
 const _: () =
     assert!(UFFDIO_UNREGISTER as u32 == 0x8010_AA01 && PAGEMAP_SCAN as u32 == 0xC060_6610);
 
-/// Calls `UFFDIO_API` with the wanted `features`. Returns the features that the kernel has.
+/// Calls `UFFDIO_API` with the wanted `features`. Returns the features that the kernel has. Error:
+/// that of the call.
 pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     let mut api = UffdApi { api: UFFD_API, features, ioctls: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_API reads and writes one `uffdio_api`,
@@ -234,13 +236,14 @@ pub fn uffd_api(uffd: BorrowedFd<'_>, features: u64) -> io::Result<u64> {
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(api.features) }
 }
 
-/// Calls `UFFDIO_REGISTER` for write protection.
+/// Calls `UFFDIO_REGISTER` for write protection of `len_bytes` bytes from `start` on. Error: that
+/// of the call.
 pub fn uffd_register(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_WP)
 }
 
-/// Calls `UFFDIO_REGISTER` for missing pages: from now on a thread that touches one waits until the
-/// page is placed.
+/// Calls `UFFDIO_REGISTER` for missing pages in `len_bytes` bytes from `start` on: from now on a
+/// thread that touches one waits until the page is placed. Error: that of the call.
 pub fn uffd_register_missing(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_register_as(uffd, start, len_bytes, REGISTER_MODE_MISSING)
 }
@@ -257,8 +260,9 @@ fn uffd_register_as(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64, mode: u64)
 }
 
 /// Calls `UFFDIO_COPY`: places `content` (whole pages) from `start` on, where no page is yet, and
-/// wakes the threads that wait there. Returns the number of bytes placed before the first page that
-/// was present (`EEXIST` if that is the first page), or before the kernel was interrupted.
+/// wakes the threads that wait there. Returns the number of bytes that were placed before the first
+/// page that was present, or before the kernel was interrupted. Errors: `EEXIST` if the first page
+/// is present; those of the call.
 pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result<u64> {
     let (src, len_bytes) = (content.as_ptr() as u64, content.len() as u64);
     let mut copy = UffdCopy { dst: start, src, len_bytes, mode: 0, done: 0 };
@@ -270,7 +274,8 @@ pub fn uffd_copy(uffd: BorrowedFd<'_>, start: u64, content: &[u8]) -> io::Result
     placed(code, copy.done)
 }
 
-/// Calls `UFFDIO_ZEROPAGE`: places zeros as [`uffd_copy`] places content.
+/// Calls `UFFDIO_ZEROPAGE`: places `len_bytes` bytes of zeros from `start` on, as [`uffd_copy`]
+/// places content. Returns the number of bytes placed. Errors: those of [`uffd_copy`].
 pub fn uffd_zero(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<u64> {
     let mut zero = UffdZeroPage { range: UffdRange { start, len_bytes }, mode: 0, done: 0 };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_ZEROPAGE reads and writes one
@@ -289,8 +294,8 @@ fn placed(code: libc::c_int, done: i64) -> io::Result<u64> {
     }
 }
 
-/// Calls `UFFDIO_UNREGISTER`: protection ends, content stays. It does not wake threads that wait to
-/// write there.
+/// Calls `UFFDIO_UNREGISTER` for `len_bytes` bytes from `start` on: protection ends, content stays.
+/// It does not wake threads that wait to write there. Error: that of the call.
 pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_UNREGISTER reads one `uffdio_range`,
@@ -299,14 +304,14 @@ pub fn uffd_unregister(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Calls `UFFDIO_WRITEPROTECT`: protects every page of the range, with a marker if there is no
-/// page.
+/// Calls `UFFDIO_WRITEPROTECT`: protects every page of the `len_bytes` bytes from `start` on, with
+/// a marker if there is no page. Error: that of the call.
 pub fn uffd_write_protect(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_set_protection(uffd, start, len_bytes, WRITEPROTECT_MODE_WP)
 }
 
-/// Calls `UFFDIO_WRITEPROTECT`: removes the protection of every page of the range, and wakes the
-/// threads that wait to write there.
+/// Calls `UFFDIO_WRITEPROTECT`: removes the protection of every page of the `len_bytes` bytes from
+/// `start` on, and wakes the threads that wait to write there. Error: that of the call.
 pub fn uffd_remove_protection(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     uffd_set_protection(uffd, start, len_bytes, 0)
 }
@@ -324,7 +329,8 @@ fn uffd_set_protection(
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Calls `UFFDIO_WAKE`: threads that wait in the range try their access again.
+/// Calls `UFFDIO_WAKE`: threads that wait in the `len_bytes` bytes from `start` on try their access
+/// again. Error: that of the call.
 pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result<()> {
     let mut range = UffdRange { start, len_bytes };
     // SAFETY: the descriptor is open while borrowed; UFFDIO_WAKE reads one `uffdio_range`, which
@@ -333,8 +339,8 @@ pub fn uffd_wake(uffd: BorrowedFd<'_>, start: u64, len_bytes: u64) -> io::Result
     if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Returns the end of the mapping that holds `address`; `None` if none does. `maps` is an open
-/// `/proc/PID/maps`. The call came with Linux 6.11: `Unsupported` before.
+/// Returns the end of the mapping that holds `address`. Returns `None` if none does. `maps` is an
+/// open `/proc/PID/maps`. Errors: `Unsupported` before Linux 6.11; that of the call.
 pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>> {
     let mut query =
         MapQuery { size: size_of::<MapQuery>() as u64, query_addr: address, ..MapQuery::default() };
@@ -354,7 +360,7 @@ pub fn mapping_end(maps: BorrowedFd<'_>, address: u64) -> io::Result<Option<u64>
 }
 
 /// Calls `PAGEMAP_SCAN`: fills `out` from its start. Returns the number of entries and the address
-/// at which the walk ended. Sets `arg.size`, `arg.vec` and `arg.vec_len`.
+/// at which the walk ended. Sets `arg.size`, `arg.vec` and `arg.vec_len`. Error: that of the call.
 pub fn pagemap_scan(
     pagemap: BorrowedFd<'_>,
     arg: ScanArg,

@@ -21,17 +21,20 @@
 //! are written back at the end.
 //!
 //! Invariants:
-//! 1. No signal is lost: all that can be blocked wait, blocked, until the mask is restored; SIGSTOP is sent again.
-//! 2. Whatever fails, registers and mask are restored and the process runs on (`Hijack`'s `Drop`); every wait is bounded.
-//! 3. The whole session runs on a thread of its own. Where even restoring fails, that thread's end makes the kernel detach.
-//! 4. Wherever the kernel detaches, because we are killed (SIGKILL, out of memory) or for any other reason, the thread gives
-//!    itself back. What can stay behind is one descriptor, on which nothing was asked, and a SIGSTOP
-//!    that came meanwhile and had no effect. Not so in a process without the code for it
-//!    ([`InjectedUserfaultfd::guarded`]).
+//! 1. No signal is lost: all that can be blocked wait, blocked, until the mask is restored; SIGSTOP
+//!    is sent again.
+//! 2. Whatever fails, registers and mask are restored and the process runs on (`Hijack`'s `Drop`);
+//!    every wait is bounded.
+//! 3. The whole session runs on a thread of its own. Where even restoring fails, that thread's end
+//!    makes the kernel detach.
+//! 4. Wherever the kernel detaches, because we are killed (SIGKILL, out of memory) or for any other
+//!    reason, the thread gives itself back. What can stay behind is one descriptor, on which
+//!    nothing was asked, and a SIGSTOP that came meanwhile and had no effect. Not so in a process
+//!    without the code for it ([`InjectedUserfaultfd::guarded`]).
 //!
-//! 5. A session that ends as planned leaves the memory below the stack as it found it. No correct program reads that memory,
-//!    but QEMU 7.2 does: a microvm's firmware reads the head of an ELF kernel from a buffer that
-//!    was on QEMU's stack, through a pointer that outlived the call.
+//! 5. A session that ends as planned leaves the memory below the stack as it found it. No correct
+//!    program reads that memory, but QEMU 7.2 does: a microvm's firmware reads the head of an ELF
+//!    kernel from a buffer that was on QEMU's stack, through a pointer that outlived the call.
 //!
 //! Left out: attaching to another thread than the main one; code in a restartable sequence (rseq)
 //! at the moment of the stop, which QEMU's main thread does not use; a seccomp filter that kills
@@ -69,10 +72,11 @@ pub struct InjectedUserfaultfd {
     /// The time for which the process's main thread was stopped, in nanoseconds.
     pub stopped_ns: u64,
     /// True if the process may only have a userfaultfd for user-mode faults. Asynchronous write
-    /// protection tracks writes by the kernel all the same.
+    /// protection also tracks writes by the kernel then.
     pub user_mode_only: bool,
-    /// True if the process would have run on unchanged if we had been killed at any instant. False
-    /// if its code has no `syscall; ret` and no signal return, or if it uses a shadow stack.
+    /// True if the process would have run on unchanged if this process had been killed at any
+    /// instant of the injection. False if its code has no `syscall; ret` and no signal return, or
+    /// if it uses a shadow stack.
     pub guarded: bool,
 }
 
@@ -80,7 +84,7 @@ pub struct InjectedUserfaultfd {
 ///
 /// If the process is a child of this one, no thread here may be in `waitpid` for it meanwhile
 /// without `__WNOTHREAD`: that call would return the stops. Waiting by pidfd or `waitid(WEXITED)`
-/// is safe.
+/// is safe. Returns the descriptor and how the process was stopped.
 ///
 /// Errors: no permission to trace it; another tracer ([`Error::Traced`]); the call failed in it
 /// ([`Error::Injected`]); it does not stop within 2 s, or exits. After an error the process runs

@@ -1,5 +1,5 @@
-//! Finds the pages of a process that were written since the last drain, and calls a hook before each
-//! first write: synchronous write protection, on which copy-on-write is built.
+//! Finds the pages of a process that were written since the last drain, and calls a hook before
+//! each first write: synchronous write protection, on which copy-on-write is built.
 //!
 //! ```text
 //!              register                     drain
@@ -10,9 +10,9 @@
 //! ```
 //!
 //! The first write to a protected page stops the writing thread. The kernel notifies the handler
-//! (`handler.rs`, a thread of its own), which calls the hook and removes the protection, which wakes
-//! the writer. The page tables are the only log: a page without protection counts as written. One
-//! drain is:
+//! (`handler.rs`, a thread of its own), which calls the hook and removes the protection, which
+//! wakes the writer. The page tables are the only log: a page without protection counts as written.
+//! One drain is:
 //!
 //! ```text
 //!   A  written    not protected (PAGEMAP_SCAN), or never drained, or discarded
@@ -21,23 +21,25 @@
 //! ```
 //!
 //! The kernel announces a discard of memory (`MADV_DONTNEED`, `MADV_FREE`, `MADV_REMOVE`;
-//! `UFFD_FEATURE_EVENT_REMOVE`). The discarding thread waits only until the handler has received the
-//! event, and discards some time later. So the hook learns of the discard, but cannot copy the pages
-//! first. Private anonymous memory then loses its protection, which every later drain sees. Other
-//! memory keeps its protection: every later drain reports the pages that were once discarded there.
+//! `UFFD_FEATURE_EVENT_REMOVE`). The discarding thread waits only until the handler has received
+//! the event, and discards some time later. So the hook learns of the discard, but cannot copy the
+//! pages first. Private anonymous memory then loses its protection, which every later drain sees.
+//! Other memory keeps its protection: every later drain reports the pages that were once discarded
+//! there.
 //!
 //! Invariants:
-//! 1. A drain protects a page only if it reports the page, or if the page is protected already. It protects a stretch
-//!    with protected pages in one call only while no page can lose its protection unseen: it holds
-//!    the lock that the handler needs to remove a protection, and nothing was ever discarded.
-//! 2. The hook is called for a page before the first write since the page's last drain. It is not called for pages that
-//!    were written already.
-//! 3. A thread of the process waits for this process only as long as the hook takes. If the handler fails, it ends the
-//!    tracking, which wakes all threads. So does a drop of the tracker, and the kernel does it if
-//!    this process dies.
+//! 1. A drain protects a page only if it reports the page, or if the page is protected already. It
+//!    protects a stretch with protected pages in one call only while no page can lose its
+//!    protection unseen: it holds the lock that the handler needs to remove a protection, and
+//!    nothing was ever discarded.
+//! 2. The hook is called for a page before the first write since the page's last drain. It is not
+//!    called for pages that were written already.
+//! 3. A thread of the process waits for this process only as long as the hook takes. If the handler
+//!    fails, it ends the tracking, which wakes all threads. So does a drop of the tracker, and the
+//!    kernel does it if this process dies.
 //!
-//! A merge of equal pages (KSM) removes their protection. A range for which merging is on is refused
-//! at its registration. [`FaultTracker::pages_with_lost_protection`] finds later merges.
+//! A merge of equal pages (KSM) removes their protection. A range for which merging is on is
+//! refused at its registration. [`FaultTracker::pages_with_lost_protection`] finds later merges.
 //!
 //! To freeze a copy: stop the process, set the hook, drain, and let the process continue. The hook
 //! receives each page with its frozen content. (If the drain came before the stop, a fault from
@@ -89,9 +91,9 @@ pub enum MemoryEvent {
     Discard(HostRange),
 }
 
-/// Called on the handler's thread for each event; the writing thread waits until it returns. It may
-/// read the process's memory; it must not call the tracker. A page can come more than once while it
-/// is unchanged.
+/// The function that the handler's thread calls for each event. The thread of the process that
+/// writes waits until it returns. It may read the process's memory; it must not call the tracker. A
+/// page can come more than once while it is unchanged.
 pub type MemoryEventHook = Arc<dyn Fn(MemoryEvent) + Send + Sync>;
 
 /// Tracks first writes to registered ranges of one process. Dropping it ends the tracking and
@@ -137,8 +139,8 @@ impl FaultTracker {
         Ok(Self { shared, pagemap, scratch, registered: Vec::new(), _handler: handler })
     }
 
-    /// Sets the function that runs before each first write, or none. When this returns, the former
-    /// function is not running.
+    /// Sets the function that runs before each first write. `None` removes it. When this returns,
+    /// the former function is not running.
     pub fn set_hook(&self, hook: Option<MemoryEventHook>) {
         self.shared.lock().hook = hook;
     }
@@ -212,6 +214,7 @@ impl FaultTracker {
     /// Appends to `out` the pages of `range` that were written or discarded since its last drain,
     /// rising and without overlap, and protects them again. The first drain of a range reports all
     /// of it. Read the pages afterwards: a page that is written meanwhile is reported again.
+    /// Returns the statistics of the scan.
     ///
     /// Errors: after [`Error::ScanBroken`], also if the handler has failed, all of `range` counts
     /// as written. After [`Error::Gone`] or any other error nothing was done. Errors leave `out`

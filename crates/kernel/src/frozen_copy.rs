@@ -12,21 +12,22 @@
 //! this flag for the time of the clone, and sets it again where it was set.
 //!
 //! Invariants:
-//! 1. The child executes no code of the target: it is traced from its birth and stopped before its first instruction. It
-//!    makes one system call, through the vdso. A child that was released would die at once, because
-//!    it has no stack (see `Hijack::call_clone`).
-//! 2. The child holds only memory: it shares the table of open files at its birth and then leaves it
-//!    (`CLOSE_RANGE_UNSHARE`), so it keeps no socket, lock or disk of the target open.
-//! 3. The child ends with the snapshot. It also ends with the thread that traces it (`PTRACE_O_EXITKILL`).
-//! 4. The target does not notice the child: its end sends no signal, and a plain `wait` does not return it. When the
-//!    snapshot is dropped, it has the target reap the child. If Keyframe dies first, a zombie stays
-//!    until the next snapshot or the target's end. If Keyframe dies during the fork, the target
-//!    continues as after any attachment (see `attach`). Its memory may then lack `MADV_DONTFORK`, so
-//!    that a later fork of QEMU itself costs more.
+//! 1. The child executes no code of the target: it is traced from its birth and stopped before its
+//!    first instruction. It makes one system call, through the vdso. A child that was released
+//!    would die at once, because it has no stack (see `Hijack::call_clone`).
+//! 2. The child holds only memory: it shares the table of open files at its birth and then leaves
+//!    it (`CLOSE_RANGE_UNSHARE`), so it keeps no socket, lock or disk of the target open.
+//! 3. The child ends with the snapshot. It also ends with the thread that traces it
+//!    (`PTRACE_O_EXITKILL`).
+//! 4. The target does not notice the child: its end sends no signal, and a plain `wait` does not
+//!    return it. When the snapshot is dropped, it has the target reap the child. If Keyframe dies
+//!    first, a zombie stays until the next snapshot or the target's end. If Keyframe dies during
+//!    the fork, the target continues as after any attachment (see `attach`). Its memory may then
+//!    lack `MADV_DONTFORK`, so that a later fork of QEMU itself costs more.
 //!
 //! The copy is of one instant only if the target does not run. This module stops only the main
-//! thread, so the caller pauses the VM first. As long as the snapshot exists, each first write of the
-//! target copies a page.
+//! thread, so the caller pauses the VM first. As long as the snapshot exists, each first write of
+//! the target copies a page.
 //!
 //! Refused: shared memory (both sides would see each other's writes), pages of hugetlbfs (when
 //! their pool is empty, the kernel takes them away from the child), memory that is wiped or not
@@ -84,9 +85,9 @@ pub struct ForkPlan {
 }
 
 impl ForkPlan {
-    /// Checks that a fork freezes `ranges` of the memory of `process`: whole pages of private
-    /// memory. The plan is valid until the process maps memory anew there. Takes some milliseconds
-    /// for each GiB.
+    /// Creates the plan, after a check that a fork freezes `ranges` of the memory of `process`:
+    /// whole pages of private memory. The plan is valid until the process maps memory anew there.
+    /// Takes some milliseconds for each GiB.
     ///
     /// Errors: memory that a fork does not freeze ([`Error::NotForkable`]); a process under seccomp
     /// ([`Error::Seccomp`]).
@@ -95,10 +96,10 @@ impl ForkPlan {
         Ok(Self { target: process.try_clone()?, gadgets: Gadgets::find(process)?, hidden })
     }
 
-    /// Freezes a copy of the ranges, and of all other memory that a child inherits. The caller
-    /// makes sure that no thread of the process writes there meanwhile; otherwise the copy is not
-    /// of one instant. As with [`crate::attach::inject_userfaultfd`], no thread here may be in
-    /// `waitpid` for the process.
+    /// Freezes a copy of the ranges, and of all other memory that a child inherits, and returns it.
+    /// The caller makes sure that no thread of the process writes there meanwhile; otherwise the
+    /// copy is not of one instant. As with [`crate::attach::inject_userfaultfd`], no thread here
+    /// may be in `waitpid` for the process.
     ///
     /// Errors: a process under seccomp by now ([`Error::Seccomp`]); the fork fails in the process
     /// ([`Error::Injected`], mostly for lack of memory); all errors of attaching. The process runs
@@ -171,7 +172,8 @@ impl FrozenCopy {
 
 impl Drop for FrozenCopy {
     fn drop(&mut self) {
-        // A drop cannot report an error. What can be left is a zombie, which the next snapshot reaps.
+        // A drop cannot report an error. What can be left is a zombie, which the next snapshot
+        // reaps.
         let _ = self.finish();
     }
 }

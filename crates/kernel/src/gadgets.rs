@@ -7,9 +7,10 @@
 //! ```
 //!
 //! Each C library has both, in a shared library or in the program itself: the kernel demands the
-//! second from every program that handles signals. The bytes need not begin an instruction of the code they are
-//! found in. Where one is missing, or the process has a shadow stack, calls are made through the
-//! vdso, as they can be in any process; then there is no way back but ours. See [`crate::signal_frame`].
+//! second from every program that handles signals. The bytes need not begin an instruction of the
+//! code they are found in. Where one is missing, or the process has a shadow stack, calls are made
+//! through the vdso, as they can be in any process; then there is no way back but ours. See
+//! [`crate::signal_frame`].
 //!
 //! Left out: code that only we would need, written into the process.
 
@@ -33,14 +34,15 @@ const SIGRETURN: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05
 /// Addresses in the code of a process, which stay right until it unmaps that code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Gadgets {
-    /// The address of a `syscall` instruction. A `ret` follows it if the process has a way back.
+    /// The address of a `syscall` instruction. A `ret` follows it if the process offers a way back.
     pub call: u64,
-    /// Code that returns from a signal.
+    /// The address of code that returns from a signal handler. `None` if there is none.
     pub sigreturn: Option<u64>,
 }
 
 impl Gadgets {
-    /// Finds the gadgets of `process`. Takes a millisecond for each MiB of its C library.
+    /// Finds the gadgets of `process`. Takes a millisecond for each MiB of its C library. Errors:
+    /// the memory of the process cannot be read; its vDSO has no gadget.
     pub fn find(process: &Process) -> Result<Self> {
         let maps = maps_with_vdso(process)?;
         if !has_shadow_stack(process)?
@@ -142,8 +144,8 @@ fn address_of(gadget: &[u8], range: HostRange, code: &[u8]) -> Option<u64> {
 
 #[cfg(test)]
 impl Gadgets {
-    /// Finds the gadgets of a process that has no way back from a signal handler: those of its
-    /// vDSO.
+    /// Finds gadgets in the vDSO of a process that offers no way back from a signal handler.
+    /// Errors: those of [`Self::find`].
     pub fn without_way_back(process: &Process) -> Result<Self> {
         Self::in_vdso(process, &maps_with_vdso(process)?)
     }

@@ -92,7 +92,8 @@ fn no(detail: impl Into<Why>, fix: &str) -> Tried {
     Err((detail.into().0, Some(fix.to_owned())))
 }
 
-/// Probes all features. Takes some milliseconds and starts one short-lived child.
+/// Probes all features and returns the result. Takes some milliseconds and starts one short-lived
+/// child.
 pub fn probe() -> HostFeatures {
     let mut items = vec![HostFeature::of("kernel", false, Ok(kernel_version()))];
     items.push(HostFeature::of("userfaultfd", true, userfaultfd()));

@@ -22,7 +22,7 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-/// The most queues of one tap.
+/// The largest number of queues of one tap.
 pub const QUEUES_MAX: usize = 64;
 const IFF_TAP: libc::c_short = 0x0002;
 const IFF_MULTI_QUEUE: libc::c_short = 0x0100;

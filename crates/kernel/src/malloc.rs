@@ -11,7 +11,8 @@ const BLOCK_BYTES_MAX: libc::c_int = 32 << 20;
 #[cfg(target_env = "gnu")]
 const FREE_BYTES_MAX: libc::c_int = 512 << 20;
 
-/// Makes this process keep freed memory. Returns false if the C library has no such setting.
+/// Makes this process keep freed memory instead of returning it to the kernel. Returns false if the
+/// C library has no such setting.
 #[cfg(target_env = "gnu")]
 pub fn keep_freed_memory() -> bool {
     let set = |parameter, value| {

@@ -28,7 +28,7 @@ use data_extents::File;
 use keyframe_units::HostRange;
 use shared_mapping::SharedMapping;
 
-/// The method that reads a part of a region.
+/// The method that reads a part of a process's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadMethod {
     /// Through a mapping of the same memory in this process.
@@ -152,7 +152,7 @@ impl GuestReader {
         Ok(parts.map_while(move |part| Some((part, intersection(part.range, range)?))))
     }
 
-    /// Returns how each part of the regions is read, by rising address.
+    /// Returns each part of the regions with the method that reads it, by rising address.
     pub fn methods(&self) -> Vec<(HostRange, ReadMethod)> {
         let method = |part: &Part| {
             if part.window.is_some() { ReadMethod::OwnMapping } else { ReadMethod::ProcessVm }

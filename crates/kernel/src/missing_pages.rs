@@ -99,8 +99,8 @@ impl MissingPages {
     }
 
     /// Makes all registered pages missing, also those that the process has touched before. Only for
-    /// private memory without a file: elsewhere the pages come back from the file. Error: the process
-    /// cannot be made to discard them.
+    /// private memory without a file: elsewhere the pages come back from the file. Error: the
+    /// process cannot be made to discard them.
     pub fn discard(&self) -> Result<()> {
         for range in &self.registered {
             let mut at = range.start.0;
@@ -178,7 +178,8 @@ impl MissingPages {
         })
     }
 
-    /// Places pages of zeros. See [`Self::place`]. Errors: those of [`Self::place`].
+    /// Places pages of zeros in `range`, as [`Self::place`] places content. Returns the number of
+    /// pages placed. Errors: those of [`Self::place`].
     pub fn place_zeros(&self, range: HostRange) -> Result<u64> {
         self.place_by(range.start, range.len_bytes, &mut |at, from| {
             abi::uffd_zero(self.uffd.as_fd(), at, range.len_bytes - from)
@@ -243,7 +244,8 @@ impl MissingPages {
         self.process.is_alive()
     }
 
-    /// Kills the process, for a page that cannot be had. Error: the kernel refuses.
+    /// Kills the process, because a page that it needs cannot be provided. Error: the kernel
+    /// refuses.
     pub fn end_process(&self) -> Result<()> {
         match pidfd_send_signal(self.process.pidfd(), Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
@@ -272,10 +274,12 @@ impl MissingPages {
         Ok(())
     }
 
-    /// Leaves a complete process to itself: closes its descriptor and takes back the death signal.
+    /// Ends the link between a complete process and this one: closes its descriptor and removes its
+    /// death signal.
     ///
     /// As with [`crate::attach::inject_userfaultfd`], no thread here may be in `waitpid` for the
-    /// process meanwhile. After an error the memory of the process is complete all the same.
+    /// process meanwhile. Errors: those of [`crate::attach::inject_userfaultfd`]; the memory of the
+    /// process is complete all the same.
     pub fn release(&self) -> Result<()> {
         in_session(&self.process, |hijack| {
             hijack.call_with("close", libc::SYS_close, [self.theirs, 0, 0, 0, 0])?;

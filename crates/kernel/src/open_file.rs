@@ -28,8 +28,8 @@ impl OpenFile {
         found.next().map(|number| Self { pid, number })
     }
 
-    /// Returns the offset of the next read, in bytes. A buffered reader is ahead by the bytes in
-    /// its buffer.
+    /// Returns the offset of the next read, in bytes. A reader with a buffer has read ahead of what
+    /// it uses. Returns `None` if the kernel does not tell.
     pub fn offset(self) -> Option<u64> {
         let text =
             std::fs::read_to_string(format!("/proc/{}/fdinfo/{}", self.pid, self.number)).ok()?;

@@ -48,14 +48,14 @@ pub(crate) struct PagemapQuery {
 }
 
 impl PagemapQuery {
-    /// Written pages, none-entries included.
+    /// Finds written pages, empty entries included.
     pub const WRITTEN: Self =
         Self { flags: 0, inverted: 0, mask: abi::PAGE_WRITTEN, any_of: 0, give: abi::PAGE_WRITTEN };
-    /// Written pages, with whether a page is present or on swap. Not every kernel reports all empty
-    /// entries as written.
+    /// Finds written pages, and tells whether a page is present or on swap. Not every kernel
+    /// reports all empty entries as written.
     pub const WRITTEN_AND_KIND: Self =
         Self { give: abi::PAGE_WRITTEN | abi::PAGE_PRESENT | abi::PAGE_SWAPPED, ..Self::WRITTEN };
-    /// Pages that are not in memory, and whether an entry is there for them.
+    /// Finds pages that are not in memory, and tells whether there is an entry for them.
     pub const NOT_PRESENT: Self = Self {
         flags: 0,
         inverted: abi::PAGE_PRESENT,
@@ -63,7 +63,8 @@ impl PagemapQuery {
         any_of: 0,
         give: abi::PAGE_SWAPPED,
     };
-    /// The same, and pages of the file behind private memory, which were not written there.
+    /// Finds the same as [`Self::NOT_PRESENT`], and pages of the file behind private memory, which
+    /// the process did not write.
     pub const NOT_OWN: Self = Self {
         flags: 0,
         inverted: abi::PAGE_PRESENT,
@@ -71,7 +72,7 @@ impl PagemapQuery {
         any_of: abi::PAGE_PRESENT | abi::PAGE_FILE,
         give: abi::PAGE_SWAPPED | abi::PAGE_FILE,
     };
-    /// Pages with an entry, markers among them, without the shared page of zeros.
+    /// Finds pages with an entry, markers included, without the shared page of zeros.
     pub const ENTRY: Self = Self {
         flags: 0,
         inverted: abi::PAGE_PFNZERO,
@@ -95,7 +96,8 @@ pub(crate) struct Pagemap {
 }
 
 impl Pagemap {
-    /// Opens `/proc/PID/pagemap` of a process.
+    /// Opens the files `pagemap` and `maps` of `process` in `/proc`. Error: a file cannot be
+    /// opened.
     pub fn open(process: &Process) -> Result<Self> {
         let open = |name| process.open_file(name, OFlags::RDONLY);
         Ok(Self { file: open("pagemap")?, maps: open("maps")? })
@@ -106,8 +108,9 @@ impl Pagemap {
         vec![PageRegion::default(); REGIONS_MAX]
     }
 
-    /// Calls `each` with each answer for `range`, in rising order. Returns the number of system
-    /// calls. After an error, pages may be protected that were not passed to `each`.
+    /// Scans `range` with `query`. Calls `each` with each range of pages in the answer and its
+    /// categories, in rising order. `buffer` is scratch space. Returns the number of system calls.
+    /// Error: that of a call; pages may then be protected that were not passed to `each`.
     pub fn scan(
         &self,
         query: PagemapQuery,
@@ -157,7 +160,8 @@ impl Pagemap {
         Ok(calls)
     }
 
-    /// Scans as [`Self::scan`], with two threads, each with a buffer.
+    /// Scans as [`Self::scan`] does, with two threads that each use one of the buffers. Returns the
+    /// number of system calls. Errors: those of [`Self::scan`].
     pub fn scan_by_two(
         &self,
         query: PagemapQuery,
@@ -183,8 +187,8 @@ impl Pagemap {
         Ok(calls)
     }
 
-    /// Fails if a part of `range` is not mapped: a scan skips it silently. (Linux before 6.11 does
-    /// not tell.)
+    /// Checks that all of `range` is mapped, because a scan skips other parts silently. Linux
+    /// before 6.11 does not tell; then this succeeds. Error: a part is not mapped.
     pub fn ensure_mapped(&self, range: HostRange) -> io::Result<()> {
         let mut at = range.start.0;
         while at < range.end().0 {
@@ -203,7 +207,8 @@ impl Pagemap {
         Ok(())
     }
 
-    /// Returns the contents of the entries of the pages of `list`.
+    /// Returns the states of the pages in the ranges of `list`, by their page table entries. Error:
+    /// the pagemap cannot be read.
     pub fn entries(&self, list: &[HostRange]) -> io::Result<Entries> {
         let mut out = Entries::default();
         let mut bytes = vec![0; ENTRIES_MAX * ENTRY_BYTES];
@@ -240,12 +245,12 @@ impl Pagemap {
 /// Pages by what their entries hold.
 #[derive(Debug, Default)]
 pub(crate) struct Entries {
-    /// Nothing: no entry, or a marker of write protection.
+    /// The pages without content: no entry, or a marker of write protection.
     pub bare: Vec<HostRange>,
-    /// Entries that this process may not see without `CAP_SYS_ADMIN`: a page on swap or in
+    /// The pages whose entries this process may not see without `CAP_SYS_ADMIN`: on swap, in
     /// migration, or a marker.
     pub hidden: Vec<HostRange>,
-    /// A page, in memory, on swap or in migration.
+    /// The pages with content: in memory, on swap or in migration.
     pub held: Vec<HostRange>,
 }
 

@@ -28,7 +28,8 @@ const TRIED_BYTES: u64 = 3 * TABLE_BYTES;
 /// How the kernel reports pages that are not present, in memory other than hugetlbfs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct PagemapQuirks {
-    /// An empty entry of a page table counts as written though more is asked for than that.
+    /// True if an empty entry of a page table counts as written even if the query has further
+    /// conditions.
     pub none_is_written: bool,
     /// True if memory without a page table counts as written.
     pub hole_is_written: bool,

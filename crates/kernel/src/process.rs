@@ -43,7 +43,7 @@ impl Process {
         Ok(process)
     }
 
-    /// Returns a second handle of the same process. Error: the process has no descriptor left.
+    /// Returns a second handle to the same process. Error: this process has no free descriptor.
     pub fn try_clone(&self) -> Result<Self> {
         let failed = |source| Error::Open { pid: self.pid, source };
         let pidfd = self.pidfd.try_clone().map_err(failed)?;

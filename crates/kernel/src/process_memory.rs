@@ -11,7 +11,7 @@ use std::io;
 /// Ranges in one call, the kernel's own limit (`IOV_MAX`).
 const RANGES_MAX: usize = 1024;
 
-/// Reads `dst.len()` bytes at address `at`.
+/// Reads `dst.len()` bytes at address `at` of `process`.
 ///
 /// Errors: the process is gone, or a part is not mapped or not readable. `dst` then holds an
 /// unspecified mixture.
@@ -19,7 +19,8 @@ pub fn read_memory(process: &Process, at: HostVirt, dst: &mut [u8]) -> Result<()
     gather(process, &[HostRange { start: at, len_bytes: dst.len() as u64 }], dst)
 }
 
-/// Writes `src` at address `at`. Errors as with [`read_memory`]; a part may have been written then.
+/// Writes `src` at address `at` of `process`. Errors: the process is gone, or a part is not mapped
+/// or not writable. A part may then have been written.
 pub fn write_memory(process: &Process, at: HostVirt, src: &[u8]) -> Result<()> {
     let mut done = 0;
     while let Some(left) = src.get(done..).filter(|left| !left.is_empty()) {

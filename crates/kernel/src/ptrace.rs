@@ -90,9 +90,10 @@ pub(crate) struct Tracee<'p> {
 }
 
 impl<'p> Tracee<'p> {
-    /// Begins to trace the first thread of `process`, which runs on. Where permitted, its seccomp
-    /// filter is suspended while it is traced: a filter may answer an unknown call by killing the
-    /// process.
+    /// Begins to trace the first thread of `process`, which runs on. If permitted, its seccomp
+    /// filter is suspended while it is traced, because a filter may answer an unknown system call
+    /// by killing the process. Errors: [`Error::Traced`] if another program traces it; the process
+    /// has ended; tracing is not permitted.
     pub fn seize(process: &'p Process) -> Result<Self> {
         let tracee = Self { process, thread_bound: PhantomData };
         let seized = tracee
@@ -113,14 +114,16 @@ impl<'p> Tracee<'p> {
         Self { process, thread_bound: PhantomData }
     }
 
-    /// Sets whether the threads and processes that the stopped thread creates are traced, too, from
-    /// their first instruction. Also ends a suspension of the seccomp filter.
+    /// Sets whether the threads and processes that the stopped thread creates are traced too, from
+    /// their first instruction. Also ends a suspension of the seccomp filter. Error: the kernel
+    /// refuses.
     pub fn stop_at_births(&self, stop: bool) -> Result<()> {
         let births = if stop { libc::PTRACE_O_TRACECLONE as usize } else { 0 };
         self.set_options(OPTION_SYSCALL_GOOD | births)
     }
 
-    /// Has the kernel kill the stopped thread's process when the thread that traces it ends.
+    /// Has the kernel kill the stopped thread's process when the thread that traces it ends. Error:
+    /// the kernel refuses.
     pub fn die_with_tracer(&self) -> Result<()> {
         self.set_options(OPTION_SYSCALL_GOOD | libc::PTRACE_O_EXITKILL as usize)
     }
@@ -131,8 +134,8 @@ impl<'p> Tracee<'p> {
             .map_err(|source| self.error("set options (ptrace)", source))
     }
 
-    /// Takes note of the end of this process, which has ended: until then it stays a zombie for its
-    /// parent too.
+    /// Reads the exit status of this process, which has ended: until then it stays a zombie for its
+    /// parent too. Errors: `WouldBlock` if it has not ended; that of `waitpid`.
     pub fn take_end(&self) -> io::Result<()> {
         // SAFETY: the status is not asked for (null is allowed); the process is traced by this
         // thread, so no other thread here waits for it.
@@ -183,7 +186,8 @@ impl<'p> Tracee<'p> {
         Error::Attach { pid: self.process.pid(), operation, source }
     }
 
-    /// Asks the thread to stop; it will, with [`Stop::Event`].
+    /// Requests that the thread stop. It stops later, with [`Stop::Event`]. Error: the kernel
+    /// refuses.
     pub fn interrupt(&self) -> Result<()> {
         self.request(libc::PTRACE_INTERRUPT, 0, null_mut())
             .map(drop)
@@ -219,8 +223,8 @@ impl<'p> Tracee<'p> {
         }))
     }
 
-    /// Waits until the thread stops, at most until `deadline`. Fails with an error that names
-    /// `operation` if it does not stop.
+    /// Waits until the thread stops, at most until `deadline`. Returns the kind of stop. Errors: it
+    /// does not stop in time (the error names `operation`); it has ended.
     pub fn wait_for_stop(&self, operation: &'static str, deadline: Instant) -> Result<Stop> {
         let begun = Instant::now();
         let mut polls = 0;
@@ -243,7 +247,7 @@ impl<'p> Tracee<'p> {
     }
 
     /// Returns the registers of the stopped thread. Errors: it runs 32-bit code, whose system calls
-    /// are numbered otherwise.
+    /// have other numbers; the kernel refuses.
     pub fn registers(&self) -> Result<libc::user_regs_struct> {
         let registers: libc::user_regs_struct = self
             .fetch(libc::PTRACE_GETREGS, 0)
@@ -255,15 +259,15 @@ impl<'p> Tracee<'p> {
         Err(self.error("read the main thread's registers", source))
     }
 
-    /// Sets all registers of the stopped thread.
+    /// Sets all registers of the stopped thread. Error: the kernel refuses.
     pub fn set_registers(&self, mut registers: libc::user_regs_struct) -> Result<()> {
         self.request(libc::PTRACE_SETREGS, 0, (&raw mut registers).cast())
             .map(drop)
             .map_err(|source| self.error("set the main thread's registers", source))
     }
 
-    /// Returns the vector registers, and all else that xsave saves, of the stopped thread, in the
-    /// processor's standard form.
+    /// Returns the vector registers of the stopped thread and all other state that `xsave` saves,
+    /// in the processor's standard format. Error: the kernel refuses.
     pub fn xsave(&self) -> Result<Vec<u8>> {
         let mut bytes = vec![0; XSAVE_BYTES_MAX];
         let mut area = libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() };
@@ -273,14 +277,14 @@ impl<'p> Tracee<'p> {
         Ok(bytes)
     }
 
-    /// Returns the signals that the stopped thread blocks.
+    /// Returns the signals that the stopped thread blocks. Error: the kernel refuses.
     pub fn signal_mask(&self) -> Result<SignalMask> {
         self.fetch(libc::PTRACE_GETSIGMASK as Request, size_of::<u64>())
             .map(SignalMask)
             .map_err(|source| self.error("read the main thread's signal mask", source))
     }
 
-    /// Sets the signals that the stopped thread blocks.
+    /// Sets the signals that the stopped thread blocks. Error: the kernel refuses.
     pub fn set_signal_mask(&self, mask: SignalMask) -> Result<()> {
         let mut bits = mask.0;
         self.request(libc::PTRACE_SETSIGMASK as Request, size_of::<u64>(), (&raw mut bits).cast())
@@ -288,22 +292,24 @@ impl<'p> Tracee<'p> {
             .map_err(|source| self.error("set the main thread's signal mask", source))
     }
 
-    /// Lets the stopped thread run to the next entry or exit of a system call. A signal it was
-    /// about to take is dropped.
+    /// Lets the stopped thread run to the next entry or exit of a system call. Drops a signal that
+    /// the thread was about to receive. Error: the kernel refuses.
     pub fn resume_to_syscall(&self) -> Result<()> {
         self.request(libc::PTRACE_SYSCALL, 0, null_mut())
             .map(drop)
             .map_err(|source| self.error("resume the main thread", source))
     }
 
-    /// Lets the stopped thread run on, taking `signal` (0: none).
+    /// Lets the stopped thread run on, and delivers `signal` to it (0: none). Error: the kernel
+    /// refuses.
     pub fn resume(&self, signal: i32) -> Result<()> {
         self.request(libc::PTRACE_CONT, 0, signal as usize as *mut c_void)
             .map(drop)
             .map_err(|source| self.error("resume the main thread", source))
     }
 
-    /// Ends the tracing of the stopped thread, which runs on (or stays stopped with its process).
+    /// Ends the tracing of the stopped thread, which runs on, or stays stopped if its process is
+    /// stopped. Error: the kernel refuses.
     pub fn detach(&self) -> Result<()> {
         self.request(libc::PTRACE_DETACH, 0, null_mut())
             .map(drop)

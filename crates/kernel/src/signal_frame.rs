@@ -70,16 +70,17 @@ const SYSCALL_BYTES: u64 = 2;
 /// A frame to be written into the thread's memory.
 #[derive(Debug)]
 pub(crate) struct SignalFrame {
-    /// Where: the stack pointer of a thread whose next `ret` gives everything back.
+    /// The address of the frame: the stack pointer of a thread whose next `ret` restores
+    /// everything.
     pub at: u64,
-    /// What.
+    /// The bytes of the frame.
     pub bytes: Vec<u8>,
 }
 
 impl SignalFrame {
-    /// Returns the frame of a stopped thread of these registers, mask and xsave area (in the
-    /// processor's standard form, as ptrace gives it), for code that returns from signals at
-    /// `sigreturn`. `None` if they are not what any thread has.
+    /// Builds the frame of a stopped thread with these registers, signal mask and xsave area (in
+    /// the processor's standard format, as ptrace gives it), for code at `sigreturn` that returns
+    /// from signals. Returns `None` if no thread can have these values.
     pub fn new(
         registers: &libc::user_regs_struct,
         mask: SignalMask,

@@ -21,13 +21,14 @@
 //! B and C are there because discarding private memory (`MADV_DONTNEED`: balloon, free page
 //! reporting) changes it, and A does not always see that:
 //!
-//! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages are freed whole, and
-//!   over the hole that is left A passes, except on the newest kernels (see `quirks.rs`), which need
-//!   no B. C reports it, and puts markers there, so that it is reported once.
+//! - Anonymous memory: the page's entry is cleared, which A reports. But page tables and huge pages
+//!   are freed whole, and over the hole that is left A passes, except on the newest kernels (see
+//!   `quirks.rs`), which need no B. C reports it, and puts markers there, so that it is reported
+//!   once.
 //! - Private memory of a file: a protected page leaves a marker, as if it had never been there; and
-//!   reading puts the file's page there, as if it had never been written. So the pages are remembered
-//!   that hold nothing of their own, but a marker or the file's page; one that joins them was
-//!   discarded.
+//!   reading puts the file's page there, as if it had never been written. So the pages are
+//!   remembered that hold nothing of their own, but a marker or the file's page; one that joins
+//!   them was discarded.
 //!
 //! In shared memory neither says anything: its content lives in the file. Private huge pages of
 //! hugetlbfs, discarded and read, hold zeros as if these had always been there: refused where they
@@ -75,7 +76,7 @@ pub struct WrittenPages {
     pub present: bool,
 }
 
-/// Statistics of one scan.
+/// Statistics of one scan for written pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ScanStats {
     /// The number of pages reported, in 4 KiB.
@@ -203,9 +204,9 @@ impl WriteTracker {
     /// Starts to track `range`, whole pages of one or more adjacent mappings. Until its first scan
     /// every page of it counts as written.
     ///
-    /// Errors: not mapped, registered already, not whole pages, 1 GiB pages, private huge pages
-    /// that can be discarded, or the kernel refuses. Nothing of the range is tracked after an
-    /// error.
+    /// Errors: it is not mapped, is registered already, is not whole pages, or has pages of 1 GiB
+    /// or private huge pages that can be discarded; the kernel refuses. Nothing of the range is
+    /// tracked after an error.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         if self.segments.iter().any(|s| intersection(s.range, range).is_some()) {
             return Err(Error::Registered { pid: self.process.pid(), range });
@@ -256,7 +257,8 @@ impl WriteTracker {
 
     /// Appends to `out` the pages of `range` that were written or discarded since its last scan,
     /// rising and without overlap, and protects them again. The first scan of a range reports all
-    /// of it. No later scan reports these pages again unless they are written.
+    /// of it. No later scan reports these pages again unless they are written. Returns the
+    /// statistics of the scan.
     ///
     /// Errors: after [`Error::ScanBroken`], all of `range` counts as written. After [`Error::Gone`]
     /// or any other error nothing was done. Errors leave `out` unchanged.
@@ -269,8 +271,8 @@ impl WriteTracker {
     }
 
     /// Scans as [`Self::scan_and_protect`] does, with a second thread if the range is large. That
-    /// pays if the process is stopped and has written little. Errors: those of
-    /// [`Self::scan_and_protect`].
+    /// pays if the process is stopped and has written little. Returns the statistics of the scan.
+    /// Errors: those of [`Self::scan_and_protect`].
     pub fn scan_and_protect_by_two(
         &self,
         range: HostRange,
@@ -463,10 +465,10 @@ impl WriteTracker {
         Ok(NotOwn { discarded, bare, all })
     }
 
-    /// Returns about how many pages (4 KiB) of `range` the next scan would find written. Protects
-    /// nothing and leaves out holes.
+    /// Returns about how many pages of 4 KiB of `range` the next scan would find written. Protects
+    /// nothing, and leaves out memory without page tables.
     ///
-    /// Errors: not registered, not whole pages, or the kernel refuses.
+    /// Errors: `range` is not registered or not whole pages; the kernel refuses.
     pub fn count_written(&self, range: HostRange) -> Result<u64> {
         let parts = self.parts(range, "count written pages")?;
         let mut guard = self.scratch.lock().ignore_poison();

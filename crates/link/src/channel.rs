@@ -42,7 +42,7 @@ pub struct FrameBuffer {
     taken: usize,
 }
 
-/// A connection with a host that has the key.
+/// An encrypted connection with a host that has the same key.
 pub struct Channel {
     stream: TcpStream,
     tls: Mutex<Connection>,
@@ -90,8 +90,9 @@ impl Channel {
         &self.peer
     }
 
-    /// Sends a frame whose payload is `parts`, end to end. Fails if the frame is longer than
-    /// [`FRAME_BYTES_MAX`], or if the other host accepts nothing for 30 s.
+    /// Sends a frame of kind `kind` whose payload is `parts`, end to end. Errors: the frame is
+    /// longer than [`FRAME_BYTES_MAX`]; the other host accepts nothing for 30 s; the connection has
+    /// ended.
     pub fn send(&self, kind: u8, parts: &[&[u8]]) -> Result<()> {
         let len = 1 + parts.iter().map(|part| part.len()).sum::<usize>();
         if len > FRAME_BYTES_MAX {

@@ -103,9 +103,9 @@ impl Party {
         Ok(Self { client, server })
     }
 
-    /// Connects to the host that listens at `address`, within `timeout`. Errors: [`Error::Io`] if
-    /// the network fails or the time has passed; [`Error::Tls`] if that host does not prove that it
-    /// has the key.
+    /// Connects to the host that listens at `address`, within `timeout`, and returns the
+    /// connection. Errors: [`Error::Io`] if the network fails or the time has passed;
+    /// [`Error::Tls`] if that host does not prove that it has the key.
     pub fn connect(&self, address: SocketAddr, timeout: Duration) -> Result<Channel> {
         let peer = address.to_string();
         let stream = TcpStream::connect_timeout(&address, timeout).map_err(|source| Error::Io {
@@ -120,9 +120,9 @@ impl Party {
         Channel::new(stream, tls.into(), timeout)
     }
 
-    /// Completes the handshake of an accepted connection, within `timeout`. Errors: [`Error::Io`]
-    /// if the network fails or the time has passed; [`Error::Tls`] if the other host does not prove
-    /// that it has the key.
+    /// Completes the handshake of the accepted connection `stream`, within `timeout`, and returns
+    /// the connection. Errors: [`Error::Io`] if the network fails or the time has passed;
+    /// [`Error::Tls`] if the other host does not prove that it has the key.
     pub fn accept(&self, stream: TcpStream, timeout: Duration) -> Result<Channel> {
         let tls = ServerConnection::new(Arc::clone(&self.server)).map_err(|e| Error::Tls {
             peer: stream.peer_addr().map_or_else(|_| "a client".into(), |a| a.to_string()),

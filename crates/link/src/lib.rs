@@ -23,7 +23,7 @@ mod key;
 pub use channel::{Channel, FrameBuffer, LinkFrame};
 pub use key::{Party, SharedKey};
 
-/// The longest frame, kind and payload, in bytes.
+/// The largest number of bytes of a frame: kind and payload.
 pub const FRAME_BYTES_MAX: usize = 32 << 20;
 
 /// The reason why a key or a connection cannot be used.

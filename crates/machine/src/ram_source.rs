@@ -33,10 +33,10 @@ pub trait RamSource: Sync {
     }
 }
 
-/// Reads the pages of `range` from `source` and gives `sink` each page that is not all zeros, in
+/// Reads the pages of `range` from `source`. Passes each page that is not all zeros to `sink`, in
 /// ascending order, with its offset in bytes from the start of `range`.
 ///
-/// Fails with the errors of `source` and `sink`, and if `source` gives a page outside the range.
+/// Errors: those of `source` and `sink`; `source` gives a page outside the range.
 pub fn read_ascending(
     source: &dyn RamSource,
     range: PageRange,

@@ -57,8 +57,8 @@ pub struct ReadFile {
     pub path: String,
     /// The option that names it (`-kernel`, `-cdrom`).
     pub option: String,
-    /// True if the guest reads it while it runs (a disk, a CD). Else QEMU reads it at its start, and
-    /// again at none of the guest's resets.
+    /// True if the guest reads it while it runs (a disk, a CD). Else QEMU reads it at its start,
+    /// and again at none of the guest's resets.
     pub is_medium: bool,
     /// Its length, in bytes.
     pub len_bytes: u64,

@@ -25,7 +25,7 @@ pub struct Constants {
     pub s_cp: Option<f64>,
 }
 
-/// A constant that is out of bounds.
+/// The error of a constant of the model that is out of bounds.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[error("{name} is {value}: it must be {must}")]
 pub struct InvalidConstant {
@@ -38,7 +38,7 @@ pub struct InvalidConstant {
 }
 
 impl Constants {
-    /// Fails if a constant is out of bounds.
+    /// Checks that all constants have valid values. Error: the first that has not.
     pub fn check(&self) -> Result<(), InvalidConstant> {
         let positive = "more than 0, and at most 1e9";
         let seconds = "0 or more seconds, and at most 1e9";

@@ -14,7 +14,7 @@ pub struct SlowdownFit {
     pub r_squared: f64,
 }
 
-/// The measured times of one interval.
+/// The measured times of one interval: recorded and simulated.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TimedSimulation {
     /// The recorded time of the interval, in seconds.

@@ -24,13 +24,15 @@ impl Formula {
 }
 
 impl Constants {
-    /// Returns the number of nodes that are busy at once if there are enough: those that begin before
-    /// the first one ends (equations 3.1 and 3.2). `length` is in seconds, as everywhere here.
+    /// Returns the number of nodes that are busy at once if there are enough nodes: those that
+    /// begin before the first one ends (equations 3.1 and 3.2 of the paper). `length` is the length
+    /// of an interval in seconds.
     pub fn nodes_demanded(&self, length: f64) -> f64 {
         self.simulation(length) / self.period(length)
     }
 
-    /// Returns the number of nodes with which no interval of `length` seconds waits (equation 2.3).
+    /// Returns the number of nodes with which no interval of `length` seconds waits for a node
+    /// (equation 2.3 of the paper).
     pub fn nodes_enough(&self, length: f64) -> u64 {
         (self.simulation(length) / (self.t_c + length) + 1.0).ceil() as u64
     }
@@ -48,8 +50,8 @@ impl Constants {
         (factor * self.s_log * self.t_vm * self.t_i).sqrt() / (nodes as f64 * factor)
     }
 
-    /// Returns how many nodes are missing at the best length for `nodes`; negative if they are enough
-    /// (equation 3.8).
+    /// Returns how many nodes are missing at the best length for `nodes`; negative if they are
+    /// enough (equation 3.8).
     pub fn nodes_missing(&self, nodes: u64) -> f64 {
         self.nodes_demanded(self.length_limited(nodes)) - nodes as f64
     }

@@ -15,8 +15,8 @@
 //! | too few: all nodes are busy to the end | `N s_cp L + T_vm (s_log t_i + s_sim L) / (N L)` | 3.5 |
 //!
 //! `L` is the recorded time between two checkpoints. All times are in seconds. If `s_cp` is not
-//! given, it follows from the pause: `1 + t_c/L`. Then both formulas give the same time if `N` nodes
-//! are just enough, and the best `L` follows from both.
+//! given, it follows from the pause: `1 + t_c/L`. Then both formulas give the same time if `N`
+//! nodes are just enough, and the best `L` follows from both.
 //!
 //! The best length follows from equation 2.1: `L_opt = sqrt(s_log^2 T_vm t_c / s_sim)`. The printed
 //! equation 2.2 does not follow from 2.1 in every term.

@@ -21,7 +21,7 @@ pub struct Prediction {
     pub speed_up: f64,
 }
 
-/// A recommended length for a number of nodes.
+/// A recommended length of an interval for a number of nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Recommendation {
     /// The nodes, the recommended length, and the predicted run time.
@@ -35,7 +35,8 @@ pub struct Recommendation {
 }
 
 impl Prediction {
-    /// Predicts the run time on `nodes` nodes with intervals of `length` seconds.
+    /// Predicts the run time on `nodes` nodes with intervals of `length` seconds, by the formula
+    /// that holds for them.
     pub fn at(constants: &Constants, nodes: u64, length: f64) -> Self {
         Self::by(constants, constants.formula(nodes, length), nodes, length)
     }
@@ -47,18 +48,18 @@ impl Prediction {
     }
 }
 
-/// Recommends the best length with enough nodes, and the number of these nodes.
+/// Returns the best length of an interval if there are enough nodes, and the number of these nodes.
 pub fn recommend_nodes(constants: &Constants) -> Recommendation {
     let length = clamp_length(constants, constants.length_enough());
     let nodes = constants.nodes_enough(length);
     recommendation(constants, Prediction::by(constants, Formula::Enough, nodes, length))
 }
 
-/// Recommends the best length for `nodes` nodes; 0 counts as 1.
+/// Returns the best length of an interval for `nodes` nodes; 0 counts as 1.
 ///
 /// If `s_cp` is given, the sign of equation 3.8 selects the formula, as in the paper. Otherwise the
-/// two formulas form one continuous function of the length. Its minimum is at the best length of one
-/// formula, if that formula holds there, or at the length for which the nodes are just enough.
+/// two formulas form one continuous function of the length. Its minimum is at the best length of
+/// one formula, if that formula holds there, or at the length for which the nodes are just enough.
 pub fn recommend(constants: &Constants, nodes: u64) -> Recommendation {
     let nodes = nodes.max(1);
     let lengths = [constants.length_limited(nodes), constants.length_enough()];
@@ -119,8 +120,8 @@ mod tests {
         near(plan.best.length_s, 2.049);
     }
 
-    /// Figure 3.4. The paper prints its constants except `s_sim`; with 41.25, `N_demand` crosses 0 at
-    /// the printed place.
+    /// Figure 3.4. The paper prints its constants except `s_sim`; with 41.25, `N_demand` crosses 0
+    /// at the printed place.
     #[test]
     fn with_few_nodes_intervals_are_long() {
         let constants = Constants { s_sim: 41.25, s_cp: Some(1.2), ..PAPER };

@@ -1,5 +1,5 @@
-//! A discrete-event simulation of a cluster that simulates intervals. It includes unequal intervals,
-//! nodes that start late or fail, and the transfer of checkpoints.
+//! A discrete-event simulation of a cluster that simulates intervals. It includes unequal
+//! intervals, nodes that start late or fail, and the transfer of checkpoints.
 //!
 //! ```text
 //!   interval ─ ready ─▶ waits for a slot ─▶ transfer of missing bytes ─▶ simulated ─▶ done

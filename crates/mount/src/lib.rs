@@ -13,8 +13,8 @@
 //!       MEMBER/               if the checkpoint is a group's: these files but info.json, of each of its VMs
 //! ```
 //!
-//! Each listing and each name reads the store anew, so checkpoints come and go while it is mounted. A
-//! checkpoint does not change, so the kernel may cache it.
+//! Each listing and each name reads the store anew, so checkpoints come and go while it is mounted.
+//! A checkpoint does not change, so the kernel may cache it.
 //!
 //! Invariants: nothing is ever written; a page that cannot be read correctly is an error for its
 //! readers alone; memory is bounded ([`tree::LOADED_MAX`],

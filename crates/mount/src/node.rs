@@ -11,7 +11,7 @@
 
 use keyframe_units::CheckpointId;
 
-/// The root's inode.
+/// The inode number of the root directory.
 pub const ROOT: u64 = 1;
 const LINK: u64 = 1 << 63;
 const KIND_BITS: u32 = 8;
@@ -39,7 +39,7 @@ impl NodeDirectory {
     }
 }
 
-/// A file of a checkpoint.
+/// A kind of file in the directory of a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MountedFile {
     /// `info.json`
@@ -55,8 +55,8 @@ pub enum MountedFile {
 }
 
 impl MountedFile {
-    /// All kinds, in the order of listings. The inode number depends on the position of a kind, so
-    /// new kinds must be added at the end.
+    /// All kinds of files of a checkpoint, in the order of listings. The inode number depends on
+    /// the position of a kind, so new kinds must be added at the end.
     pub const ALL: [Self; 5] = [Self::Info, Self::Devices, Self::Raw, Self::Core, Self::Screen];
 
     /// Returns the file's name.

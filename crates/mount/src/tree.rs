@@ -39,7 +39,7 @@ pub enum NodeError {
 pub struct NodeAttributes {
     /// The length of the file, or of the link's target, in bytes.
     pub len_bytes: u64,
-    /// The time at which the checkpoint was taken, or the store was made.
+    /// The time at which the checkpoint was taken, or at which the store was created.
     pub time: SystemTime,
     /// True if the node never changes, so that it may be cached.
     pub lasts: bool,

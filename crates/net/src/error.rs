@@ -132,12 +132,12 @@ impl Error {
 mod as_text {
     use serde::{Deserialize, Deserializer, Serializer};
 
-    /// Serializes an I/O error as its text.
+    /// Serializes an I/O error as its text. Error: that of the serializer.
     pub fn serialize<S: Serializer>(error: &std::io::Error, to: S) -> Result<S::Ok, S::Error> {
         to.collect_str(error)
     }
 
-    /// Deserializes an I/O error from its text.
+    /// Deserializes an I/O error from its text. Error: the value is not a text.
     pub fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<std::io::Error, D::Error> {
         String::deserialize(from).map(std::io::Error::other)
     }

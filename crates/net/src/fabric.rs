@@ -39,7 +39,7 @@ pub struct PortKey(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LanKey(pub usize);
 
-/// The limits of the frames that wait.
+/// The limits of the frames that wait in a switch.
 #[derive(Clone, Copy, Debug)]
 pub struct SwitchLimits {
     /// The largest number of bytes that wait for one port.
@@ -95,13 +95,13 @@ impl Fabric {
         }
     }
 
-    /// Adds a LAN.
+    /// Adds a LAN without ports, and returns its key.
     pub fn add_lan(&mut self) -> LanKey {
         self.tables.push(MacTable::default());
         LanKey(self.tables.len() - 1)
     }
 
-    /// Adds a port to `lan`.
+    /// Adds a port to `lan`, and returns the port's key.
     pub fn connect(&mut self, lan: LanKey) -> PortKey {
         let key = PortKey(self.next_key);
         self.next_key += 1;

@@ -137,7 +137,8 @@ impl GateQueue {
         !self.open && self.told.replace(self.epoch) != Some(self.epoch)
     }
 
-    /// Removes and returns the next frame that may pass on NIC number `nic`.
+    /// Removes and returns the next frame that may pass on NIC number `nic`. Returns `None` if none
+    /// may pass.
     pub fn pop_released(&mut self, nic: usize) -> Option<Frame> {
         let queue = self.nics.get_mut(nic)?;
         let first = queue.front()?;

@@ -17,9 +17,9 @@ use keyframe_bytes::{ByteReader, ReadError};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// The version of the format.
+/// The version of the format in which frames in flight are recorded.
 pub const IN_FLIGHT_VERSION: u32 = 1;
-/// The longest encoding, in bytes.
+/// The largest length of a recording of frames in flight, in bytes.
 pub const IN_FLIGHT_BYTES_MAX: usize = 320 << 20;
 /// The largest number of ports of a switch.
 pub const PORTS_MAX: usize = 256;
@@ -72,7 +72,7 @@ impl From<StandInPort> for (PortId, PortId) {
     }
 }
 
-/// The frames that wait for one port.
+/// The frames in flight to one port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PortInFlight {
     /// The port.

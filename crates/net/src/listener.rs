@@ -44,7 +44,7 @@ impl LanListener {
         &self.name
     }
 
-    /// Accepts one waiting connection. `None` if none waits, or if accepting it failed.
+    /// Accepts one waiting connection. Returns `None` if none waits, or if accepting it failed.
     pub fn accept(&self) -> Option<UnixStream> {
         let (stream, _) = self.listener.accept().ok()?;
         stream.set_nonblocking(true).ok()?;

@@ -68,7 +68,7 @@ enum Tail {
     Probed,
 }
 
-/// The reason why sending ended.
+/// The reason why a port has stopped sending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SendOutcome {
     /// No frame is left to send.
@@ -79,7 +79,7 @@ pub enum SendOutcome {
     Later,
 }
 
-/// The result of one read.
+/// The result of one read from a port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadOutcome {
     /// The number of bytes.
@@ -90,7 +90,7 @@ pub enum ReadOutcome {
     End,
 }
 
-/// A connection of a QEMU to the switch.
+/// A port of the switch: the connection of one QEMU.
 pub struct Port {
     stream: UnixStream,
     deframer: Deframer,
@@ -156,8 +156,9 @@ impl Port {
         Ok(ReadOutcome::Bytes(len))
     }
 
-    /// Sends the frame that was partly sent, then the frames that `next` returns. Error: why the
-    /// connection must be closed.
+    /// Sends the frame that was partly sent, then the frames that `next` returns. Returns the
+    /// reason why it has stopped sending. Error, as a text: the reason why the connection must be
+    /// closed.
     pub fn send(
         &mut self,
         marker: BorrowedFd<'_>,
@@ -235,7 +236,8 @@ impl Port {
         })
     }
 
-    /// Returns the bytes that QEMU has not read, in the kernel's accounting.
+    /// Returns the number of bytes that QEMU has not read, as the kernel counts them. Error, as a
+    /// text: the kernel does not tell.
     pub fn unread(&self) -> Result<u64, String> {
         keyframe_kernel::socket::unread_bytes(self.stream.as_fd())
             .map_err(|e| format!("asking what it has read: {e}"))

@@ -84,7 +84,7 @@ impl SwitchRemote {
         self.child.as_ref().map(Child::id)
     }
 
-    /// Adds a LAN: see [`crate::Switch::listen`]. Errors: those of that function; the switch does
+    /// Adds a LAN, as [`crate::Switch::listen`]. Errors: those of that function; the switch does
     /// not answer.
     pub fn listen(&mut self, path: &Path) -> Result<()> {
         let text = path.to_str().ok_or_else(|| Error::Listen {
@@ -94,20 +94,20 @@ impl SwitchRemote {
         self.done(&SwitchRequest::Listen { path: text.into() }, &[], ANSWER_TIMEOUT)
     }
 
-    /// Holds the LANs: see [`crate::Switch::hold`]. Errors: those of that function; the switch does
-    /// not answer.
+    /// Stops delivery for at most `limit`, as [`crate::Switch::hold`]. Errors: those of that
+    /// function; the switch does not answer.
     pub fn hold(&mut self, limit: Duration) -> Result<()> {
         self.done(&SwitchRequest::Hold { limit_ms: limit.as_millis() as u64 }, &[], ANSWER_TIMEOUT)
     }
 
-    /// Waits until all packets are taken: see [`crate::Switch::quiesce`]. Errors: those of that
-    /// function; the switch does not answer.
+    /// Waits at most `timeout` until all packets are taken, as [`crate::Switch::quiesce`]. Errors:
+    /// those of that function; the switch does not answer.
     pub fn quiesce(&mut self, timeout: Duration) -> Result<()> {
         let request = SwitchRequest::Quiesce { timeout_ms: timeout.as_millis() as u64 };
         self.done(&request, &[], ANSWER_TIMEOUT.saturating_add(timeout))
     }
 
-    /// Collects the packets in flight: see [`crate::Switch::collect`]. Errors: those of that
+    /// Returns the packets in flight, as [`crate::Switch::collect`]. Errors: those of that
     /// function; the switch does not answer.
     pub fn collect(&mut self) -> Result<InFlight> {
         match self.ask(&SwitchRequest::Collect, &[], ANSWER_TIMEOUT)? {
@@ -116,21 +116,19 @@ impl SwitchRemote {
         }
     }
 
-    /// Ends the hold: see [`crate::Switch::release`]. Errors: those of that function; the switch
-    /// does not answer.
+    /// Ends the hold, as [`crate::Switch::release`]. Error: the switch does not answer.
     pub fn release(&mut self) -> Result<()> {
         self.done(&SwitchRequest::Release, &[], ANSWER_TIMEOUT)
     }
 
-    /// Queues recorded packets: see [`crate::Switch::restore`]. `stand_ins` names the
-    /// present port of each recorded one. Errors: those of that function; the switch does not answer.
+    /// Queues recorded packets, as [`crate::Switch::restore`]. `stand_ins` names the present port
+    /// of each recorded one. Errors: those of that function; the switch does not answer.
     pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[StandInPort]) -> Result<()> {
         let request = SwitchRequest::Restore { stand_ins: stand_ins.to_vec() };
         self.done(&request, &in_flight.encode()?, ANSWER_TIMEOUT)
     }
 
-    /// Returns the connections: see [`crate::Switch::ports`]. Errors: those of that function; the
-    /// switch does not answer.
+    /// Returns the connections, as [`crate::Switch::ports`]. Error: the switch does not answer.
     pub fn ports(&mut self) -> Result<SwitchPorts> {
         match self.ask(&SwitchRequest::Ports, &[], ANSWER_TIMEOUT)? {
             (SwitchResponse::Ports(ports), _) => Ok(ports),

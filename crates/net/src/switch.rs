@@ -55,7 +55,7 @@ const LAN_TOKENS: u64 = 1 << 62;
 /// Tokens from here on belong to descriptors that the switch does not own.
 pub(crate) const FOREIGN_TOKENS: u64 = 1 << 63;
 
-/// The state of a port.
+/// The state of a connected port.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PortStatus {
     /// The port.
@@ -66,7 +66,7 @@ pub struct PortStatus {
     pub dropped: u64,
 }
 
-/// A connection that has ended.
+/// A port whose connection has ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ClosedPort {
     /// The port.

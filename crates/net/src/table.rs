@@ -5,10 +5,10 @@ use crate::fabric::PortKey;
 use crate::frame::Mac;
 use std::collections::{BTreeMap, HashMap};
 
-/// The number of addresses that a LAN remembers.
+/// The largest number of Ethernet addresses that a LAN remembers.
 pub const ADDRESSES_MAX: usize = 4096;
 
-/// The addresses that a LAN has learnt.
+/// The Ethernet addresses that a LAN has learnt, each with its port.
 #[derive(Default)]
 pub struct MacTable {
     seen: HashMap<Mac, (PortKey, u64)>,
@@ -35,7 +35,7 @@ impl MacTable {
         }
     }
 
-    /// Returns the port at which `mac` was last seen.
+    /// Returns the port at which `mac` was last seen. Returns `None` if the address is not known.
     pub fn port_of(&self, mac: Mac) -> Option<PortKey> {
         self.seen.get(&mac).map(|(port, _)| *port)
     }

@@ -26,26 +26,38 @@ use serde::{Deserialize, Serialize};
 const JSON_BYTES_MAX: usize = 1 << 20;
 const LENGTHS_BYTES: usize = 8;
 
-/// A controller's request.
+/// A request of a controller to the process of a switch.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SwitchRequest {
+    /// Stop delivery for at most this time, in milliseconds.
     Hold { limit_ms: u64 },
+    /// Wait at most this time, in milliseconds, until all packets are taken.
     Quiesce { timeout_ms: u64 },
+    /// Send the packets in flight.
     Collect,
+    /// Deliver packets again.
     Release,
+    /// Send the list of connections.
     Ports,
+    /// Queue the recorded packets that follow the request, for the ports that stand for the
+    /// recorded ones.
     Restore { stand_ins: Vec<StandInPort> },
+    /// Add a LAN that listens at the unix socket with this path.
     Listen { path: String },
 }
 
-/// The switch's answer.
+/// The answer of a switch's process to its controller.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SwitchResponse {
+    /// The request was carried out.
     Done,
+    /// The packets in flight, which follow the response.
     InFlight,
+    /// The connections.
     Ports(SwitchPorts),
+    /// The request failed.
     Failed(Error),
 }
 

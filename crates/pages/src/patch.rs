@@ -13,7 +13,7 @@
 use crate::bytes::{Cursor, Problem, put_varint};
 use keyframe_units::{PAGE_BYTES, Page};
 
-/// The longest patch, in bytes. A page with a longer patch is stored without a base.
+/// The largest length of a patch, in bytes. A page with a longer patch is stored without a base.
 pub const PATCH_BYTES_MAX: usize = PAGE_BYTES / 2;
 /// The shortest gap of equal bytes that ends a run. A shorter gap costs less than another run.
 const GAP_BYTES_MIN: usize = 3;

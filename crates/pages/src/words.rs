@@ -18,7 +18,8 @@
 use crate::bytes::Problem;
 use keyframe_units::{PAGE_BYTES, Page};
 
-/// The longest payload, in bytes. The caller compresses a page with a longer one by LZ4.
+/// The largest length of a page encoded as its words, in bytes. The caller compresses a page with a
+/// longer encoding by LZ4.
 pub const WORDS_BYTES_MAX: usize = PAGE_BYTES * 3 / 8;
 const GROUP_WORDS: usize = 8;
 const GROUP_BYTES: usize = GROUP_WORDS * 8;
@@ -90,7 +91,7 @@ impl Default for WordCoder {
 }
 
 impl WordCoder {
-    /// Makes a coder and allocates its buffers.
+    /// Creates a coder and allocates its buffers.
     pub fn new() -> Self {
         let (words, costs) =
             (Box::new([[0; GROUP_WORDS]; GROUPS]), Box::new([[0; GROUP_WORDS]; GROUPS]));

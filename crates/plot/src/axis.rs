@@ -15,7 +15,7 @@ pub enum Scale {
     Log,
 }
 
-/// One axis.
+/// An axis of a chart.
 #[derive(Clone, Debug)]
 pub struct Axis {
     /// The label, with the unit.

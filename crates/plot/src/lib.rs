@@ -12,8 +12,8 @@
 //!
 //! Invariants:
 //! 1. Drawing needs no font, library or display of the machine.
-//! 2. A value that cannot be drawn is left out and moves no other value. Such values are not finite,
-//!    or not above 0 on a logarithmic axis.
+//! 2. A value that cannot be drawn is left out and moves no other value. Such values are not
+//!    finite, or not above 0 on a logarithmic axis.
 //! 3. The same figure gives the same bytes.
 //!
 //! There are no bars, areas or interaction, and the crate does not interpret the values.
@@ -46,7 +46,7 @@ struct SizePx {
     height: u32,
 }
 
-/// Charts that are drawn one below the other.
+/// A figure: charts that are drawn one below the other.
 #[derive(Clone, Debug)]
 pub struct Figure {
     /// The title above all charts.
@@ -55,7 +55,7 @@ pub struct Figure {
     pub charts: Vec<Chart>,
 }
 
-/// Two axes and the lines between them.
+/// A chart: two axes and the lines between them.
 #[derive(Clone, Debug)]
 pub struct Chart {
     /// The title above the chart.
@@ -77,7 +77,7 @@ pub struct Series {
     pub points: Vec<Point>,
 }
 
-/// One measured value.
+/// A point of a line: one measured value.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Point {
     /// The value on the horizontal axis.

@@ -25,12 +25,12 @@ use std::time::Duration;
 /// Ishikawa, CLUSTER 2011).
 pub const PLATEAU_PERCENT: f64 = 5.0;
 
-/// The counts of one epoch.
+/// The counts of one measured epoch: a time between two scans for written pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MeasuredEpoch {
     /// The requested length.
     pub length: Duration,
-    /// The measured length, between the two scans.
+    /// The measured length between the two scans, in nanoseconds.
     pub measured_ns: u64,
     /// The number of distinct pages of 4 KiB written.
     pub pages: u64,
@@ -42,22 +42,22 @@ pub struct MeasuredEpoch {
     pub packets: Option<u64>,
 }
 
-/// The statistics of all epochs of one length.
+/// The statistics of all measured epochs of one length.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct CurveRow {
-    /// The requested length.
+    /// The requested length, in nanoseconds.
     pub epoch_ns: u64,
     /// The number of epochs.
     pub samples: u64,
-    /// The measured lengths.
+    /// The measured lengths, in nanoseconds.
     pub measured_ns: Statistic,
-    /// Distinct pages written.
+    /// The numbers of distinct pages of 4 KiB written.
     pub pages: Statistic,
-    /// Sectors written.
+    /// The numbers of sectors of 512 bytes written to disks. `None` if they are not known.
     pub sectors: Option<Statistic>,
-    /// Write requests to disks.
+    /// The numbers of write requests to disks. `None` if they are not known.
     pub disk_writes: Option<Statistic>,
-    /// Packets sent.
+    /// The numbers of packets that the guest sent. `None` if they are not known.
     pub packets: Option<Statistic>,
     /// The growth of the pages since the row before, in percent per doubling of the epoch. `None`
     /// in the first row, and if the row before has no pages.
@@ -67,7 +67,8 @@ pub struct CurveRow {
 /// The set of pages that a workload works on: longer epochs write hardly any other pages.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct DirtyPageSet {
-    /// The shortest measured epoch from which growth stays below [`PLATEAU_PERCENT`].
+    /// The length in nanoseconds of the shortest measured epoch from which growth stays below
+    /// [`PLATEAU_PERCENT`].
     pub epoch_ns: u64,
     /// The mean number of pages written in that epoch.
     pub pages: f64,
@@ -76,14 +77,16 @@ pub struct DirtyPageSet {
     pub certain: bool,
 }
 
-/// The pages, sectors and packets of one VM, by length of the epoch.
+/// The numbers of pages and sectors that one VM writes and of packets that it sends, by the length
+/// of the epoch.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Curve {
     /// The number of virtual CPUs, if known.
     pub vcpus: Option<u32>,
     /// One row for each length, in rising order.
     pub rows: Vec<CurveRow>,
-    /// `None` if the pages grow up to the longest epoch, or if only one length was measured.
+    /// The dirty page set. `None` if the pages grow up to the longest epoch, or if only one length
+    /// was measured.
     pub dirty_page_set: Option<DirtyPageSet>,
 }
 

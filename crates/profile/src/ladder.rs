@@ -7,7 +7,7 @@ use std::time::Duration;
 
 /// The shortest epoch. A scan takes about 1 ms, which must be a small part of the epoch.
 pub const EPOCH_MIN: Duration = Duration::from_millis(1);
-/// The longest epoch.
+/// The longest epoch that can be measured.
 pub const EPOCH_MAX: Duration = Duration::from_secs(600);
 /// The largest number of lengths.
 const LENGTHS_MAX: usize = 64;

@@ -7,7 +7,8 @@
 //! | `-machine memory-backend=ID`, `-numa node,memdev=ID` | backends are the main RAM, `-m` is their sum |
 //! | `-smp 4`, `-smp cpus=4`, `-smp sockets=2,cores=2` | vCPUs |
 //!
-//! The sizes are not trusted: [`super::ram_discovery`] looks for mappings of these sizes in the process.
+//! The sizes are not trusted: [`super::ram_discovery`] looks for mappings of these sizes in the
+//! process.
 
 use std::ffi::OsString;
 

@@ -7,7 +7,8 @@
 //!   --when TEXT      QEMU ──pipe──▶ thread searches ─▶ one of these
 //! ```
 //!
-//! QEMU inherits the standard output of this process, which is therefore replaced during the launch.
+//! QEMU inherits the standard output of this process, which is therefore replaced during the
+//! launch.
 
 use crate::error::{Error, Result};
 use rustix::pipe::{PipeFlags, pipe_with};
@@ -43,8 +44,11 @@ impl WatchedOutput {
     }
 }
 
-/// Runs `launch` while the standard output of this process is the one that QEMU is to inherit.
-/// Returns the result of `launch` and the console.
+/// Runs `launch`, which starts a QEMU, and chooses where the standard output of that QEMU goes. If
+/// `when` is given, a thread passes the output on and watches for this text in it;
+/// [`WatchedOutput`] tells whether it came. If `to_stderr` is true, the output goes to the standard
+/// error of this process. Returns the result of `launch` and the watched output. Errors: the output
+/// cannot be redirected; an error of `launch`.
 pub fn around<T>(
     when: Option<&str>,
     to_stderr: bool,

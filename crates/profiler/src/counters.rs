@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The dump is a file in memory of this process without a name and with a fixed size. QEMU opens it
-//! as `/proc/PID/fd/N`. If this process is killed, QEMU stops dumping when the file is full; the next
-//! measurement removes the filter, which frees the memory.
+//! as `/proc/PID/fd/N`. If this process is killed, QEMU stops dumping when the file is full; the
+//! next measurement removes the filter, which frees the memory.
 //!
 //! Left out: packets that do not pass through QEMU (vhost, vDPA, a device given to the guest). QEMU
 //! refuses to dump them.
@@ -40,11 +40,11 @@ const NETDEVS_MAX: usize = 64;
 pub struct DiskWrites {
     /// The number of sectors of 512 bytes.
     pub sectors: u64,
-    /// Requests.
+    /// The number of write requests.
     pub writes: u64,
 }
 
-/// The counters of one VM.
+/// The counters of one VM's disk writes and packets.
 pub struct Counters {
     disks: bool,
     dumps: Option<Vec<Dump>>,
@@ -76,8 +76,8 @@ impl Counters {
         }
     }
 
-    /// Returns the sectors and requests written since the VM's start; `None` if they are not
-    /// counted.
+    /// Returns the numbers of sectors and requests written since the VM's start. Returns `None` if
+    /// they are not counted. Error: the monitor does not answer.
     pub fn disks(&mut self, target: &mut Target) -> Result<Option<DiskWrites>> {
         match target.qmp().filter(|_| self.disks) {
             Some(qmp) => disks(qmp).map_err(Error::Disks),

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 /// The fix if the command line does not tell where the RAM is.
 const ASK_MONITOR: &str = "name QEMU's monitor with --qmp SOCKET";
 
-/// An error of this crate.
+/// An error of the measurement of a VM.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

@@ -4,7 +4,7 @@
 pub use keyframe_units::{EventSink, NoEvents};
 use std::time::Duration;
 
-/// An event of a measurement.
+/// An event of a measurement, for users.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum ProfilerEvent {

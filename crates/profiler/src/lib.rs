@@ -83,7 +83,7 @@ pub struct StartCondition {
     pub quiet_stdout: bool,
 }
 
-/// The options of a measurement.
+/// The options of a measurement of a VM's writes.
 pub struct MeasurementOptions {
     /// The lengths of epochs.
     pub ladder: Ladder,
@@ -91,7 +91,7 @@ pub struct MeasurementOptions {
     pub samples: Option<u32>,
 }
 
-/// The result of a measurement.
+/// The result of a measurement of a VM's writes.
 #[derive(Serialize)]
 pub struct Profile {
     /// The number of bytes of guest RAM that were watched.
@@ -104,7 +104,8 @@ pub struct Profile {
     pub complete: bool,
 }
 
-/// Measures what a VM writes. A VM that was launched has ended when this returns.
+/// Measures how much a VM writes, and returns the profile. A VM that was launched has ended when
+/// this returns. Events go to `events`.
 ///
 /// # Errors
 ///

@@ -16,7 +16,7 @@ const SLICE: Duration = Duration::from_millis(50);
 /// The longest time from the loss of QEMU's memory or monitor to the end of its process.
 const EXIT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// The outcome of an epoch.
+/// The outcome of one measured epoch.
 pub enum EpochOutcome {
     /// It was measured.
     Epoch(MeasuredEpoch),
@@ -50,8 +50,9 @@ pub struct Meter {
 }
 
 impl Meter {
-    /// Begins to track. Until [`Self::detach`] the VM pays a fault for the first write to each page
-    /// in each epoch.
+    /// Begins to track writes to RAM. Until [`Self::detach`] the VM takes a page fault for the
+    /// first write to each page in each epoch. Notes about missing counts go to `events`. Error:
+    /// the kernel cannot track the VM's RAM.
     pub fn attach(target: &mut Target, events: &dyn EventSink<ProfilerEvent>) -> Result<Self> {
         let tracker = match track(target, events) {
             Err(keyframe_kernel::Error::DiscardsUnseen { .. }) => {
@@ -73,7 +74,9 @@ impl Meter {
         self.counters.remove(target);
     }
 
-    /// Measures one epoch of `length`.
+    /// Measures one epoch of `length`, or until `interrupted` is set. Returns
+    /// [`EpochOutcome::Ended`] if the VM has ended. Errors: the tracking failed; the monitor does
+    /// not answer.
     pub fn epoch(
         &mut self,
         target: &mut Target,

@@ -1,9 +1,9 @@
-//! Finds the guest RAM of a running QEMU without its monitor: the mappings of exactly the sizes that
-//! its command line names.
+//! Finds the guest RAM of a running QEMU without its monitor: the mappings of exactly the sizes
+//! that its command line names.
 //!
-//! QEMU maps each RAM block on its own, between guard pages. If the number of writable mappings of a
-//! size differs from the number of blocks of that size, the search fails, and the user has to name
-//! QEMU's monitor.
+//! QEMU maps each RAM block on its own, between guard pages. If the number of writable mappings of
+//! a size differs from the number of blocks of that size, the search fails, and the user has to
+//! name QEMU's monitor.
 
 use super::command_line;
 use crate::error::{Error, Result};
@@ -23,10 +23,10 @@ pub struct DiscoveredRam {
     pub vcpus: Option<u32>,
 }
 
-/// Finds the guest RAM of `process`.
+/// Finds the guest RAM of `process`, and returns its ranges and the number of virtual CPUs.
 ///
-/// Errors: [`Error::NotQemu`]; [`Error::UnclearCommandLine`]; an error that names the sizes if the
-/// mappings do not match them; those of reading `/proc`.
+/// Errors: [`Error::NotQemu`]; [`Error::UnclearCommandLine`]; [`Error::UnclearMappings`] if the
+/// mappings do not match the sizes on the command line; files in `/proc` cannot be read.
 pub fn find(process: &Process) -> Result<DiscoveredRam> {
     let pid = process.pid();
     let words = words(pid)?;

@@ -1,5 +1,5 @@
-//! The VM that is measured: one that Keyframe launches, or one that runs already, with or without its
-//! monitor.
+//! The VM that is measured: one that Keyframe launches, or one that runs already, with or without
+//! its monitor.
 
 use super::console::{self, WatchedOutput};
 use super::{StartCondition, ram_discovery};
@@ -21,13 +21,13 @@ const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A VM whose RAM is known. Dropping it ends a VM that was launched, and leaves another one alone.
 pub struct Target {
-    /// Its QEMU.
+    /// The process of its QEMU.
     pub process: Process,
-    /// Its guest RAM.
+    /// The ranges of its guest RAM in the process.
     pub ranges: Vec<HostRange>,
     /// The number of its virtual CPUs, if known.
     pub vcpus: Option<u32>,
-    /// True if it may discard RAM, which then counts as written.
+    /// True if writes are also counted for RAM that the VM may discard (balloon).
     pub watch_discards: bool,
     /// What cannot be counted, and why.
     pub notes: Vec<String>,
@@ -59,6 +59,8 @@ impl Drop for Launched {
 
 impl Target {
     /// Describes the VM that runs as process `pid`. Uses the monitor at the socket `qmp`, if given.
+    /// Errors: no such process; its RAM is not found; the monitor does not answer or is that of
+    /// another process.
     pub fn running(pid: u32, qmp: Option<&Path>) -> Result<Self> {
         let process = Process::open(pid)?;
         let Some(path) = qmp else {
@@ -99,7 +101,9 @@ impl Target {
         target.noting_a_pause()
     }
 
-    /// Launches a VM. It runs when this returns.
+    /// Launches the VM of the command line `command`, with `vcpus` virtual CPUs if given. The VM
+    /// runs when this returns. Errors: the command line cannot be used; QEMU cannot be started or
+    /// ends.
     pub fn launch(
         command: Vec<OsString>,
         vcpus: Option<u32>,
@@ -140,7 +144,8 @@ impl Target {
         Ok(Prepared { process, ranges: ranges(&blocks), vcpus, watch_discards, notes })
     }
 
-    /// Ends a VM that was launched. Leaves another one alone.
+    /// Ends a VM that [`Self::launch`] started. Does nothing to another VM. Error: QEMU cannot be
+    /// ended.
     pub fn end(mut self) -> Result<()> {
         match &mut self.access {
             Access::Launched(launched) => Ok(launched.vm.kill()?),
@@ -157,12 +162,13 @@ impl Target {
         }
     }
 
-    /// Returns the size of the RAM that is watched.
+    /// Returns the size of the watched RAM in bytes.
     pub fn ram_bytes(&self) -> u64 {
         self.ranges.iter().map(|r| r.len_bytes).sum()
     }
 
-    /// Returns true if the VM has ended or shuts down. Notes if another program has paused it.
+    /// Returns true if the VM has ended or shuts down. Adds a note to the profile if another
+    /// program has paused it. Error: the monitor does not answer.
     pub fn has_ended(&mut self) -> Result<bool> {
         if !self.process.is_alive() {
             return Ok(true);

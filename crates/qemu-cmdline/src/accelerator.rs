@@ -20,8 +20,8 @@ const OPTIONS: &[&str] =
 /// Keys of `-machine` that name or configure one.
 const MACHINE_KEYS: &[&str] =
     &["accel", "kernel-irqchip", "kernel_irqchip", "kvm-shadow-mem", "kvm_shadow_mem"];
-/// Returns the accelerator under which a QEMU with the line `kept` runs; `None` if QEMU has a
-/// choice.
+/// Returns the accelerator under which a QEMU with the command line `kept` runs; `None` if QEMU has
+/// a choice.
 pub fn named_accelerator(kept: &[Argument]) -> Option<Accelerator> {
     // The file can name one too.
     if kept.iter().any(|argument| argument.name() == "readconfig") {
@@ -36,13 +36,14 @@ pub fn named_accelerator(kept: &[Argument]) -> Option<Accelerator> {
     }
 }
 
-/// Returns true if the line names several accelerators, of which QEMU takes the first that works.
+/// Returns true if the command line names several accelerators, of which QEMU takes the first that
+/// works.
 pub fn has_accelerator_choice(kept: &[Argument]) -> bool {
     named_accelerators(kept).len() > 1
 }
 
-/// Returns the line `kept` without the accelerators other than `chosen`. The properties of `chosen`
-/// stay.
+/// Returns the command line `kept` without the accelerators other than `chosen`. The properties of
+/// `chosen` stay.
 pub fn with_accelerator(kept: &[Argument], chosen: Accelerator) -> Vec<Argument> {
     let chosen = chosen.to_string();
     let mut line = Vec::with_capacity(kept.len());
@@ -81,7 +82,7 @@ pub fn with_accelerator(kept: &[Argument], chosen: Accelerator) -> Vec<Argument>
     line
 }
 
-/// The accelerators that a line names, each once.
+/// The accelerators that a command line names, each once.
 fn named_accelerators(kept: &[Argument]) -> Vec<String> {
     let mut named = Vec::new();
     for argument in kept {
@@ -104,7 +105,7 @@ fn named_accelerators(kept: &[Argument]) -> Vec<String> {
     named
 }
 
-/// Returns the line `kept` without its accelerator. The caller adds `-accel` with another.
+/// Returns the command line `kept` without its accelerator. The caller adds `-accel` with another.
 pub fn without_accelerator(kept: &[Argument]) -> Vec<Argument> {
     let machine = |argument: &Argument| {
         let all = keys(argument.value(), "type");
@@ -127,7 +128,7 @@ pub fn without_accelerator(kept: &[Argument]) -> Vec<Argument> {
 }
 
 /// Returns the words that keep the defaults of `machine_type` as they were under the accelerator
-/// `from`, when the line `kept` runs under another one.
+/// `from`, when the command line `kept` runs under another one.
 pub fn machine_defaults(kept: &[Argument], machine_type: &str, from: Accelerator) -> Vec<String> {
     let clock_given = kept
         .iter()
@@ -141,7 +142,7 @@ pub fn machine_defaults(kept: &[Argument], machine_type: &str, from: Accelerator
     vec!["-machine".into(), clock.into()]
 }
 
-/// Refuses a line whose machine would differ under the accelerator `to`.
+/// Refuses a command line whose machine would differ under the accelerator `to`.
 ///
 /// Error: [`CommandLineError::Accelerator`].
 pub fn check_accelerator_line(kept: &[Argument], to: Accelerator) -> Result<()> {

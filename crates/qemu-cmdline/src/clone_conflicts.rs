@@ -30,7 +30,7 @@ use crate::options::{self, Argument, devices, escape, properties, value_of};
 use crate::{CommandLineError, Result};
 use std::path::{Path, PathBuf};
 
-/// The options of a clone's line.
+/// The options for the command line of a clone.
 #[derive(Clone, Copy, Debug)]
 pub struct CloneOptions<'a> {
     /// The clone's own directory, for sockets and files.
@@ -44,9 +44,9 @@ pub struct CloneOptions<'a> {
 pub struct CloneLine {
     /// The words, the binary first.
     pub words: Vec<String>,
-    /// The differences from the kept line that the user should know, a text each.
+    /// The differences from the kept command line that the user should know, a text each.
     pub notes: Vec<String>,
-    /// The consoles, in the order of the line.
+    /// The consoles, in the order of the command line.
     pub consoles: Vec<CloneConsole>,
 }
 
@@ -60,8 +60,8 @@ pub struct CloneConsole {
     pub socket: PathBuf,
 }
 
-/// Makes a clone's line from the kept one (`words`, the binary first), to which the caller will add
-/// the words `added`.
+/// Makes a clone's command line from the kept one (`words`, the binary first), to which the caller
+/// will add the words `added`.
 ///
 /// Error: [`CommandLineError::Argument`] for an argument that clones can neither share nor replace.
 pub fn clone_line(
@@ -92,17 +92,17 @@ pub fn clone_line(
 const HARMLESS_NETWORKS: &[&str] =
     &["user", "tap", "hubport", "socket", "stream", "dgram", "vde", "l2tpv3", "none"];
 
-/// Returns the words of a line (the binary first) without the options by which QEMU changes its user or
-/// its root directory: a rehearsal has no right to do so, and they are no part of the machine. Error:
-/// the words are no QEMU command line.
+/// Returns the words of a line (the binary first) without the options by which QEMU changes its
+/// user or its root directory: a rehearsal has no right to do so, and they are no part of the
+/// machine. Error: the words are no QEMU command line.
 pub fn without_other_user(words: &[String]) -> Result<Vec<String>> {
     let line = options::parse(words.get(1..).unwrap_or_default())?;
     let kept = line.iter().filter(|a| !matches!(a.name(), "runas" | "chroot" | "run-with"));
     Ok(words.iter().take(1).cloned().chain(kept.flat_map(Argument::words)).collect())
 }
 
-/// Returns the first argument of a line that a second QEMU cannot have beside the VM's own, or not
-/// without a display; `None` if there is none.
+/// Returns the first argument of a command line that a second QEMU cannot have beside the VM's own,
+/// or not without a display; `None` if there is none.
 pub fn rehearsal_obstacle(line: &[Argument]) -> Option<&Argument> {
     let is_obstacle = |argument: &&Argument| {
         let keys = properties(argument.value(), "driver").unwrap_or_default();

@@ -54,7 +54,7 @@ struct Recording {
     started: Zoned,
 }
 
-/// The words to run, the binary first.
+/// The words of a command line to run, the binary first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RunWords {
     /// The words.
@@ -64,7 +64,7 @@ pub struct RunWords {
 }
 
 impl CommandLine {
-    /// Parses a line whose first word names the QEMU binary.
+    /// Parses a command line whose first word names the QEMU binary.
     ///
     /// Error: [`CommandLineError::Argument`] for an option under which Keyframe has no VM to
     /// control, and for a word that is not UTF-8 (checkpoints keep the line as text).
@@ -84,7 +84,7 @@ impl CommandLine {
         })
     }
 
-    /// Returns the name of the binary, as the user gave it; empty for an empty line.
+    /// Returns the name of the binary, as the user gave it; empty for an empty command line.
     pub fn binary_name(&self) -> &str {
         self.words.first().map_or("", String::as_str)
     }
@@ -99,7 +99,7 @@ impl CommandLine {
         &self.arguments
     }
 
-    /// Returns the VM's name from `-name`; `None` if the line has none.
+    /// Returns the VM's name from `-name`; `None` if the command line has none.
     pub fn vm_name(&self) -> Option<String> {
         vm_name(&self.arguments)
     }

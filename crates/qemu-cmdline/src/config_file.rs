@@ -8,8 +8,8 @@
 //!
 //! A file with a secret stays a file, because every user of the host can read a command line.
 //!
-//! A line without such files shows all disks, memory and devices. It also makes the same machine after
-//! the file was changed.
+//! A line without such files shows all disks, memory and devices. It also makes the same machine
+//! after the file was changed.
 
 use crate::options::{Argument, escape};
 

@@ -38,23 +38,23 @@ use std::path::{Path, PathBuf};
 /// A disk that the guest can write to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Drive {
-    /// The id or node name; if it has neither, a generated name that is unique in the line.
+    /// The id or node name; if it has neither, a generated name that is unique in the command line.
     pub name: String,
-    /// The image, as the line names it.
+    /// The image, as the command line names it.
     pub image: PathBuf,
-    /// The image's format; `None` if the line does not name it.
+    /// The image's format; `None` if the command line does not name it.
     pub format: Option<String>,
-    /// True if the line discards the guest's writes at the end (`-snapshot`).
+    /// True if the command line discards the guest's writes at the end (`-snapshot`).
     pub temporary: bool,
     /// True if `image` is the address of an NBD export. Only QEMU can read it.
     pub remote: bool,
-    /// What the line says of the images beneath `image`.
+    /// What the command line says of the images beneath `image`.
     pub backing: Backing,
     /// The part of a raw image that the guest sees; `None` if it sees all of it.
     pub slice: Option<Slice>,
 }
 
-/// A part of a raw image, as the line writes it.
+/// A part of a raw image, as the command line writes it.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Slice {
     /// Where it begins; `None` for the image's begin.
@@ -84,7 +84,7 @@ impl Slice {
 const SLICE: [&str; 2] = ["offset", "size"];
 
 impl Drive {
-    /// The drive with its files as absolute paths, if its relative ones begin at `directory`.
+    /// Returns the drive with absolute paths. Its relative paths begin at `directory`.
     #[must_use]
     pub fn at(mut self, directory: &Path) -> Self {
         if !self.remote {
@@ -97,14 +97,14 @@ impl Drive {
     }
 }
 
-/// A server of disks.
+/// The address of a server of disks, and the disks that it serves.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskServer {
     /// The path of the server's unix socket.
     pub socket: PathBuf,
     /// The prefix of each export's name; the disk's name follows.
     pub prefix: String,
-    /// The disks that it does not serve: QEMU opens them as the line says.
+    /// The disks that it does not serve: QEMU opens them as the command line says.
     pub left_out: DiskNames,
     /// The disks of which it serves the slice that the guest sees, and not the whole image.
     pub cut_slices: DiskNames,
@@ -114,14 +114,14 @@ pub struct DiskServer {
 }
 
 impl DiskServer {
-    /// The server at `socket` of all disks, under their names alone.
+    /// Describes the server at `socket` of all disks. The names of its exports have no prefix.
     pub fn at(socket: PathBuf) -> Self {
         let (left_out, cut_slices) = (DiskNames::None, DiskNames::None);
         Self { socket, prefix: String::new(), left_out, cut_slices, empty_disks: None }
     }
 }
 
-/// What happens to an argument of the line.
+/// What happens to an argument of the command line.
 enum Fate {
     Kept,
     Removed,
@@ -135,7 +135,7 @@ struct Disk {
     aliases: Vec<String>,
     /// How it is served; the reason why it cannot be.
     served: Result<Served>,
-    /// True if it stays as the line says.
+    /// True if it stays as the command line says.
     is_left_out: bool,
 }
 
@@ -167,14 +167,15 @@ enum Place {
 
 pub(crate) type DriveKeys = Vec<(String, String)>;
 
-/// Returns the disks of a line that the guest can write to.
+/// Returns the disks of a command line that the guest can write to.
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
     line_drives(arguments)?.into_iter().map(|disk| disk.drive).collect()
 }
 
-/// Returns the disks of a line that the guest can write to, also those that cannot be served.
+/// Returns the disks of a command line that the guest can write to, also those that cannot be
+/// served.
 ///
 /// Error: [`CommandLineError::Argument`] for a node that is malformed JSON.
 pub fn line_drives(arguments: &[Argument]) -> Result<Vec<LineDrive>> {
@@ -185,8 +186,8 @@ pub fn line_drives(arguments: &[Argument]) -> Result<Vec<LineDrive>> {
     Ok(disks.collect())
 }
 
-/// Returns the line `arguments` with its writable disks served by `server`, except those that
-/// [`DiskServer::left_out`] names.
+/// Returns the command line `arguments` with its writable disks served by `server`, except those
+/// that [`DiskServer::left_out`] names.
 ///
 /// Error: [`CommandLineError::Argument`] for a disk that cannot be served.
 pub fn rewrite_drives(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argument>> {
@@ -207,7 +208,8 @@ pub fn rewrite_drives(arguments: &[Argument], server: &DiskServer) -> Result<Vec
     Ok(line)
 }
 
-/// The argument of a served disk. `keeps_snapshot` is true if `-snapshot` stays on the line.
+/// The argument of a served disk. `keeps_snapshot` is true if `-snapshot` stays on the command
+/// line.
 fn served(served: Served, server: &DiskServer, keeps_snapshot: bool) -> Result<Argument> {
     let Served { drive, kept, place } = served;
     // The prefix of the keys of the disk's own node.
@@ -276,7 +278,7 @@ pub(crate) fn export_keys(prefix: &str, server: &DiskServer, name: &str) -> Resu
     Ok(keys.map(|(key, value)| (format!("{prefix}{key}"), value.into())).to_vec())
 }
 
-/// What happens to each argument if the disks `left_out` stay as the line says.
+/// What happens to each argument if the disks `left_out` stay as the command line says.
 fn fates(arguments: &[Argument], left_out: &DiskNames) -> Result<Vec<Fate>> {
     let mut nodes = BlockNodes::parse(arguments)?;
     let mut fates = fates_of(arguments, &nodes);

@@ -24,7 +24,8 @@ use crate::{CommandLineError, Result};
 use address::{DisplayAddress, Forward};
 use std::path::{Path, PathBuf};
 
-/// Looks at the host on which a line is to be run. Paths may be relative to the VM's directory.
+/// Looks at the host on which a command line is to be run. Paths may be relative to the VM's
+/// directory.
 pub trait HostProbe {
     /// Returns true if there is a file of this name.
     fn exists(&self, path: &Path) -> bool;
@@ -38,7 +39,7 @@ pub trait HostProbe {
     fn tap_in_use(&self, name: &str) -> bool;
 }
 
-/// A host without files, listeners and interfaces.
+/// A host without files, listeners and interfaces, for a command line that is not run on this host.
 #[derive(Clone, Copy, Debug)]
 pub struct NoHost;
 
@@ -60,7 +61,7 @@ impl HostProbe for NoHost {
     }
 }
 
-/// How a kept line is used again.
+/// The purpose for which a kept command line is run again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LineUse<'a> {
     /// One VM goes on with it.
@@ -80,7 +81,7 @@ impl Default for LineUse<'_> {
     }
 }
 
-/// A difference from the kept line, in words for the user.
+/// A difference from the kept command line, in words for the user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Note {
     /// A file or a socket has another name.
@@ -90,7 +91,7 @@ pub(crate) enum Note {
 }
 
 impl Note {
-    /// The words.
+    /// Returns the note as a text for the user.
     pub fn into_text(self) -> String {
         match self {
             Self::FreshName(text) | Self::Removed(text) => text,
@@ -138,7 +139,8 @@ impl<'a> HostEffects<'a> {
         Self { probe, line_use, made: 0, given: Vec::new() }
     }
 
-    /// Rewrites `argument` by the rule for its option.
+    /// Rewrites `argument` by the rule for its option. Returns the arguments that take its place,
+    /// and notes for the user.
     ///
     /// Error: [`CommandLineError::Argument`] if it needs an address that another program uses.
     pub fn apply(&mut self, argument: &Argument) -> Result<Rewritten> {
@@ -228,7 +230,7 @@ impl<'a> HostEffects<'a> {
         (is_clone || self.probe.exists(Path::new(path))).then(|| self.fresh(path))
     }
 
-    /// `-D`: QEMU empties the file at its first line.
+    /// `-D`: QEMU empties the file at its first line of output.
     fn log(&mut self, argument: &Argument) -> Rewritten {
         let path = argument.value();
         if self.is_replay() {

@@ -1,20 +1,21 @@
-//! The devices and media that two command lines do not share. A running VM can only be put back to a
-//! checkpoint whose line makes the same ones.
+//! The devices and media that two command lines do not share. A running VM can only be put back to
+//! a checkpoint whose line makes the same ones.
 
 use crate::line_edits::{file_of, medium_of_line};
 use crate::options::{self, Argument, value_of};
 
-/// The first device or medium that only one of two lines has.
+/// The first device or medium that only one of two command lines has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LineDifference {
-    /// Only the first line has it.
+    /// Only the first command line has it.
     OnlyFirst(String),
-    /// Only the second line has it.
+    /// Only the second command line has it.
     OnlySecond(String),
 }
 
-/// Compares the devices and removable media of two command lines, the binary first. `None` if they
-/// have the same ones. Network backends, consoles and other options are not compared.
+/// Compares the devices and removable media of two command lines, the binary first. Returns the
+/// first difference, or `None` if they have the same ones. Does not compare network backends,
+/// consoles and other options.
 pub fn line_difference(first: &[String], second: &[String]) -> Option<LineDifference> {
     let parts = |words: &[String]| {
         let line = options::parse(words.get(1..).unwrap_or_default()).unwrap_or_default();

@@ -13,7 +13,7 @@
 use crate::options::{self, Argument, escape, joined, properties, value_of};
 use serde_json::Value;
 
-/// A device of the line.
+/// A device of a command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LineDevice {
     /// The one with this id.
@@ -31,7 +31,7 @@ pub struct ReadOnlyMedium {
     pub format: String,
 }
 
-/// The present medium of a drive.
+/// A drive whose medium was changed, with its present medium.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MediumEdit {
     /// The drive's name in QEMU; empty if it has none.
@@ -42,14 +42,14 @@ pub struct MediumEdit {
     pub medium: Option<ReadOnlyMedium>,
 }
 
-/// The edits of a line.
+/// The edits that make a command line describe the changed machine.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct LineEdits {
-    /// Ids of devices that leave the line.
+    /// Ids of devices that leave the command line.
     pub removed: Vec<String>,
-    /// Ids of objects that leave the line.
+    /// Ids of objects that leave the command line.
     pub removed_objects: Vec<String>,
-    /// Keys that devices of the line get: their present addresses.
+    /// Keys that devices of the command line get: their present addresses.
     pub pinned: Vec<(LineDevice, Vec<(String, Value)>)>,
     /// Media that were changed.
     pub media: Vec<MediumEdit>,
@@ -57,7 +57,7 @@ pub struct LineEdits {
     pub appended: Vec<String>,
 }
 
-/// Where a line defines the medium of a drive.
+/// Where a command line defines the medium of a drive.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MediumPlace {
     /// In the argument at this index: `-drive` or a short form of it.
@@ -69,7 +69,7 @@ enum MediumPlace {
 }
 
 /// Returns the file that `line` puts into a drive. `Some(None)` stands for an empty drive, and
-/// `None` for a drive that the line does not define in a known way.
+/// `None` for a drive that the command line does not define in a known way.
 pub fn medium_of_line(line: &[Argument], drive: &str, device: &str) -> Option<Option<String>> {
     match place_of(line, drive, device)? {
         MediumPlace::Drive(at) => Some(file_of(line.get(at)?)),
@@ -82,15 +82,15 @@ pub fn medium_of_line(line: &[Argument], drive: &str, device: &str) -> Option<Op
     }
 }
 
-/// Returns the drivers of the `-device` arguments without an id, in the order of the line.
+/// Returns the drivers of the `-device` arguments without an id, in the order of the command line.
 pub fn anonymous_devices(line: &[Argument]) -> Vec<String> {
     let anonymous = options::devices(line).filter(|keys| value_of(keys, "id").is_none());
     anonymous.map(|keys| value_of(&keys, "driver").unwrap_or_default().to_owned()).collect()
 }
 
 impl LineEdits {
-    /// Returns the edited line. Returns `None` if the line does not define a drive whose medium was
-    /// changed.
+    /// Returns the edited command line. Returns `None` if the line does not define a drive whose
+    /// medium was changed.
     pub fn apply(&self, line: &[Argument]) -> Option<Vec<Argument>> {
         let mut edited = line.to_vec();
         for (device, keys) in &self.pinned {
@@ -119,7 +119,8 @@ impl LineEdits {
 }
 
 impl MediumEdit {
-    /// Edits the argument that defines the medium. Arguments for the line's end go to `added`.
+    /// Edits the argument that defines the medium. Arguments for the command line's end go to
+    /// `added`.
     fn apply(
         &self,
         line: &[Argument],

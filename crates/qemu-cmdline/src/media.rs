@@ -24,11 +24,11 @@ use std::path::PathBuf;
 /// A medium that the guest can only read.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Medium {
-    /// The medium's name, unique in the line.
+    /// The medium's name, unique in the command line.
     pub name: String,
-    /// The image, as the line names it.
+    /// The image, as the command line names it.
     pub image: PathBuf,
-    /// The image's format; `None` if the line does not name it.
+    /// The image's format; `None` if the command line does not name it.
     pub format: Option<String>,
 }
 
@@ -58,18 +58,18 @@ const THROTTLING: &[&str] = &["throttling", "bps", "iops"];
 
 type Keys = Vec<(String, String)>;
 
-/// Returns the read-only media of the line `words`, without the binary. Error: the line is
+/// Returns the read-only media of the command line `words`, without the binary. Error: the line is
 /// malformed.
 pub fn media_of(words: &[String]) -> Result<Vec<Medium>> {
     Ok(media(&options::parse(words)?))
 }
 
-/// Returns the read-only media of a parsed line.
+/// Returns the read-only media of a parsed command line.
 pub fn media(arguments: &[Argument]) -> Vec<Medium> {
     found_media(arguments).into_iter().flatten().map(|(medium, _)| medium).collect()
 }
 
-/// The line with its read-only media served by `server`.
+/// The command line with its read-only media served by `server`.
 pub(crate) fn rewrite_media(arguments: &[Argument], server: &DiskServer) -> Result<Vec<Argument>> {
     let served = |(argument, medium): (&Argument, Option<(Medium, Keys)>)| {
         let Some((medium, kept)) = medium else { return Ok(argument.clone()) };

@@ -77,7 +77,7 @@ const MACHINE_OPTIONS: &[&str] = &[
 /// Properties of a memory backend whose replacement needs no note.
 const REPLACED: &[&str] = &["size", "share", "mem-path", "x-use-canonical-path-for-ramblock-id"];
 
-/// A word of a restored line, before the files of its memory backends are known.
+/// A word of a restored command line, before the files of its memory backends are known.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum LineWord {
     /// The word itself.
@@ -86,12 +86,12 @@ pub enum LineWord {
     Backend(usize),
 }
 
-/// A restored line.
+/// The command line of a restored VM, before the files of its RAM are known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RestoreLine {
     /// The words, without the binary.
     pub words: Vec<LineWord>,
-    /// The differences from the kept line that the user should know, a text each.
+    /// The differences from the kept command line that the user should know, a text each.
     pub notes: Vec<String>,
 }
 
@@ -104,7 +104,7 @@ pub fn backend_id<'a>(name: &'a str, backends: &[String]) -> Option<&'a str> {
     Some(name).filter(is_known).or_else(|| last.filter(is_known))
 }
 
-/// Parses the words that a user adds to a restored line.
+/// Parses the words that a user adds to a restored command line.
 ///
 /// Error: [`CommandLineError::Argument`] for a word that would change the machine.
 pub fn check_added(added: Vec<OsString>) -> Result<Vec<Argument>> {
@@ -123,9 +123,10 @@ pub fn check_added(added: Vec<OsString>) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
-/// Replaces the memory backends of the line `kept` by ones whose memory the caller gives.
+/// Returns the command line `kept` with its memory backends replaced by ones whose memory the
+/// caller gives.
 ///
-/// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks `ram`.
+/// Error: [`CommandLineError::RamLayout`] if the command line does not fit the RAM blocks `ram`.
 pub fn plan_backends(kept: &[Argument], ram: &RamLayout) -> Result<RestoreLine> {
     let RestoreLine { mut words, mut notes } = RestoreLine::default();
     let mut given = vec![false; ram.blocks().len()];
@@ -165,7 +166,7 @@ pub fn plan_backends(kept: &[Argument], ram: &RamLayout) -> Result<RestoreLine> 
 }
 
 /// Returns the numbers of the RAM blocks that have memory backends, in the order in which a QEMU
-/// that was restored from the line `words` (the binary first) makes them.
+/// that was restored from the command line `words` (the binary first) makes them.
 ///
 /// Error: [`CommandLineError::RamLayout`] if the line does not fit the RAM blocks.
 pub fn backends_as_made(words: &[String], ram: &RamLayout) -> Result<Vec<usize>> {
@@ -223,8 +224,8 @@ pub fn backend_object(block: &RamBlock, path: &str, is_shared: bool) -> String {
     object_of_block("memory-backend-file", block, &memory)
 }
 
-/// Returns the value of `-object` for a backend with private memory of QEMU's own. The kernel charges
-/// it page by page, as it does a memfd: a virtio-mem device may have more than the host.
+/// Returns the value of `-object` for a backend with private memory of QEMU's own. The kernel
+/// charges it page by page, as it does a memfd: a virtio-mem device may have more than the host.
 pub fn private_backend_object(block: &RamBlock) -> String {
     object_of_block("memory-backend-ram", block, ",share=off,reserve=off")
 }

@@ -42,7 +42,7 @@ pub struct NetGate {
 }
 
 /// Makes the words for a gate with its sockets in the directory `folder` before the network of the
-/// line `words`, without the binary.
+/// command line `words`, without the binary.
 ///
 /// Error: [`CommandLineError::Argument`] if frames of the guest could leave another way.
 pub fn net_gate(words: &[String], folder: &Path) -> Result<NetGate> {

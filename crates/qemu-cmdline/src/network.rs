@@ -76,8 +76,8 @@ fn link(argument: &Argument) -> Option<NetworkLink> {
     Some(NetworkLink { kind, option: argument.display(), lan })
 }
 
-/// Returns the user networks of a line, in the order in which QEMU makes them: the ids of `-netdev`,
-/// and `-nic 0`, `-nic 1` and so on.
+/// Returns the user networks of a command line, in the order in which QEMU makes them: the ids of
+/// `-netdev`, and `-nic 0`, `-nic 1` and so on.
 pub fn user_networks(line: &[Argument]) -> Vec<String> {
     let is_json = |argument: &&Argument| argument.value().trim_start().starts_with('{');
     let named = |name: &'static str| line.iter().filter(move |a| a.name() == name);
@@ -90,8 +90,8 @@ pub fn user_networks(line: &[Argument]) -> Vec<String> {
     ids.chain(cards).collect()
 }
 
-/// Returns, for each user network of the line `kept`, its number in the line `now`; an inner `None`
-/// stands for one that `now` lacks. Returns `None` if both lines have the same ones.
+/// Returns, for each user network of the command line `kept`, its number in the line `now`; an
+/// inner `None` stands for one that `now` lacks. Returns `None` if both lines have the same ones.
 pub fn moved_user_networks(kept: &[Argument], now: &[Argument]) -> Option<Vec<Option<u32>>> {
     let now = user_networks(now);
     let number = |name: &String| now.iter().position(|other| other == name).map(|n| n as u32);

@@ -135,8 +135,8 @@ pub fn parse(words: &[String]) -> Result<Vec<Argument>> {
     Ok(arguments)
 }
 
-/// Returns driver, property and value of a `-global`, which has two forms: `driver.property=value`, and
-/// `driver=...,property=...,value=...`. `None` for another argument.
+/// Returns driver, property and value of a `-global`, which has two forms: `driver.property=value`,
+/// and `driver=...,property=...,value=...`. `None` for another argument.
 pub fn global_property(argument: &Argument) -> Option<[String; 3]> {
     if argument.name() != "global" {
         return None;
@@ -153,9 +153,9 @@ pub fn global_property(argument: &Argument) -> Option<[String; 3]> {
     })
 }
 
-/// Splits `first,a=b,c=d` into keys and values. A first part without `=` is the value of the key
-/// `implied`; `,,` stands for a comma. A key without a value is `on`, or with a leading `no`,
-/// `off`.
+/// Returns the keys and values of an option's value such as `first,a=b,c=d`. A first part without
+/// `=` is the value of the key `implied`; `,,` stands for a comma. A key without a value is `on`,
+/// or with a leading `no`, `off`.
 pub fn keys(text: &str, implied: &str) -> Vec<(String, String)> {
     split(text)
         .into_iter()
@@ -210,7 +210,7 @@ pub fn escape(value: &str) -> String {
     value.replace(',', ",,")
 }
 
-/// Joins keys and values into the value of one option.
+/// Returns the value of one option that has these keys and values.
 pub fn joined(keys: &[(String, String)]) -> String {
     keys.iter().map(|(key, value)| format!("{key}={}", escape(value))).collect::<Vec<_>>().join(",")
 }

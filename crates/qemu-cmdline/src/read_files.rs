@@ -6,21 +6,21 @@
 use crate::drives::{DriveKeys, flattened_keys, is_read_only_drive, path_of};
 use crate::options::{self, Argument, is_on, value_of};
 
-/// A file that a line names.
+/// A file that a command line names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NamedFile {
     /// The option, with its dash.
     pub option: String,
-    /// The path, as the line names it.
+    /// The path, as the command line names it.
     pub path: String,
-    /// The image format, if the line names it.
+    /// The image format, if the command line names it.
     pub format: Option<String>,
     /// True if the guest reads it while it runs.
     pub is_medium: bool,
 }
 
-/// Returns the files of a command line that QEMU only reads. `words` begins with the binary. Returns
-/// none if the line cannot be parsed.
+/// Returns the files of a command line that QEMU only reads. `words` begins with the binary.
+/// Returns none if the line cannot be parsed.
 pub fn named_files(words: &[String]) -> Vec<NamedFile> {
     let Ok(line) = options::parse(words.get(1..).unwrap_or_default()) else { return Vec::new() };
     let mut files: Vec<NamedFile> = line.iter().flat_map(of_argument).collect();

@@ -31,7 +31,7 @@ use std::path::Path;
 /// with. `auto` itself is refused because replays of it stop (docs/design/record-replay.md).
 const SHIFT: u32 = 3;
 
-/// What QEMU does with the log.
+/// Whether QEMU records into the log or replays it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordingMode {
     /// QEMU writes the log.
@@ -40,7 +40,7 @@ pub enum RecordingMode {
     Replay,
 }
 
-/// How to record or replay.
+/// The options for a command line that records or replays.
 #[derive(Clone, Copy, Debug)]
 pub struct RecordingLineOptions<'a> {
     /// Record or replay.
@@ -59,7 +59,7 @@ pub struct RecordingLineOptions<'a> {
     pub clock: RecordingClock<'a>,
 }
 
-/// A line that records or replays.
+/// A command line that records or replays.
 #[derive(Clone, Debug, Default)]
 pub struct RecordingLine {
     /// The words, without the binary.
@@ -68,7 +68,7 @@ pub struct RecordingLine {
     pub notes: Vec<String>,
 }
 
-/// Makes the line that records or replays, from the user's words without the binary.
+/// Makes the command line that records or replays, from the user's words without the binary.
 ///
 /// Error: [`CommandLineError::Argument`] for a machine that cannot be recorded exactly.
 pub fn recording_line(
@@ -80,7 +80,7 @@ pub fn recording_line(
     Ok(RecordingLine { words: arguments.iter().flat_map(Argument::words).collect(), notes })
 }
 
-/// As [`recording_line`], for a parsed line. Returns arguments and notes.
+/// As [`recording_line`], for a parsed command line. Returns arguments and notes.
 pub(crate) fn recording_arguments(
     arguments: &[Argument],
     options: RecordingLineOptions<'_>,
@@ -266,7 +266,7 @@ impl LineMaker<'_> {
     }
 }
 
-/// The machine type that the line names; empty if it names none.
+/// The machine type that the command line names; empty if it names none.
 fn machine_type(arguments: &[Argument]) -> String {
     let of = arguments.iter().filter(|a| matches!(a.name(), "M" | "machine"));
     of.filter_map(|a| value_of(&keys(a.value(), "type"), "type").map(str::to_owned))

@@ -60,17 +60,17 @@ const CLONES: &str = ".clones";
 /// Id of libvirt's monitor.
 const LIBVIRT_MONITOR: &str = "charmonitor";
 
-/// A kept line that can be run once more.
+/// A kept command line that can be run once more.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RestorableLine {
     /// The arguments, without the added ones.
     pub arguments: Vec<Argument>,
-    /// The differences from the kept line that the user should know, a text each.
+    /// The differences from the kept command line that the user should know, a text each.
     pub notes: Vec<String>,
 }
 
-/// Makes the line `kept` runnable once more for `line_use`, with the arguments `added` after it.
-/// `probe` looks at the host.
+/// Makes the command line `kept` runnable once more for `line_use`, with the arguments `added`
+/// after it. `probe` looks at the host.
 ///
 /// Error: [`CommandLineError::Argument`] for an argument that cannot be run again.
 pub fn restorable_line(

@@ -6,8 +6,8 @@ use crate::options::{self, Argument, value_of};
 const OPTIONS: &[&str] =
     &["chardev", "serial", "parallel", "monitor", "qmp", "qmp-pretty", "debugcon"];
 
-/// The first option of `line` for whose socket QEMU waits until a client has connected; `None` if
-/// there is none.
+/// Returns the first option of `line` for whose socket QEMU waits until a client has connected.
+/// Returns `None` if there is none.
 pub fn waiting_socket(line: &[Argument]) -> Option<&Argument> {
     line.iter().find(|argument| OPTIONS.contains(&argument.name()) && waits(argument.value()))
 }

@@ -45,7 +45,7 @@ const MACHINE_TYPE_BYTES_MAX: u32 = 255;
 /// How often a stream may send each page on average.
 const ROUNDS_MAX: u64 = 1024;
 
-/// A RAM block in the stream's list.
+/// A RAM block in the list of a migration stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MigrationBlock {
     /// QEMU's name of the block.
@@ -54,8 +54,8 @@ pub struct MigrationBlock {
     pub used_bytes: u64,
 }
 
-/// Takes a page: the number of its block in the list, its offset in the block in bytes, and its
-/// content. Its error ends the reading.
+/// The caller's function that takes a page: the number of its block in the list, its offset in the
+/// block in bytes, and its content. Its error ends the reading.
 pub type MigrationPageSink<'a> = &'a mut dyn FnMut(usize, u64, &Page) -> io::Result<()>;
 
 /// Reads a migration stream whose header and list of RAM blocks have been read.

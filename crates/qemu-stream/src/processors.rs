@@ -41,13 +41,13 @@ pub struct SegmentRegister {
 pub struct CpuRegisters {
     /// The index of the CPU, from 0.
     pub index: u32,
-    /// rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
+    /// The general registers: rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
     pub general: [u64; 16],
     /// The instruction pointer.
     pub rip: u64,
     /// The flags.
     pub rflags: u64,
-    /// es, cs, ss, ds, fs, gs.
+    /// The segment registers: es, cs, ss, ds, fs, gs.
     pub segments: [SegmentRegister; 6],
     /// The local descriptor table.
     pub ldt: SegmentRegister,
@@ -57,7 +57,7 @@ pub struct CpuRegisters {
     pub gdt: SegmentRegister,
     /// The interrupt descriptor table register; it has no selector.
     pub idt: SegmentRegister,
-    /// cr0 to cr4; cr1 does not exist, and its entry is 0.
+    /// The control registers cr0 to cr4. cr1 does not exist, and its entry is 0.
     pub control: [u64; 5],
     /// The GS base that `swapgs` exchanges.
     pub kernel_gs_base: u64,

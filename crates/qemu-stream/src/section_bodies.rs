@@ -60,7 +60,7 @@ pub(crate) const CPU: Layout = Layout {
 pub(crate) mod timer {
     /// Value of the processors' time-stamp counter while the VM is paused.
     pub const TICKS: usize = 0;
-    /// The VM's clock in ns.
+    /// The VM's clock in nanoseconds.
     pub const CLOCK: usize = 16;
 }
 
@@ -77,7 +77,7 @@ pub(crate) mod cpu {
     /// The SSE control and status register.
     pub const MXCSR: usize = 556;
     pub const EFER: usize = 816;
-    /// Added to the VM's time-stamp counter for this processor.
+    /// The number that is added to the VM's time-stamp counter for this processor.
     pub const TSC_OFFSET: usize = 896;
     pub const INTERRUPT_INJECTED: usize = 1149;
     pub const MP_STATE: usize = 1153;
@@ -128,8 +128,9 @@ pub(crate) struct Body<'a> {
 }
 
 impl<'a> Body<'a> {
-    /// Checks the body of `section` of `state` against `layout`. Error:
-    /// [`StreamError::DeviceState`] for another version or length than the layout has.
+    /// Creates a reader of the body of `section` of the device state `state`, after a check against
+    /// `layout`. Error: [`StreamError::DeviceState`] for another version or length than the layout
+    /// has.
     pub fn new(state: &'a [u8], section: &'a Section, layout: &Layout) -> Result<Self> {
         let fail = |problem: String| StreamError::DeviceState {
             offset: section.body.start as u64,

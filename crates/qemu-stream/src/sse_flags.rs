@@ -1,5 +1,5 @@
-//! The MXCSR register of each virtual CPU in a device state, and the exception flags that QEMU leaves
-//! out of it.
+//! The MXCSR register of each virtual CPU in a device state, and the exception flags that QEMU
+//! leaves out of it.
 //!
 //! ```text
 //!   cpu body, bytes:  0 general registers │ 128 rip │ ... │ 556 MXCSR │ ...
@@ -17,7 +17,7 @@ const FLAGS: u32 = 0x3f;
 pub struct SavedCpu {
     /// The index of the CPU, from 0.
     pub index: u32,
-    /// rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
+    /// The general registers: rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
     pub general: [u64; 16],
     /// The instruction pointer.
     pub rip: u64,

@@ -9,9 +9,9 @@ use crate::sections::sections;
 
 const USER_NETWORK: &str = "slirp";
 
-/// Returns `state` with its user networks renumbered: number `n` becomes `numbers[n]`, or is removed
-/// if that is `None`. Unchanged if the state has another number of user networks than `numbers`.
-/// [`crate::check`] must have accepted `state`.
+/// Returns `state` with its user networks renumbered: number `n` becomes `numbers[n]`, or is
+/// removed if that is `None`. Unchanged if the state has another number of user networks than
+/// `numbers`. [`crate::check`] must have accepted `state`.
 ///
 /// Error: [`crate::StreamError::DeviceState`] for a malformed state.
 pub fn renumber_user_networks(state: &[u8], numbers: &[Option<u32>]) -> Result<Vec<u8>> {

@@ -9,10 +9,11 @@ use crate::{Result, StreamError};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
 use std::io::{self, Write};
 
-/// Takes a page and its offset in its block, in bytes. Its error ends the writing.
+/// The function that takes a page and its offset in its block, in bytes. Its error ends the
+/// writing.
 pub type PageSink<'a> = &'a mut dyn FnMut(u64, &Page) -> io::Result<()>;
 
-/// A RAM block to write.
+/// A RAM block to write into a stream.
 pub struct StreamBlock<'a> {
     /// QEMU's name of the block, 1 to 255 bytes.
     pub name: &'a str,

@@ -13,7 +13,7 @@ const FEATURES_MAX: usize = 4096;
 
 /// The accelerator that the checkpoint was taken under.
 ///
-/// Error: [`CommandLineError::Accelerator`] if neither line nor device state tell.
+/// Error: [`CommandLineError::Accelerator`] if neither command line nor device state tell.
 pub(crate) fn of_checkpoint(kept: &[Argument], device_state: &[u8]) -> Result<Accelerator> {
     let by_state = stream::written_by(device_state)?;
     by_state.or_else(|| named_accelerator(kept)).ok_or_else(|| {
@@ -25,8 +25,8 @@ pub(crate) fn of_checkpoint(kept: &[Argument], device_state: &[u8]) -> Result<Ac
 }
 
 /// Checks that the fresh QEMU runs under `to`, and that its processors have each feature that the
-/// guest may use: those of the processor model without `missing_before`, which the guest did not have
-/// (`None` if that is unknown). More features than the guest knows do no harm.
+/// guest may use: those of the processor model without `missing_before`, which the guest did not
+/// have (`None` if that is unknown). More features than the guest knows do no harm.
 ///
 /// Error: [`CommandLineError::Accelerator`].
 pub(crate) fn check_processors(
@@ -74,8 +74,8 @@ fn check_lacking(
     Err(refused(reason, fix))
 }
 
-/// Features of the processor model that none of the VM's processors has, so that the guest cannot use
-/// them.
+/// Features of the processor model that none of the VM's processors has, so that the guest cannot
+/// use them.
 pub(crate) fn lacking(qmp: &mut Qmp) -> Result<Vec<String>> {
     let all = lacking_of_each(qmp)?;
     let Some((first, others)) = all.split_first() else { return Ok(Vec::new()) };

@@ -10,8 +10,8 @@
 //! Invariants:
 //! 1. The monitor is that process's: the file passed through it is open there.
 //! 2. One engine at a time: the file's set of descriptors carries the engine's name.
-//! 3. Nothing else of the VM is changed, and that file is taken back on detach; a watchdog takes it back for an engine
-//!    that died, and the next engine for both.
+//! 3. Nothing else of the VM is changed, and that file is taken back on detach; a watchdog takes it
+//!    back for an engine that died, and the next engine for both.
 //!
 //! Left out: tracking the VM's RAM (the kernel crate). The kernel refuses a second tracker of the
 //! same RAM, too.
@@ -97,8 +97,8 @@ impl Vm {
         self.identity = Some(identity);
     }
 
-    /// Returns the machine as it is now, with the memory that was plugged in since its line was
-    /// written. Error: QEMU does not answer.
+    /// Returns the machine as it is now, with the memory that was plugged in since its command line
+    /// was written. Error: QEMU does not answer.
     pub fn spec(&mut self) -> Result<MachineSpec> {
         let identity = self.identity()?;
         let plugged = self.plugged_memory()?;
@@ -132,7 +132,7 @@ impl Vm {
         running::directory(self.pid(), self.full_command())
     }
 
-    /// Returns the VM's name from `-name`; `None` if the line has none.
+    /// Returns the VM's name from `-name`; `None` if the command line has none.
     pub fn vm_name(&self) -> Option<String> {
         let arguments = options::parse(self.user_command().get(1..).unwrap_or_default()).ok()?;
         keyframe_qemu_cmdline::vm_name(&arguments)

@@ -103,8 +103,8 @@ pub(crate) fn of_line(line: &[Argument]) -> Vec<AuditFinding> {
     found.collect()
 }
 
-/// Returns the reasons in an answer to `query-migrate` for which QEMU cannot save the machine's whole
-/// state. A dump of another client blocks migrations only, and only while it lasts.
+/// Returns the reasons in an answer to `query-migrate` for which QEMU cannot save the machine's
+/// whole state. A dump of another client blocks migrations only, and only while it lasts.
 pub(crate) fn blocked_reasons(answer: &Value) -> impl Iterator<Item = &str> {
     let reasons = answer.get("blocked-reasons").and_then(Value::as_array).into_iter().flatten();
     reasons.filter_map(Value::as_str).filter(|reason| !reason.contains("dump-guest-memory"))
@@ -148,8 +148,8 @@ pub(crate) fn discards_ram(driver: &str) -> bool {
     DISCARDING.iter().any(|prefix| driver.starts_with(prefix))
 }
 
-/// The QOM paths of devices that were named on the line or plugged in later: with an id, and
-/// without.
+/// The QOM paths of devices that were named on the command line or plugged in later: with an id,
+/// and without.
 pub(crate) const PLUGGED: [&str; 2] = ["/machine/peripheral", "/machine/peripheral-anon"];
 
 /// The machine's devices, as `qom-list` lists them.

@@ -70,7 +70,7 @@ impl WritableNode {
 /// A disk that the guest can write to, with its drive on the VM's command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LineDisk {
-    /// Its drive on the line; `None` if the line does not define it.
+    /// Its drive on the command line; `None` if the line does not define it.
     pub drive: Option<LineDrive>,
     /// QEMU's node of the disk.
     pub node: WritableNode,

@@ -30,9 +30,9 @@ use std::path::Path;
 /// The command lines that make a machine as it is now.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MachineLines {
-    /// The user's.
+    /// The command line as the user gave it, with the changes.
     pub user_command: Vec<String>,
-    /// The one with the options that Keyframe added.
+    /// The command line with the options that Keyframe added, with the changes.
     pub full_command: Vec<String>,
 }
 
@@ -62,9 +62,9 @@ impl PresentDevice {
 }
 
 impl Vm {
-    /// Returns the lines that make the machine as it is now: [`Vm::user_command`] and
-    /// [`Vm::full_command`] with the changes since the start. The inner `Err` holds the changes that
-    /// no line can make. Error: QEMU does not answer.
+    /// Returns the command lines that make the machine as it is now: [`Vm::user_command`] and
+    /// [`Vm::full_command`] with the changes since the start. The inner `Err` holds the changes
+    /// that no line can make. Error: QEMU does not answer.
     pub fn lines_now(&mut self) -> Result<Result<MachineLines, Vec<AuditFinding>>> {
         let directory = self.working_directory().unwrap_or_default();
         let line = hotplug::arguments(self.user_command());
@@ -197,7 +197,7 @@ impl ChangedLine<'_> {
         Ok(())
     }
 
-    /// Compares the media of drives with those of the line.
+    /// Compares the media of drives with those of the command line.
     fn media(&mut self, qmp: &mut Qmp, directory: &Path, captured: &CapturedDisks) -> Result<()> {
         // With -snapshot, the files are QEMU's own.
         let is_temporary = self.line.iter().any(|a| {
@@ -280,12 +280,12 @@ impl ChangedLine<'_> {
     }
 }
 
-/// True if `driver` on a line makes a device of type `kind`.
+/// True if `driver` on a command line makes a device of type `kind`.
 fn is_of_driver(kind: &str, driver: Option<&String>) -> bool {
     driver.is_some_and(|driver| kind == driver || kind.strip_suffix("-pci") == Some(driver))
 }
 
-/// True if a line names an image by its path, and not by a protocol.
+/// True if a command line names an image by its path, and not by a protocol.
 fn is_path(file: &str) -> bool {
     file.split_once(':').is_none_or(|(protocol, _)| protocol.contains('/'))
 }
@@ -323,7 +323,7 @@ impl PresentDrive {
     }
 }
 
-/// The devices that were named on the line or plugged in later.
+/// The devices that were named on the command line or plugged in later.
 fn present_devices(qmp: &mut Qmp) -> Result<Vec<PresentDevice>> {
     let mut present = Vec::new();
     for folder in PLUGGED {
@@ -348,7 +348,7 @@ fn present_devices(qmp: &mut Qmp) -> Result<Vec<PresentDevice>> {
     Ok(present)
 }
 
-/// The ids of the line's objects, network backends, character devices, drives and nodes.
+/// The ids of the command line's objects, network backends, character devices, drives and nodes.
 fn ids_of(line: &[Argument]) -> BTreeSet<String> {
     let id = |argument: &Argument| {
         let keys = options::properties(argument.value(), "type")?;

@@ -1,8 +1,8 @@
 //! Preloads the library `eventfd-coalesce/` into a replaying QEMU, which skips needless wake-ups.
 //!
-//! `LD_PRELOAD` names a file in memory that QEMU inherits, so no file has to be written and removed.
-//! A QEMU without a dynamic linker ignores it. A linker that cannot map it prints a message and
-//! continues.
+//! `LD_PRELOAD` names a file in memory that QEMU inherits, so no file has to be written and
+//! removed. A QEMU without a dynamic linker ignores it. A linker that cannot map it prints a
+//! message and continues.
 
 use crate::Result;
 use crate::vm::{inherited_path, memfd};
@@ -12,8 +12,8 @@ use std::process::Command;
 
 const PRELOAD: &str = "LD_PRELOAD";
 
-/// Has the QEMU that `command` starts load the library, before the libraries that the user preloads.
-/// Returns the descriptor that QEMU must inherit.
+/// Has the QEMU that `command` starts load the library, before the libraries that the user
+/// preloads. Returns the descriptor that QEMU must inherit.
 pub(crate) fn prepare(command: &mut Command) -> Result<OwnedFd> {
     let library = memfd("eventfd-coalesce", keyframe_embedded_plugins::EVENTFD_COALESCE)?;
     let mut libraries = OsString::from(inherited_path(&library));

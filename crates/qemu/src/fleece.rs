@@ -46,7 +46,7 @@ const SOCKET_PREFIX: &str = "kf-nbd-";
 /// The flag of a listening socket in `/proc/net/unix`.
 const ACCEPTS: u64 = 1 << 16;
 
-/// What a cut does for one disk.
+/// The actions of a cut for one disk.
 #[derive(Clone, Copy, Debug)]
 pub struct SnapshotPoint<'a> {
     /// The disk.
@@ -83,10 +83,10 @@ pub fn granularity_bytes(disk: &WritableNode) -> u64 {
     if disk.disk_bytes > LARGE_BYTES { GRANULARITY_LARGE_BYTES } else { GRANULARITY_BYTES }
 }
 
-/// Has QEMU, process `pid`, listen for readers at `socket`, whose name is a [`socket_name`], also if
-/// it listens for a killed engine. Keyframe makes the socket and passes it, as a confined QEMU could
-/// make none there. Errors: the socket cannot be made; [`Error::Refused`], also if QEMU listens for
-/// another program already.
+/// Has QEMU, process `pid`, listen for readers at `socket`, whose name is a [`socket_name`], also
+/// if it listens for a killed engine. Keyframe makes the socket and passes it, as a confined QEMU
+/// could make none there. Errors: the socket cannot be made; [`Error::Refused`], also if QEMU
+/// listens for another program already.
 pub fn start_server(qmp: &mut Qmp, pid: u32, socket: &Path) -> Result<()> {
     match listen(qmp, socket) {
         Err(Error::Refused { .. }) if listens_for_an_engine(pid) => {

@@ -6,8 +6,8 @@
 //! ```
 //!
 //! `set-action` makes QEMU stand still (`shutdown=pause`, and `watchdog=pause` if the line says
-//! `poweroff`). Requests of the host to end (`quit`, a signal, a closed window) end QEMU at once all
-//! the same. The setting goes back to what the line says when the engine leaves the VM. If the
+//! `poweroff`). Requests of the host to end (`quit`, a signal, a closed window) end QEMU at once
+//! all the same. The setting goes back to what the line says when the engine leaves the VM. If the
 //! engine dies, the watchdog sets it back, and ends a QEMU whose guest has ended meanwhile.
 //!
 //! QEMU cannot be asked for its present actions, so those of its command line count.
@@ -61,7 +61,8 @@ impl EndHold {
         self.set_action(qmp, "pause")
     }
 
-    /// Has QEMU end at them again, as its line says. Ends a QEMU whose guest has ended meanwhile.
+    /// Has QEMU end at them again, as its command line says. Ends a QEMU whose guest has ended
+    /// meanwhile.
     pub(crate) fn release(self, qmp: &mut Qmp) -> Result<()> {
         self.set_action(qmp, "poweroff")?;
         // QEMU handles the guest's end and this query in one thread. So the query shows an earlier
@@ -90,8 +91,8 @@ impl EndHold {
     }
 }
 
-/// Returns QEMU's action at `event` (`shutdown`, `panic`, `watchdog` or `reboot`) by its arguments: the
-/// last one counts.
+/// Returns QEMU's action at `event` (`shutdown`, `panic`, `watchdog` or `reboot`) by its arguments:
+/// the last one counts.
 pub(crate) fn action_at(arguments: &[Argument], event: &str) -> String {
     let of_argument = |argument: &Argument| match (argument.name(), event) {
         ("no-shutdown", "shutdown") => Some("pause".to_owned()),

@@ -134,7 +134,8 @@ fn more_words(qmp: &mut Qmp, device: &MemoryDevice) -> Result<String> {
     Ok(format!(",bus={},addr={}", escape(bus), address.as_str().unwrap_or_default()))
 }
 
-/// Returns the arguments of a line without the binary's name; none if the line cannot be parsed.
+/// Returns the arguments of a command line without the binary's name; none if the line cannot be
+/// parsed.
 pub(crate) fn arguments(line: &[String]) -> Vec<Argument> {
     options::parse(line.get(1..).unwrap_or_default()).unwrap_or_default()
 }

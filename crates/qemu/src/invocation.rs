@@ -17,8 +17,8 @@ const RAM_BYTES_DEFAULT: u64 = 128 << 20;
 /// The most bytes of a configuration file.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
-/// Puts the options of configuration files in their place. Leaves a file to QEMU that cannot be read,
-/// is no regular file, or has groups that are not known.
+/// Puts the options of configuration files in their place. Leaves a file to QEMU that cannot be
+/// read, is no regular file, or has groups that are not known.
 fn with_config_options(words: Vec<OsString>) -> Vec<OsString> {
     let mut out = Vec::with_capacity(words.len());
     let mut words = words.into_iter().peekable();
@@ -52,8 +52,8 @@ pub struct Invocation {
 }
 
 impl Invocation {
-    /// Parses a line whose first word names the QEMU binary, and looks for that binary. Files of
-    /// `-readconfig` are read, and their options take their place.
+    /// Parses a command line whose first word names the QEMU binary, and looks for that binary.
+    /// Files of `-readconfig` are read, and their options take their place.
     ///
     /// Errors: [`Error::Binary`](crate::Error::Binary) if it is missing or not QEMU's system
     /// emulator, and those of [`CommandLine::parse`].
@@ -81,7 +81,7 @@ impl Invocation {
         &self.line
     }
 
-    /// Returns the VM's name from `-name`; `None` if the line has none.
+    /// Returns the VM's name from `-name`; `None` if the command line has none.
     pub fn vm_name(&self) -> Option<&str> {
         self.vm_name.as_deref()
     }

@@ -13,11 +13,12 @@
 //! ```
 //!
 //! Invariants:
-//! 1. The user's line is the VM's definition. What is added to it changes neither the machine nor what the user
-//!    sees of it.
-//! 2. Nothing that QEMU, a guest or a file says is trusted: text and streams are parsed with bounds, each wait ends.
-//! 3. A VM that could not be checkpointed exactly is refused before its first instruction ([`Vm::audit`]), or, where it
-//!    runs already, before anything is asked of it but what it is.
+//! 1. The user's line is the VM's definition. What is added to it changes neither the machine nor
+//!    what the user sees of it.
+//! 2. Nothing that QEMU, a guest or a file says is trusted: text and streams are parsed with
+//!    bounds, each wait ends.
+//! 3. A VM that could not be checkpointed exactly is refused before its first instruction
+//!    ([`Vm::audit`]), or, where it runs already, before anything is asked of it but what it is.
 //! 4. A VM that was attached to is left as it was found.
 //!
 //! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is

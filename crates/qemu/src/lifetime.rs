@@ -100,8 +100,8 @@ impl Lifetime {
         }
     }
 
-    /// Kills QEMU and waits until it is gone. Error: [`Error::Io`], also if it is still there after
-    /// 10 s.
+    /// Kills QEMU, waits until it is gone, and returns how it ended. Error: [`Error::Io`], also if
+    /// it is still there after 10 s.
     pub fn kill(&mut self) -> Result<VmExit> {
         match self {
             Self::Child(child) => spawn::kill(child).map(VmExit::Status),

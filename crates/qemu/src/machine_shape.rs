@@ -81,7 +81,7 @@ impl fmt::Display for Medium {
     }
 }
 
-/// One change of a machine.
+/// A change of a machine's devices or media.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MachineChange {
     /// A device was plugged in.
@@ -328,7 +328,7 @@ impl Vm {
 }
 
 /// The value of `-device` that makes this device; `None` if it uses an object that is not on the
-/// line.
+/// command line.
 fn device_words(
     qmp: &mut Qmp,
     device: &str,
@@ -391,7 +391,7 @@ enum PropertyWord {
     Default,
     /// As this text.
     Text(String),
-    /// It names an object that is not on the line.
+    /// It names an object that is not on the command line.
     Foreign,
 }
 

@@ -8,7 +8,7 @@ use keyframe_units::{HostRange, HostVirt};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// A mapping of QEMU.
+/// A memory mapping of QEMU's process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Mapping {
     /// The address range.
@@ -19,7 +19,7 @@ pub struct Mapping {
     pub path: String,
 }
 
-/// All mappings, rising.
+/// All memory mappings of QEMU's process, by rising address.
 #[derive(Default)]
 pub struct Maps(Vec<Mapping>);
 

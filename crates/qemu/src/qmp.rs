@@ -7,11 +7,13 @@
 //! ```
 //!
 //! Invariants:
-//! 1. Each wait ends: with an answer, with [`Error::Timeout`], or with [`Error::Gone`] when QEMU has ended.
-//! 2. An answer is matched by its id, so the late answer of a command that timed out is never taken for another's.
-//! 3. A resume by another client between our `stop` and our `cont` is noticed: each RESUME event that arrived before our
-//!    `cont` was sent, or has an earlier time stamp, is another client's. A later one does no harm,
-//!    because the capture is complete when `cont` is sent.
+//! 1. Each wait ends: with an answer, with [`Error::Timeout`], or with [`Error::Gone`] when QEMU
+//!    has ended.
+//! 2. An answer is matched by its id, so the late answer of a command that timed out is never taken
+//!    for another's.
+//! 3. A resume by another client between our `stop` and our `cont` is noticed: each RESUME event
+//!    that arrived before our `cont` was sent, or has an earlier time stamp, is another client's. A
+//!    later one does no harm, because the capture is complete when `cont` is sent.
 //!
 //! The messages are plain JSON values. A library's generated types follow the schema of one QEMU
 //! version, and 7.2 lacks fields that 10.0 requires. The library's synchronous client can neither
@@ -129,8 +131,8 @@ impl Qmp {
         )
     }
 
-    /// Connects to the monitor at `path`, which exists, within `wait`. Error:
-    /// [`Error::MonitorBusy`] if it serves another client.
+    /// Connects to the monitor at `path`, whose socket exists, within `wait`. Errors:
+    /// [`Error::MonitorBusy`] if it serves another client; no monitor answers there.
     pub fn connect_running(path: &Path, wait: Duration) -> Result<Self> {
         let busy = || Error::MonitorBusy { monitor: path.display().to_string() };
         let connected = Transport::connect(path, Duration::ZERO, &mut || Ok(()));
@@ -260,8 +262,8 @@ impl Qmp {
         self.answer(id, command, self.timeout)
     }
 
-    /// Passes a file to QEMU, in a set of its own. Returns the number of the set: QEMU opens the file
-    /// as `/dev/fdset/NUMBER`, until the command `remove-fd`. `opaque` is the name of the set.
+    /// Passes a file to QEMU, in a set of its own. Returns the number of the set: QEMU opens the
+    /// file as `/dev/fdset/NUMBER`, until the command `remove-fd`. `opaque` is the name of the set.
     pub(crate) fn add_fd(&mut self, opaque: &str, file: BorrowedFd<'_>) -> Result<u64> {
         let answer = self.execute_passing("add-fd", json!({ "opaque": opaque }), file)?;
         let set = answer.get("fdset-id").and_then(Value::as_u64);
@@ -296,7 +298,8 @@ impl Qmp {
         self.deletions
     }
 
-    /// Pauses the VM. Error: QEMU refuses the command or does not answer.
+    /// Pauses the VM. Returns whether the VM ran before. Error: QEMU refuses the command or does
+    /// not answer.
     pub fn stop(&mut self) -> Result<Stopped> {
         if self.channel.events_lag() {
             return self.stop_lagging();

@@ -35,9 +35,9 @@ pub(crate) struct Row {
     pub host: Option<HostVirt>,
 }
 
-/// Finds the RAM blocks of the QEMU `pid` behind `qmp` and their addresses: those behind memory
-/// backends first, then the others, each in QEMU's own order. Errors: [`Error::RamBlocks`],
-/// [`Error::RamAddress`], and those of the monitor.
+/// Returns the RAM blocks of the QEMU `pid`, whose monitor is `qmp`, with their addresses: first
+/// those of memory backends, then the others, each in QEMU's own order. Errors:
+/// [`Error::RamBlocks`]; [`Error::RamAddress`]; QEMU does not answer.
 pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
     let backends = backend_ids(qmp)?;
     let rows = sorted(list(qmp)?, &backends);

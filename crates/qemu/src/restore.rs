@@ -6,14 +6,15 @@
 //!              └─ pages from the store, a thread each core
 //! ```
 //!
-//! A lazy restore leaves the memfds empty: once QEMU answers, its RAM is marked as missing, and each
-//! page is loaded when the VM touches it ([`lazy`]).
+//! A lazy restore leaves the memfds empty: once QEMU answers, its RAM is marked as missing, and
+//! each page is loaded when the VM touches it ([`lazy`]).
 //!
 //! Invariants:
-//! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are compared before.
+//! 1. Nothing is loaded into a machine that is not the checkpoint's: type and RAM blocks are
+//!    compared before.
 //! 2. A restore that fails leaves no process behind.
-//! 3. Only [`Restored::kill`] ends QEMU. Dropping a [`Restored`] leaves the guest running. The exception is a lazy restore:
-//!    it ends with this process until all of its RAM is there.
+//! 3. Only [`Restored::kill`] ends QEMU. Dropping a [`Restored`] leaves the guest running. The
+//!    exception is a lazy restore: it ends with this process until all of its RAM is there.
 //!
 //! Left out: the content of disks, which a disk server provides.
 
@@ -78,7 +79,7 @@ pub fn ram_file(backend: usize) -> String {
     format!("/keyframe-ram-{backend}.")
 }
 
-/// A restored VM.
+/// A VM that was restored from a checkpoint.
 pub struct Restored {
     // Behind `vm` in vain: what is left of the serving is to end after QEMU was.
     vm: Vm,
@@ -145,9 +146,9 @@ impl Restored {
 /// Starts QEMU as planned, loads RAM from `ram` and devices from `device_state`, and resumes the
 /// VM.
 ///
-/// Errors: [`Error::Exited`] if QEMU ends meanwhile (its standard error says why),
-/// [`Error::DifferentMachine`], [`Error::DeviceStream`], [`Error::Timeout`], and those of `ram`.
-/// After an error no process is left.
+/// Errors: [`Error::Exited`] if QEMU ends meanwhile (its standard error says why);
+/// [`Error::DifferentMachine`]; [`Error::Stream`]; [`Error::Timeout`]; those of `ram`. After an
+/// error no process is left.
 pub fn start(mut plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
     if needs_private(&plan) {
         match start_with(&mut plan, &Ram::Private(ram), device_state) {

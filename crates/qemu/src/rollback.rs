@@ -15,8 +15,8 @@
 //! Invariants: the VM is paused before and after, also if the rollback fails. After a failure the
 //! machine is in an unknown state: it must be rolled back again, to any checkpoint, before it runs.
 //!
-//! After a load QEMU has forgotten the code that TCG had translated. So the caller may write further
-//! pages of the paused VM's RAM directly.
+//! After a load QEMU has forgotten the code that TCG had translated. So the caller may write
+//! further pages of the paused VM's RAM directly.
 //!
 //! A second load while the VM stands still crashes QEMU as the VM goes on, if the VM has a writable
 //! flash chip (`pflash_cfi01`): each load leaves a handler for the first instant of running, which

@@ -118,13 +118,14 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// The same for a QEMU that waits for the client of a socket, which may be started by hand.
 const CLIENT_TIMEOUT: Duration = Duration::from_mins(10);
 
-/// Returns the longest time that a QEMU with this line may take until it answers its monitor.
+/// Returns the longest time that a QEMU with this command line may take until it answers its
+/// monitor.
 pub fn start_timeout(line: &[Argument]) -> Duration {
     if waiting_socket(line).is_some() { CLIENT_TIMEOUT } else { START_TIMEOUT }
 }
 
 /// Returns an error that names the socket if `error` is a timeout and QEMU waits for a client of a
-/// socket on its line. Otherwise returns `error`.
+/// socket on its command line. Otherwise returns `error`.
 pub fn waits_instead(error: Error, line: &[Argument]) -> Error {
     match (&error, waiting_socket(line)) {
         (Error::Timeout { .. }, Some(argument)) => CommandLineError::Argument {
@@ -152,8 +153,8 @@ pub fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> 
     }
 }
 
-/// Kills `child` and waits until it is gone. Error: [`Error::Io`], also if it is still there after
-/// 10 s.
+/// Kills `child`, waits until it is gone, and returns its exit status. Error: [`Error::Io`], also
+/// if it is still there after 10 s.
 pub fn kill(child: &mut Child) -> Result<ExitStatus> {
     let operation = format!("kill QEMU (pid {})", child.id());
     child.kill().map_err(Error::io(operation.clone()))?;

@@ -1,8 +1,8 @@
 //! The SSE exception flags of TCG's virtual CPUs (MXCSR bits 0 to 5), which QEMU does not save.
 //!
-//! TCG collects the flags in a field of its own beside MXCSR. QEMU merges the field into MXCSR when the
-//! guest reads the register, and forgets to do so when it saves the CPU. A VM that was loaded from such
-//! a state, also by QEMU's own migration, finds the flags cleared.
+//! TCG collects the flags in a field of its own beside MXCSR. QEMU merges the field into MXCSR when
+//! the guest reads the register, and forgets to do so when it saves the CPU. A VM that was loaded
+//! from such a state, also by QEMU's own migration, finds the flags cleared.
 //!
 //! ```text
 //!   trial (once for each binary)   a CPU that raises known flags ─▶ CpuLayout, in a file
@@ -40,8 +40,8 @@ const PLACES_MAX: usize = 4;
 /// The most places in all.
 const CPUS_MAX: usize = 4096;
 
-/// Returns the layout of virtual CPUs in the binary of process `pid`: from the directory `cache`, or by a
-/// trial, whose result is then stored there.
+/// Returns the layout of virtual CPUs in the binary of process `pid`: from the directory `cache`,
+/// or by a trial, whose result is then stored there.
 ///
 /// Errors: those of the trial; the binary cannot be read.
 fn layout_of(pid: u32, cache: Option<&Path>) -> Result<CpuLayout> {
@@ -92,9 +92,10 @@ impl CpuMemory {
 }
 
 impl Vm {
-    /// Makes later device states hold the SSE exception flags, which QEMU leaves out of them under TCG.
-    /// A trial finds out where QEMU keeps them; the directory `cache`, if there is one, holds its
-    /// result. The trial starts a second QEMU for half a second. Under KVM this method does nothing.
+    /// Makes later device states hold the SSE exception flags, which QEMU leaves out of them under
+    /// TCG. A trial finds out where QEMU keeps them; the directory `cache`, if there is one, holds
+    /// its result. The trial starts a second QEMU for half a second. Under KVM this method does
+    /// nothing.
     ///
     /// Error: the flags cannot be found in this QEMU.
     pub fn follow_sse_flags(&mut self, cache: Option<&Path>) -> Result<()> {
@@ -154,8 +155,8 @@ impl Vm {
     /// Adds the flags that were noted in the last pause to `device_state`, which was saved in that
     /// pause.
     ///
-    /// Error: [`Error::SseFlags`] if the flags of a virtual CPU are not known. `device_state` then holds
-    /// those of the others.
+    /// Error: [`Error::SseFlags`] if the flags of a virtual CPU are not known. `device_state` then
+    /// holds those of the others.
     pub fn add_sse_flags(&mut self, device_state: &mut [u8]) -> Result<()> {
         let Some(known) = &mut self.sse_flags else { return Ok(()) };
         let mut missing = None;
@@ -198,7 +199,8 @@ impl SseFlags {
     fn flags_of(&self, saved: &SavedCpu) -> Option<u32> {
         let mut flags = self.noted.iter().filter(|cpu| cpu.is(saved)).map(|cpu| cpu.flags);
         let first = flags.next()?;
-        // CPUs with the same registers, such as those that have not been started, have the same flags.
+        // CPUs with the same registers, such as those that have not been started, have the same
+        // flags.
         flags.all(|other| other == first).then_some(first)
     }
 }

@@ -8,10 +8,10 @@
 //!                    as many free slots as the previous state had full pages
 //! ```
 //!
-//! QEMU writes its state in pieces of 32 KiB and the rest as one last piece. The pipe is prepared so
-//! that all but the last piece fit, if the state is as long as the previous one. If it is longer, the
-//! engine frees the slots that one piece needs, and waits for the next piece. If it is shorter, QEMU
-//! does not stand still, and the caller tries again.
+//! QEMU writes its state in pieces of 32 KiB and the rest as one last piece. The pipe is prepared
+//! so that all but the last piece fit, if the state is as long as the previous one. If it is
+//! longer, the engine frees the slots that one piece needs, and waits for the next piece. If it is
+//! shorter, QEMU does not stand still, and the caller tries again.
 
 use crate::{Error, Qmp, Result};
 use keyframe_kernel::{Process, read_memory};
@@ -268,7 +268,8 @@ impl StatePipe {
     /// file in `/proc` that shows the system call of this thread. Error: [`Error::Io`].
     pub fn blocked_write(&self, process: &Process, call: &File) -> Result<Option<BlockedWrite>> {
         // A thread that a read has just woken still counts as waiting, with the write that has room
-        // now. When the pipe is full again, that write is complete, and the thread waits with another.
+        // now. When the pipe is full again, that write is complete, and the thread waits with
+        // another.
         if !self.is_full()? {
             return Ok(None);
         }

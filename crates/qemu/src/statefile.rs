@@ -107,8 +107,8 @@ impl StateFile {
     /// Gives the file to the running QEMU behind `qmp`, which marks this process as its engine, and
     /// checks that this QEMU is process `pid`.
     ///
-    /// Error: [`Error::Attach`] if the QEMU has a living engine, or if the monitor belongs to another
-    /// process.
+    /// Error: [`Error::Attach`] if the QEMU has a living engine, or if the monitor belongs to
+    /// another process.
     pub(crate) fn pass(&mut self, qmp: &mut Qmp, pid: u32) -> Result<()> {
         let taken = claims(qmp, pid)?;
         self.set = first_free(&taken);
@@ -145,7 +145,8 @@ impl StateFile {
         let _ = qmp.execute("remove-fd", Some(json!({ "fdset-id": self.set })));
     }
 
-    /// The text that names this engine. It has the process's start time too, because pids are reused.
+    /// The text that names this engine. It has the process's start time too, because pids are
+    /// reused.
     fn mark(&self) -> String {
         let pid = std::process::id();
         format!("{ENGINE_MARK}{pid}:{}:{}", started_ticks(pid).unwrap_or(0), self.number)

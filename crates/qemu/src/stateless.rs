@@ -1,9 +1,9 @@
-//! Devices that QEMU saves nothing of. Their registers are lost in each restore: the guest finds the
-//! device as after a reset.
+//! Devices that QEMU saves nothing of. Their registers are lost in each restore: the guest finds
+//! the device as after a reset.
 //!
 //! A running QEMU does not report such devices. So `scripts/stateless-devices` finds them with real
-//! QEMUs, and `stateless_devices.tsv` lists them. Its third column says what a guest loses; it is `-`
-//! for a device of which a restore loses nothing.
+//! QEMUs, and `stateless_devices.tsv` lists them. Its third column says what a guest loses; it is
+//! `-` for a device of which a restore loses nothing.
 
 use crate::device_table;
 

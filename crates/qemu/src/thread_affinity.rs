@@ -10,22 +10,22 @@
 //!
 //! The running thread holds the lock of the log, so the threads never run at the same time and a
 //! second core gains nothing. QEMU wakes its main loop for each event that a replay passes, and for
-//! each tick of the guest's clock in a recording. On two cores, the main loop asks for the lock each
-//! time and the guest waits. On one core, the main loop runs as `SCHED_BATCH`: it runs when the guest
-//! halts or waits for it, or at the kernel's tick (4 ms). All threads with timers, the monitor's among
-//! them, are scheduled the same way.
+//! each tick of the guest's clock in a recording. On two cores, the main loop asks for the lock
+//! each time and the guest waits. On one core, the main loop runs as `SCHED_BATCH`: it runs when
+//! the guest halts or waits for it, or at the kernel's tick (4 ms). All threads with timers, the
+//! monitor's among them, are scheduled the same way.
 //!
 //! Only a guest whose clock follows its own time and that has no network is treated so
-//! ([`may_run_late`]): a replay that reads the host's clock waits for the main loop without halting,
-//! and one that sends packets may wait for ever.
+//! ([`may_run_late`]): a replay that reads the host's clock waits for the main loop without
+//! halting, and one that sends packets may wait for ever.
 //!
-//! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel places
-//! the threads.
+//! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel
+//! places the threads.
 //!
 //! Such a QEMU leads its own session, unless it reads the terminal, because Linux divides a core
-//! between sessions first (autogroups) and some kernels schedule badly if one session's threads move
-//! between cores. Inside a control group that does not help, so a replay's threads other than the
-//! guest's are also nice 19. A recording's are not: its disks answer through the main loop.
+//! between sessions first (autogroups) and some kernels schedule badly if one session's threads
+//! move between cores. Inside a control group that does not help, so a replay's threads other than
+//! the guest's are also nice 19. A recording's are not: its disks answer through the main loop.
 //! Measurements: docs/design/record-replay.md.
 //!
 //! Invariant: QEMU does the same work; only the time at which its main loop runs differs.
@@ -50,8 +50,9 @@ pub(crate) struct SingleCore {
 }
 
 impl SingleCore {
-    /// Places the threads of the QEMU at `qmp`, process `pid`, with the line `arguments`. `None` if
-    /// its main loop must not run late, or if QEMU does not tell its threads.
+    /// Places the threads of the QEMU with the monitor `qmp`, the process id `pid` and the command
+    /// line `arguments` on one core. Returns `None` if the main loop of this QEMU must not run
+    /// late, or if QEMU does not tell its threads.
     pub fn begin(
         qmp: &mut Qmp,
         pid: u32,
@@ -86,8 +87,8 @@ impl SingleCore {
     }
 }
 
-/// Prepares `command`, which starts a QEMU with the line `arguments`: it leads a session if its
-/// threads will be on one core.
+/// Prepares `command`, which starts a QEMU with the command line `arguments`: it leads a session if
+/// its threads will be on one core.
 pub(crate) fn prepare(command: &mut Command, arguments: &[Argument]) {
     let reads_terminal = arguments.iter().any(reads_terminal) && std::io::stdin().is_terminal();
     if may_run_late(arguments) && !reads_terminal {

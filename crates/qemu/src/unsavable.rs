@@ -2,8 +2,8 @@
 //! would end the VM.
 //!
 //! `-only-migratable` accepts some of them, and an attached QEMU takes all of them by `device_add`.
-//! So `scripts/unsavable-devices` finds them with real QEMUs, and `unsavable_devices.tsv` lists them.
-//! A listed device is refused on every version of QEMU.
+//! So `scripts/unsavable-devices` finds them with real QEMUs, and `unsavable_devices.tsv` lists
+//! them. A listed device is refused on every version of QEMU.
 
 use crate::device_table;
 

@@ -7,9 +7,9 @@
 //!   └ avail.idx in guest RAM ─────────┘   └ last-avail-idx ────────┘
 //! ```
 //!
-//! Both stretches count: a kick that the device has not seen yet is not in its state. A card that has
-//! seen one sends what there is in a bottom half, which the log orders: one that the recording had
-//! scheduled before it was stopped is one too many for a replay that begins there.
+//! Both stretches count: a kick that the device has not seen yet is not in its state. A card that
+//! has seen one sends what there is in a bottom half, which the log orders: one that the recording
+//! had scheduled before it was stopped is one too many for a replay that begins there.
 
 use crate::{Error, Qmp, Result};
 use serde_json::{Value, json};

@@ -12,7 +12,8 @@
 //! monitor (with `-nographic`, the one behind Ctrl-A C).
 //!
 //! Invariants:
-//! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. A QEMU that was attached to forgets the engine.
+//! 1. Dropping a [`Vm`] leaves the guest running; only [`Vm::kill`] ends it. A QEMU that was
+//!    attached to forgets the engine.
 //! 2. A launch that fails leaves no process behind.
 
 mod monitor_sockets;
@@ -56,7 +57,7 @@ const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long an attached QEMU may take to forget the engine.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(1);
-/// The options of a launch.
+/// The options of the launch of a VM.
 #[derive(Clone, Debug)]
 pub struct LaunchOptions {
     /// The directory of the monitors' sockets: `qmp.sock` for the engine, `watchdog.sock` for the

@@ -26,9 +26,10 @@
 //! ```
 //!
 //! To fire means to send `cont` if the VM is paused. In a one-command pause it means to empty the
-//! pipe for which QEMU waits; `cont` would undo the pause of another client. The `stop` of an engine that stalls or died may
-//! still be on its way to QEMU when the deadline passes, so the watchdog keeps checking. The engine
-//! arms the watchdog only to pause a running VM. A VM that a user paused is not resumed.
+//! pipe for which QEMU waits; `cont` would undo the pause of another client. The `stop` of an
+//! engine that stalls or died may still be on its way to QEMU when the deadline passes, so the
+//! watchdog keeps checking. The engine arms the watchdog only to pause a running VM. A VM that a
+//! user paused is not resumed.
 //!
 //! Invariants:
 //! 1. Each pause that the engine began ends: by the engine, or by the watchdog.
@@ -345,8 +346,8 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
         })
     }
 
-    /// Removes what the engine left in QEMU, after it has ended: first of all, that QEMU stands still
-    /// when its guest ends.
+    /// Removes what the engine left in QEMU, after it has ended: first of all, that QEMU stands
+    /// still when its guest ends.
     fn forget_engine(&mut self) -> Result<()> {
         let began = Instant::now();
         let released = loop {
@@ -372,7 +373,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     }
 }
 
-/// Whether the watchdog has ended the pause.
+/// The report of the watchdog whether it has ended the pause.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[must_use]
 pub struct Fired(pub bool);

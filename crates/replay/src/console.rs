@@ -18,7 +18,7 @@ use std::path::Path;
 /// A longer line is split into lines of this many bytes.
 const LINE_BYTES_MAX: usize = 4096;
 
-/// A line of a console.
+/// A line of a recorded console.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ConsoleLine {
     /// The number of instructions that ran before its first byte was written.
@@ -29,7 +29,7 @@ pub struct ConsoleLine {
     pub text: String,
 }
 
-/// The output of a console.
+/// The output of a recorded console.
 #[derive(Clone, Debug, Default)]
 pub struct Console {
     /// The lines in order.

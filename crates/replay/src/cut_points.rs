@@ -19,7 +19,7 @@ use std::time::Duration;
 /// The most cut points of a log, which may claim that years went by.
 const CUTS_MAX: usize = 1 << 20;
 
-/// The distance between two cut points.
+/// The distance between two cut points of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CutSpacing {
     /// A number of instructions, at least one.
@@ -28,7 +28,7 @@ pub enum CutSpacing {
     Time(Duration),
 }
 
-/// A reading of the host's clock.
+/// A reading of the host's clock in a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ClockReading {
     /// The number of instructions that had run by then.
@@ -186,7 +186,8 @@ impl CutFinder {
         }
         while self.due_ns <= reading.ns && self.due_ns < i64::MAX {
             self.push_pending(interpolate(before, reading, self.due_ns))?;
-            // A guest that ran no instruction between the readings gets one cut point for all steps.
+            // A guest that ran no instruction between the readings gets one cut point for all
+            // steps.
             let missed = reading.ns.saturating_sub(self.due_ns) / step_ns;
             let is_idle = reading.icount == before.icount;
             let steps = if is_idle { missed.saturating_add(1) } else { 1 };

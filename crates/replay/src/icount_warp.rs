@@ -58,7 +58,8 @@ enum Preceding {
     /// The clock reading of a warp's start, then perhaps events of the host's clock.
     WarpStartClock(i64),
     WarpTimers,
-    /// The account of a warp. If no clock reading follows, the timer ended while the VM was stopped.
+    /// The account of a warp. If no clock reading follows, the timer ended while the VM was
+    /// stopped.
     WarpAccount,
 }
 

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 /// (measured, docs/design/results/record-replay.md).
 const EVENT_EFFORT: u64 = 1_000;
 
-/// A checkpoint of a recording.
+/// A checkpoint of a recording, with its place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RecordedCheckpoint {
     /// The number of instructions that had run when it was taken.
@@ -24,7 +24,7 @@ pub struct RecordedCheckpoint {
     pub checkpoint: CheckpointId,
 }
 
-/// An interval of a recording.
+/// An interval of a recording: the instructions between two checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Interval {
     /// The interval's number, from 0 on.
@@ -79,8 +79,8 @@ pub fn intervals(mut checkpoints: Vec<RecordedCheckpoint>, instructions: u64) ->
     all
 }
 
-/// Moves the last interval's end back to an unambiguous instruction, and drops intervals that
-/// become empty.
+/// Returns `all` with the last interval's end moved back to an unambiguous instruction. Drops
+/// intervals that become empty.
 ///
 /// QEMU stops a machine at an event, usually a timer interrupt. Of the replays that stop there,
 /// some have taken the interrupt and some have not. Do not use this for a recording whose replays

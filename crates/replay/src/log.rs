@@ -34,9 +34,9 @@ use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// The first bytes of a complete log.
+/// The first four bytes of a complete log.
 pub const HEADER: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
-/// The number of bytes before the first event.
+/// The number of bytes of a log before its first event.
 pub const HEADER_BYTES: u64 = 12;
 
 /// The totals of a log.

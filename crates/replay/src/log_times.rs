@@ -34,7 +34,7 @@ pub struct LogTimeRecorder {
     thread: Option<JoinHandle<LogObservations>>,
 }
 
-/// What a [`LogTimeRecorder`] has seen.
+/// The observations of a [`LogTimeRecorder`].
 #[derive(Debug)]
 pub struct LogObservations {
     /// The length of the log when its file system was full for the first time, in bytes: QEMU loses

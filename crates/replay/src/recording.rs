@@ -35,7 +35,7 @@ const META: &str = "recording.json";
 /// The longest `recording.json` that is read, in bytes.
 const META_BYTES_MAX: u64 = 16 << 20;
 
-/// The directory of a recording.
+/// A recording, in its directory.
 #[derive(Clone, Debug)]
 pub struct Recording {
     path: PathBuf,
@@ -177,8 +177,8 @@ impl Recording {
         Ok(())
     }
 
-    /// Cuts the log at `bytes`, from where on QEMU has lost parts of it. Call it before
-    /// [`Recording::end`].
+    /// Truncates the log to `bytes` bytes, because QEMU has lost parts of it after them. Call it
+    /// before [`Recording::end`].
     ///
     /// Error: [`Error::Io`].
     pub fn cut_log(&self, bytes: u64) -> Result<()> {
@@ -193,7 +193,7 @@ impl Recording {
     ///
     /// `qemu_failed` says that QEMU exited with an error. It does so within an instruction
     /// (`isa-debug-exit`), so the recording ends before that instruction, where a replay's QEMU
-    /// ends, too. A killed QEMU did not end within an instruction.
+    /// ends, too. A killed QEMU did not end within an instruction. Returns the totals of the log.
     ///
     /// Errors: [`Error::Io`]; [`Error::Damaged`].
     pub fn end(&mut self, duration_ns: u64, qemu_failed: bool) -> Result<LogSummary> {
@@ -236,7 +236,7 @@ impl Recording {
     }
 
     /// Calls [`Recording::end`] for a QEMU that did not fail, then [`Recording::pack`].
-    /// `duration_ns` is the recording's duration in nanoseconds.
+    /// `duration_ns` is the recording's duration in nanoseconds. Returns the totals of the log.
     ///
     /// Errors: those of both.
     pub fn finish(&mut self, duration_ns: u64) -> Result<LogSummary> {

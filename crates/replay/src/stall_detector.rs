@@ -24,7 +24,7 @@ pub enum ReplayProgress {
     },
 }
 
-/// Detects that a replay stands still.
+/// Detects that a replay stands still for longer than its limit.
 #[derive(Clone, Copy, Debug)]
 pub struct StallDetector {
     icount: u64,
@@ -49,9 +49,10 @@ impl StallDetector {
         }
     }
 
-    /// Adds an observation: at `elapsed` since its beginning, the replay stands at instruction
-    /// `icount` and has read `log_offset` bytes of its log, if that is known. A halted guest runs
-    /// no instruction but reads on in its log, so either of the two counts as an advance.
+    /// Adds an observation, and returns whether the replay advances. At `elapsed` since its
+    /// beginning, the replay stands at instruction `icount` and has read `log_offset` bytes of its
+    /// log (`None` if that is not known). A halted guest runs no instruction but reads on in its
+    /// log, so an increase of either counts as an advance.
     pub fn observe(
         &mut self,
         elapsed: Duration,

@@ -53,8 +53,8 @@ pub fn read_version(reader: &mut ByteReader<'_>, known: u8) -> Result<(), Decode
     }
 }
 
-/// Reads a number if the byte before it is 1, and nothing if that is 0. Error: the bytes have
-/// ended, or the first one is neither 0 nor 1.
+/// Reads a byte, and a number if the byte is 1. Returns `None` if the byte is 0. `field` names the
+/// number in errors. Errors: the bytes have ended; the first one is neither 0 nor 1.
 pub fn read_optional(
     reader: &mut ByteReader<'_>,
     field: &'static str,

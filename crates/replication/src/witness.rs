@@ -40,7 +40,7 @@ pub enum OwnerMode {
     },
 }
 
-/// The state of a group.
+/// The state of a protected VM at the witness.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupState {
     /// The number of changes of the state.
@@ -113,7 +113,7 @@ pub enum WitnessRequest {
     },
 }
 
-/// The answer to a request: the state after it.
+/// The witness's answer to a request: the state of the VM after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WitnessReply {
     /// The VM.

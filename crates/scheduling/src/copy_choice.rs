@@ -32,7 +32,7 @@ impl CopyCost {
     }
 }
 
-/// The method to copy the pages of a checkpoint.
+/// The chosen method to copy the pages of a checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CopyChoice {
     /// Most pages are copied before the pause.
@@ -56,8 +56,8 @@ impl Default for CopyPolicy {
 }
 
 impl CopyPolicy {
-    /// Chooses the method for a checkpoint of about `dirty_pages` pages (`None` if their number is
-    /// unknown), which cost `cost` to copy.
+    /// Returns the method for a checkpoint of about `dirty_pages` pages (`None` if their number is
+    /// unknown), whose copy costs `cost`.
     pub fn choose(&self, dirty_pages: Option<u64>, cost: &CopyCost) -> CopyChoice {
         match dirty_pages {
             Some(pages)

@@ -14,7 +14,7 @@ pub struct Round {
     pub duration_ns: u64,
 }
 
-/// The decision after a round.
+/// The decision after a round of pre-copy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RoundDecision {
     /// Run another round while the guest runs.
@@ -47,7 +47,7 @@ impl PrecopyPolicy {
         Self { rounds_max: 0, ..Self::default() }
     }
 
-    /// Decides what follows after `rounds`, the rounds so far, oldest first.
+    /// Returns whether another round follows after `rounds`, the rounds so far, oldest first.
     pub fn decide(&self, rounds: &[Round]) -> RoundDecision {
         if rounds.len() >= self.rounds_max as usize {
             return RoundDecision::Pause;

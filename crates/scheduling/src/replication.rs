@@ -88,7 +88,7 @@ impl VmObservation {
     }
 }
 
-/// The measurements of an acknowledged checkpoint.
+/// The measurements of an epoch that the standby has acknowledged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AcknowledgedEpoch {
     /// The number of pages that it holds.
@@ -175,7 +175,7 @@ impl fmt::Display for EpochReason {
 pub trait ReplicationScheduler: Send {
     /// Returns the policy's name with its parameters, for users.
     fn name(&self) -> String;
-    /// Decides what to do in the state `look`. States must come in the order of time.
+    /// Returns what to do in the state `look`. The caller passes states in the order of time.
     fn look(&mut self, look: &VmObservation) -> ReplicationDecision;
     /// Learns from a checkpoint that was just acknowledged. The caller looks again at once.
     fn acknowledged(&mut self, acked: &AcknowledgedEpoch);

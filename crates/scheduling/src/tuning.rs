@@ -24,7 +24,7 @@ const TARGET_PAGES_MIN: u64 = 32;
 /// The largest pre-copy target.
 const TARGET_PAGES_MAX: u64 = 65_536;
 
-/// The limits that a user sets.
+/// The budget: the limits that a user sets for pauses and overhead.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Budget {
     /// The longest pause, in nanoseconds; `None` for no limit.
@@ -33,7 +33,7 @@ pub struct Budget {
     pub overhead: Option<f64>,
 }
 
-/// The measurements of one checkpoint.
+/// The measured costs of one checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckpointCost {
     /// The time from the previous checkpoint to this one, in nanoseconds.
@@ -111,7 +111,8 @@ impl fmt::Display for TuningReason {
     }
 }
 
-/// Chooses the interval and the pre-copy target from measurements.
+/// Chooses, from measurements of past checkpoints, the interval between checkpoints and the number
+/// of pages that pre-copy may leave to the pause.
 #[derive(Clone, Debug)]
 pub struct Tuner {
     budget: Budget,
@@ -127,8 +128,9 @@ pub struct Tuner {
 }
 
 impl Tuner {
-    /// Creates a tuner that keeps `budget`, and uses an interval of `interval_ns` nanoseconds if
-    /// the budget allows it. A first write costs `first_write_ns` nanoseconds on this host.
+    /// Creates a tuner that keeps `budget`, and uses an interval of `interval_ns` nanoseconds
+    /// between checkpoints if the budget allows it. A first write to a protected page costs
+    /// `first_write_ns` nanoseconds on this host.
     pub fn new(budget: Budget, interval_ns: u64, first_write_ns: u64) -> Self {
         Self {
             budget,
@@ -161,7 +163,7 @@ impl Tuner {
         self.precopied = measured.precopied;
     }
 
-    /// Returns the interval and the target for the next checkpoint.
+    /// Returns the interval and the number of pages left to the pause, for the next checkpoint.
     pub fn tuned(&self) -> Tuned {
         let (mut interval_ns, mut why) = (self.interval_ns, TuningReason::AsAsked);
         if let (Some(pause_ns), Some(fixed_ns)) = (self.budget.pause_ns, self.fixed_ns) {

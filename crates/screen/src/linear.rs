@@ -1,5 +1,5 @@
-//! Pictures whose pixels follow one another in memory: VBE modes of 8 bits (through the palette), 15,
-//! 16, 24 and 32.
+//! Pictures whose pixels follow one another in memory: VBE modes of 8 bits (through the palette),
+//! 15, 16, 24 and 32.
 
 use crate::memory::Memory;
 use crate::registers::{Bochs, Rgb, Vga, vbe};

@@ -164,7 +164,8 @@ impl Planes {
         std::array::from_fn(|x| {
             let number = match self.shift {
                 Shift::Pairs => {
-                    // Planes 0 and 2 give the first four pixels, two bits each; planes 1 and 3 the others.
+                    // Planes 0 and 2 give the first four pixels, two bits each; planes 1 and 3 the
+                    // others.
                     let (odd, place) = (x / 4, 6 - x % 4 * 2);
                     (planes[odd] >> place & 3) | (planes[odd + 2] >> place & 3) << 2
                 }

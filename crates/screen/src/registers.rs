@@ -12,12 +12,12 @@ pub(crate) mod vbe {
     pub const VIRTUAL_WIDTH: usize = 6;
     pub const X_OFFSET: usize = 8;
     pub const Y_OFFSET: usize = 9;
-    /// Bits of [`ENABLE`].
+    /// The bits of the register [`ENABLE`].
     pub const ENABLED: u16 = 0x01;
     pub const EIGHT_BIT_PALETTE: u16 = 0x20;
 }
 
-/// A display's registers.
+/// The registers of a guest's display.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Registers {
     /// A VGA with VBE: `-vga std`, `-device VGA`, `secondary-vga`, `isa-vga`.
@@ -26,7 +26,7 @@ pub enum Registers {
     Bochs(Bochs),
 }
 
-/// A VGA's registers.
+/// The registers of a VGA.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vga {
     /// The sequencer's registers, by number.

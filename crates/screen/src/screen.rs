@@ -13,7 +13,7 @@ pub const PIXELS_MAX: u64 = 32 << 20;
 /// Bytes of a pixel in a [`Picture`].
 const PIXEL_BYTES: usize = 3;
 
-/// The reason why there is no picture.
+/// The reason why there is no picture of a display.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PictureProblem {
     /// The guest does not use the display yet.
@@ -41,7 +41,7 @@ pub enum PictureProblem {
     },
 }
 
-/// A picture, line by line from the top.
+/// A picture of a display, line by line from the top.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
     /// The width in pixels.

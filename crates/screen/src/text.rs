@@ -36,8 +36,8 @@ struct Cursor {
 }
 
 impl Text {
-    /// Reads the text mode from the registers. Fails if the guest has set no mode, or if the text
-    /// has too many characters.
+    /// Reads the text mode from the registers. Errors: [`PictureProblem::NoMode`] if the guest has
+    /// set no mode; the text has too many characters.
     pub fn of(vga: &Vga) -> Result<Self, PictureProblem> {
         let (wide, tall) = (vga.character_width(), u32::from(vga.last_character_line()) + 1);
         let (columns, lines) = (vga.columns(), vga.text_lines(tall));

@@ -32,16 +32,17 @@ const LEVEL: i32 = 3;
 /// What is encrypted ahead of the network.
 const TLS_BUFFER_BYTES: usize = 256 << 10;
 
-/// What all connections have in common.
+/// The objects that all connections share.
 #[derive(Debug)]
 pub struct Common {
-    /// What they read.
+    /// The files that clients can read.
     pub files: ServedFiles,
-    /// How they are encrypted.
+    /// The TLS settings of all connections.
     pub tls: Arc<ServerConfig>,
-    /// What clients have to show: hashed, as hashes are compared in constant time.
+    /// The hash of the token that clients must send, because hashes are compared in constant time.
+    /// `None` if no token is required.
     pub token: Option<blake3::Hash>,
-    /// What was done.
+    /// The counters of all connections.
     pub counts: ServerCounts,
 }
 
@@ -78,8 +79,8 @@ impl Write for Timed {
 type Stream = StreamOwned<ServerConnection, Timed>;
 
 impl Common {
-    /// Serves one client until it or the network ends that. What a client does wrong ends its
-    /// connection, nothing else.
+    /// Serves one client until the client or the network ends the connection. An invalid request of
+    /// the client ends its connection, and nothing else. Error: the connection failed.
     pub fn serve(&self, socket: TcpStream) -> io::Result<()> {
         socket.set_nodelay(true)?;
         socket.set_write_timeout(Some(WRITE_MAX))?;

@@ -9,7 +9,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 /// The reason why a server does not serve.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is nothing to serve.
+    /// The store cannot be opened.
     #[error(transparent)]
     Store(#[from] keyframe_store::Error),
     /// The address is reachable from other machines, and the server has no token.
@@ -25,7 +25,7 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
-    /// The system refused.
+    /// The system refused an operation.
     #[error("{object}: {operation}: {source}")]
     Io {
         /// The file or address.

@@ -1,8 +1,8 @@
 //! Reads the files of one store for a server. No other file can be read.
 //!
 //! A pack stays open for a while after a read, so that a client can read it to the end although a
-//! prune removes it. Invariants: at most [`OPEN_MAX`] packs are open. Answers in progress take at most
-//! [`MEMORY_BYTES_MAX`] of memory, except that one larger answer may be in progress alone.
+//! prune removes it. Invariants: at most [`OPEN_MAX`] packs are open. Answers in progress take at
+//! most [`MEMORY_BYTES_MAX`] of memory, except that one larger answer may be in progress alone.
 
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::Error;
@@ -26,7 +26,7 @@ const MEMORY_BYTES_MAX: u64 = 1 << 30;
 /// The longest time for which a request waits for memory.
 const WAIT_MAX: Duration = Duration::from_secs(15);
 
-/// The answer to a request that was not refused.
+/// The answer to a request that the server does not refuse.
 #[derive(Debug)]
 pub enum Reply {
     /// The requested bytes. `is_packed`: they are part of a pack, which is compressed already, so
@@ -59,7 +59,7 @@ impl From<Error> for Refusal {
     }
 }
 
-/// The files of one store.
+/// The files of one store, from which the server answers its clients' requests.
 #[derive(Debug)]
 pub struct ServedFiles {
     backend: Arc<dyn Backend>,
@@ -76,14 +76,14 @@ struct Open {
 }
 
 impl ServedFiles {
-    /// Serves the files of the store with the id `store` on `backend`.
+    /// Creates the files of the store with the id `store`, whose storage is `backend`.
     pub fn new(backend: Arc<dyn Backend>, store: [u8; 16]) -> Self {
         Self { backend, store, open: Mutex::default(), memory: Memory::default() }
     }
 
-    /// Answers a request of a client whose token was checked. Refuses a request for a name that no
-    /// file of a store has, for a file that is missing, was replaced or is too long, and for one
-    /// that the backend cannot read.
+    /// Returns the answer to a request of a client whose token was checked. Refuses a request for a
+    /// name that no file of a store has, for a file that is missing, was replaced or is too long,
+    /// and for one that the backend cannot read.
     pub fn answer(&self, request: &Request) -> Result<Reply, Refusal> {
         let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false });
         match request {

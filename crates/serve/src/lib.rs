@@ -6,8 +6,8 @@
 //! ```
 //!
 //! The server sends the bytes of the store's files unchanged. Packs are compressed already, and
-//! encrypted files stay encrypted, so the server needs no key. `docs/formats/serve.md` describes the
-//! requests, and `keyframe_store_backend::served` parses them.
+//! encrypted files stay encrypted, so the server needs no key. `docs/formats/serve.md` describes
+//! the requests, and `keyframe_store_backend::served` parses them.
 //!
 //! Invariants: the server writes nothing. A client without the token learns nothing. No name leads
 //! out of the store. Connections, the length of requests, the memory for answers and each wait are

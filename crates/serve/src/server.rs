@@ -25,7 +25,7 @@ const END_MAX: Duration = Duration::from_secs(5);
 /// The time between two searches for idle open files.
 const TIDY_EVERY: Duration = Duration::from_secs(60);
 
-/// The options of a server.
+/// The options of a checkpoint server.
 #[derive(Debug)]
 pub struct ServerOptions {
     /// The address to listen on. With port 0 the system chooses a free port.
@@ -38,7 +38,7 @@ pub struct ServerOptions {
     pub connections_max: usize,
 }
 
-/// The counts of a server since its start.
+/// The counts of a checkpoint server since its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct ServerReport {
     /// The number of bytes of answers, without TLS around them.
@@ -65,7 +65,7 @@ pub struct ServerCounts {
     pub refused: AtomicU64,
 }
 
-/// A server that listens.
+/// A checkpoint server that listens.
 #[derive(Debug)]
 pub struct Server {
     listener: TcpListener,

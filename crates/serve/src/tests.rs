@@ -96,7 +96,8 @@ fn a_server_that_can_be_reached_needs_a_token() {
     assert!(matches!(error, Error::Store(keyframe_store::Error::NoStore { .. })), "{error}");
 }
 
-/// Asks for files that do not exist, or not so: each refusal is an answer, and the connection goes on.
+/// Asks for files that do not exist, or not so: each refusal is an answer, and the connection goes
+/// on.
 fn refusals_keep_the_connection(link: &mut Link) {
     // A name that is none is an answer like others.
     let asked = say(link, &Request::List { folder: "../..".into() });

@@ -16,8 +16,9 @@ use keyframe_store::Store;
 use keyframe_units::PAGE_BYTES;
 
 /// Attaches to the QEMUs of `vms`, each given by its process id and the way to its monitor; several
-/// are a group. Prepares their checkpoints in `store`. Errors: [`Error::Qemu`] if a process is no
-/// QEMU or its monitor cannot be reached; a refused machine; the store is in use.
+/// are a group. Returns VMs that are ready for checkpoints in `store`. Errors: [`Error::Qemu`] if a
+/// process is no QEMU or its monitor cannot be reached; a VM cannot be checkpointed exactly; the
+/// store is in use.
 pub fn attach(
     store: &Store,
     vms: &[(u32, AttachOptions)],

@@ -17,7 +17,7 @@ pub use states::{CaptureState, EncoderState, ReplicationRole, ReplicationState, 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The longest line either side accepts, in bytes.
+/// The longest line that either end of a control socket accepts, in bytes.
 pub const LINE_BYTES_MAX: u64 = 256 * 1024;
 
 /// What happens to a VM that still runs when `keyframe run` ends.
@@ -31,7 +31,7 @@ pub enum OnExit {
     Keep,
 }
 
-/// The strategy that copies pages.
+/// The strategy that copies a checkpoint's pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
@@ -69,7 +69,7 @@ pub enum TrackerKind {
     Compare,
 }
 
-/// A request to an engine.
+/// A request of a command to a running engine.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineRequest {
@@ -99,7 +99,7 @@ pub enum EngineRequest {
     },
 }
 
-/// The response of an engine.
+/// The response of a running engine to a command.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineResponse {
@@ -117,7 +117,7 @@ pub enum EngineResponse {
     Failed(String),
 }
 
-/// The result of a rollback.
+/// The result of a rollback of a running VM.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct RolledBack {
     /// The VM's name.
@@ -256,7 +256,7 @@ pub struct ReplicationStatus {
     pub all_suspended_ns: u64,
 }
 
-/// The status of a flight recorder.
+/// The status of a flight recorder, for users.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecorderStatus {
     /// The time for which checkpoints of the run are kept, in nanoseconds.
@@ -286,7 +286,7 @@ pub struct RecompressorStatus {
     pub last_error: Option<String>,
 }
 
-/// One VM of a group.
+/// The status of one VM of a group.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct MemberStatus {
     /// The VM's name.

@@ -229,8 +229,8 @@ impl<'a> Engine<'a> {
         })
     }
 
-    /// Runs the VM to its end, or until the run is ended. Errors: what ended the run; a failed
-    /// teardown. In either case everything is released.
+    /// Runs the VM to its end, or until the run is ended. Returns the result of the run. Errors:
+    /// the failure that ended the run; a failed teardown. In either case everything is released.
     pub fn run(mut self) -> Result<RunReport> {
         self.tell(&Event::Started(self.greeting()));
         if let Err(error) = self.begin() {

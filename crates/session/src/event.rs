@@ -318,7 +318,7 @@ pub struct SessionStart {
     pub attach_stopped_ns: Option<u64>,
 }
 
-/// A process that a session starts beside itself.
+/// A kind of helper process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Helper {

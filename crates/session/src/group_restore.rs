@@ -18,7 +18,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A member as it is in the checkpoint.
+/// A member of a group, as it is in a checkpoint.
 pub struct GroupMember<'a> {
     /// The checkpoint's description of the member.
     pub meta: &'a MemberMeta,

@@ -50,7 +50,8 @@ impl Lans {
     }
 
     /// Stops the delivery of packets and waits until all sent packets have arrived at the switch.
-    /// After an error delivery goes on.
+    /// Errors: the switch does not answer; a VM does not take its packets in time. After an error
+    /// delivery goes on.
     pub fn hold(&mut self) -> Result<(), BoxError> {
         self.held = true;
         let quiet = self.remote.hold(HOLD_MAX).and_then(|()| self.remote.quiesce(QUIET_TIMEOUT));

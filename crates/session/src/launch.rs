@@ -281,7 +281,8 @@ pub fn names(
 }
 
 /// Takes the writer's lock of `store` for the VM or group of that name. `command` and the name
-/// describe the holder to other processes. Errors: the store is in use, or cannot be written.
+/// describe the holder to other processes. Returns the writer. Errors: the store is in use, or
+/// cannot be written.
 pub fn lock(
     store: &Store,
     command: &str,
@@ -331,7 +332,7 @@ pub fn open_lans(options: &SessionOptions) -> Result<Option<Lans>> {
     }
 }
 
-/// VMs that were refused, with the reason.
+/// Started VMs that were refused, with the reason.
 pub struct RefusedVms {
     /// The reason.
     pub error: Error,
@@ -341,8 +342,8 @@ pub struct RefusedVms {
     pub peripherals: Peripherals,
 }
 
-/// Does every step that may refuse a started VM: audit, attach, the run in the store, the
-/// watchdogs. An error returns the refused VMs.
+/// Takes every step that may refuse a started VM: audit, attach, the run in the store, the
+/// watchdogs. Returns the prepared VMs. An error returns the refused VMs with the reason.
 pub fn prepare(
     store: &Store,
     mut writer: Writer,
@@ -504,8 +505,8 @@ pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     if refusals.is_empty() { Ok(()) } else { Err(Error::NotCheckpointable(refusals)) }
 }
 
-/// Describes the machine as it is now, with devices that were plugged in after its start. Error:
-/// QEMU does not answer.
+/// Returns the description of the machine as it is now, with devices that were plugged in after its
+/// start. Error: QEMU does not answer.
 pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> Result<MachineMeta> {
     let (user_command, full_command) = lines_now(vm)?;
     Ok(MachineMeta {

@@ -5,8 +5,8 @@
 //!        │ refused: ended before the guest ran                └────────────────────────────┘    kill or keep the VM
 //! ```
 //!
-//! Two threads: the engine captures, at a raised priority; the encoder stores the captured pages, at
-//! a lowered one. With `--keep-within` a third thread forgets and prunes, with the encoder's
+//! Two threads: the engine captures, at a raised priority; the encoder stores the captured pages,
+//! at a lowered one. With `--keep-within` a third thread forgets and prunes, with the encoder's
 //! priority ([`flight_recorder`]); otherwise one recompresses packs ([`recompressor`]). The control
 //! socket's threads only pass requests on. If the engine fails or is killed, the VM runs on.
 //!
@@ -183,15 +183,16 @@ impl SessionOptions {
 }
 
 /// Launches the VMs of `commands`, and takes checkpoints of them into `store` until they end or the
-/// session is asked to end. Errors: those of the launch; what ended the run; a failed teardown.
+/// session is asked to end. Returns the result of the run. Errors: those of the launch; the failure
+/// that ended the run; a failed teardown.
 pub fn run(store: &Store, commands: CommandLines, options: SessionOptions) -> Result<RunReport> {
     budget::check(&options)?;
     let parts = launch::launch(store, commands, &options)?;
     engine_over(store, parts, options)?.run()
 }
 
-/// Makes an engine over VMs whose guests have not run, or only replay. After an error the VMs are
-/// ended.
+/// Creates an engine over VMs whose guests have not run, or that only replay. Errors: the run
+/// cannot be begun in the store; a thread cannot be started. After an error the VMs are ended.
 pub fn engine_over(
     store: &Store,
     parts: launch::PreparedSession,
@@ -207,8 +208,9 @@ pub fn engine_over(
 }
 
 /// Takes checkpoints of the running QEMUs of `vms` (process id and way to the monitor) into
-/// `store`, until asked to end or the VMs end. Several are a group. Errors: those of the
-/// attachment; what ended the run; a failed teardown.
+/// `store`, until the session is asked to end or the VMs end. Several are a group. Returns the
+/// result of the run. Errors: those of [`attach::attach`]; the failure that ended the run; a failed
+/// teardown.
 pub fn attach(
     store: &Store,
     vms: &[(u32, AttachOptions)],

@@ -213,15 +213,16 @@ impl Machines {
         }
     }
 
-    /// Returns true if a VM was stopped for want of space for a write of its guest, and still stands.
+    /// Returns true if a VM was stopped for want of space for a write of its guest, and still
+    /// stands.
     pub fn wait_for_space(&self) -> bool {
         let io_error = RunState::Other("io-error".into());
         let stands = |m: &&Member| m.halt == Some(Halt::Space) && !m.runs && m.ended.is_none();
         self.members.iter().filter(stands).any(|m| m.standing.as_ref() == Some(&io_error))
     }
 
-    /// Resumes the VMs that were stopped for want of space. Their guests' writes are repeated. Error:
-    /// a VM does not answer.
+    /// Resumes the VMs that were stopped for want of space. Their guests' writes are repeated.
+    /// Error: a VM does not answer.
     pub fn repeat_writes(&mut self) -> Result<()> {
         for member in self.members.iter_mut().filter(|m| m.halt == Some(Halt::Space) && !m.runs) {
             member.vm.vm_mut().resume()?;
@@ -284,12 +285,12 @@ impl Machines {
         self.members.iter().any(|m| m.ended.is_none()).then_some(&*lost.name)
     }
 
-    /// True if the newest look has found a machine that differs from its description.
+    /// Returns true if the newest look has found a machine that differs from its description.
     pub fn are_changed(&self) -> bool {
         self.members.iter().any(|member| member.vm.changes().is_some())
     }
 
-    /// The changes of all machines that the newest look has found.
+    /// Returns the changes of all machines that the newest look has found.
     pub fn changes(&self) -> Vec<MachineChange> {
         self.members.iter().filter_map(|member| member.vm.changes()).flatten().cloned().collect()
     }

@@ -1,5 +1,5 @@
-//! Keeps the memory of a session within what its VMs leave of the host's memory and of the limits of
-//! memory cgroups.
+//! Keeps the memory of a session within what its VMs leave of the host's memory and of the limits
+//! of memory cgroups.
 //!
 //! ```text
 //!   start     caches of the store: a share of what is left       the VMs' RAM counts as in use

@@ -18,7 +18,7 @@ const UNLIMITED_BYTES: u64 = 1 << 60;
 /// What is assumed to be available if `/proc/meminfo` cannot be read.
 const UNKNOWN_BYTES: u64 = 1 << 30;
 
-/// Memory that a process is going to use.
+/// The memory that a process is going to use.
 #[derive(Clone, Copy, Debug)]
 pub struct ExpectedGrowth {
     /// The process.
@@ -27,7 +27,7 @@ pub struct ExpectedGrowth {
     pub bytes: u64,
 }
 
-/// Memory that this process may still use.
+/// The memory that this process may still use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RemainingMemory {
     /// The memory in bytes.

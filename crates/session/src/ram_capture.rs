@@ -37,7 +37,8 @@ use std::sync::Arc;
 /// Pages of one MiB.
 const MIB_PAGES: u64 = (1 << 20) / PAGE_BYTES as u64;
 
-/// Opens the RAM of a VM. Error: the VM does not answer, or its memory cannot be inspected.
+/// A function that opens the RAM of a VM. Error: the VM does not answer, or its memory cannot be
+/// inspected.
 pub type OpenRam = fn(&mut dyn Vmm) -> Result<Box<dyn RamAccess>>;
 
 /// The opened RAM of one VM.
@@ -71,7 +72,7 @@ pub trait RamAccess: Send {
     fn freezer(&self) -> Result<Box<dyn RamFreezer>>;
 }
 
-/// A tracker that has begun to track.
+/// A tracker of written pages that has begun to track.
 pub struct StartedTracker {
     /// The tracker.
     pub tracker: Box<dyn DirtyTracker>,

@@ -1,5 +1,5 @@
-//! A rehearsal of a restore: a second QEMU loads the first checkpoint of a run and is ended again. It
-//! shows at the start of a run whether its checkpoints can be restored.
+//! A rehearsal of a restore: a second QEMU loads the first checkpoint of a run and is ended again.
+//! It shows at the start of a run whether its checkpoints can be restored.
 //!
 //! ```text
 //!   sealed ─▶ line of a clone, its disks empty ─▶ QEMU -S loads the devices ─▶ ended ─▶ reported as sealed
@@ -8,13 +8,13 @@
 //!                  not rehearsed, with the reason   removed again; no more checkpoints are taken
 //! ```
 //!
-//! The second QEMU reads nothing of RAM but the pages that devices need while they are loaded (rings of
-//! virtio). It never runs, writes nothing outside a temporary directory, and has no network. The
-//! encoder's thread rehearses, so no pause is longer. The cost is one start of QEMU, which is some
-//! tenths of a second of one processor.
+//! The second QEMU reads nothing of RAM but the pages that devices need while they are loaded
+//! (rings of virtio). It never runs, writes nothing outside a temporary directory, and has no
+//! network. The encoder's thread rehearses, so no pause is longer. The cost is one start of QEMU,
+//! which is some tenths of a second of one processor.
 //!
-//! A QEMU that does not start, or takes too long, may fail for a reason of this host at this time. So
-//! that is only a warning.
+//! A QEMU that does not start, or takes too long, may fail for a reason of this host at this time.
+//! So that is only a warning.
 //!
 //! Not rehearsed: groups, recordings, and lines with devices that two QEMUs cannot have
 //! ([`rehearsal_obstacle`]).

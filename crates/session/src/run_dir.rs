@@ -66,7 +66,7 @@ pub struct About {
     pub checkpoint: u64,
     /// The process id of its QEMU; of a group, that of the first member.
     pub qemu_pid: u32,
-    /// The process id of the command with which it ends.
+    /// The process id of the Keyframe command that ends the VM when it ends itself.
     pub keyframe_pid: u32,
 }
 
@@ -246,8 +246,8 @@ pub fn of_restored() -> Result<PathBuf, RunDirError> {
     peripherals(RESTORED)
 }
 
-/// Ends the command with which the VM of the directory `dir` ends; `about` is the VM's description.
-/// Error: the command does not end.
+/// Ends the VM of the directory `dir`, by ending the Keyframe command to which it belongs. `about`
+/// is the VM's description. Errors: the VM has ended already; the command cannot be signalled.
 pub fn end_with(dir: &Path, about: &About) -> Result<(), RunDirError> {
     let fail = |e: rustix::io::Errno| RunDirError::End { vm: about.vm.clone(), source: e.into() };
     let gone = || RunDirError::Gone(about.vm.clone());
@@ -300,8 +300,8 @@ fn taken_over(dir: &Path) -> Option<String> {
     Some(text)
 }
 
-/// Finds the directory of the engine of VM `name`, or of the only running engine. A directory's own
-/// name takes precedence over that of a VM that was taken over: both hosts may be one machine.
+/// Returns the directory of the engine of VM `name`, or of the only running engine. A directory's
+/// own name takes precedence over that of a VM that was taken over: both hosts may be one machine.
 ///
 /// Errors: no engine of that name; several engines and no name.
 pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {

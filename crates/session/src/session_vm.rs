@@ -146,8 +146,8 @@ impl SessionVm {
         Self { recorded: Some(RecordedState::default()), ..self }
     }
 
-    /// The same VM, whose checkpoints hold the command line of a machine of this shape. A checkpoint
-    /// of a machine of another shape fails.
+    /// Returns the same VM, whose checkpoints hold the command line of a machine of shape `shape`.
+    /// A checkpoint of a machine of another shape then fails.
     #[must_use]
     pub fn expecting(self, shape: Option<MachineShape>) -> Self {
         Self { shape, ..self }
@@ -190,8 +190,10 @@ impl SessionVm {
         self.monitor.as_ref()
     }
 
-    /// Returns the VM's RAM blocks. Fails if a device that discards RAM was plugged in and this
-    /// run's tracker does not see discarded pages, and if the machine is no longer the expected one.
+    /// Returns the VM's RAM blocks. Errors: [`SessionVmError::DiscardsRam`] if a device that
+    /// discards RAM was plugged in, and this run's tracker does not see discarded pages;
+    /// [`SessionVmError::Changed`] if the machine is no longer the expected one; the VMM does not
+    /// answer.
     pub fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
         // Looking for discarded pages is half of a scan's time, so it is done only for machines
         // that can discard. The cycle asks after each pause, before it is sealed, so a device
@@ -222,13 +224,15 @@ impl SessionVm {
         Ok(layout)
     }
 
-    /// The changes of the machine that the newest look has found; `None` if there are none.
+    /// Returns the changes of the machine that the newest look has found. Returns `None` if there
+    /// are none.
     pub fn changes(&self) -> Option<&[MachineChange]> {
         self.changes.as_deref()
     }
 
-    /// Makes `machine` describe the machine as it is now, and expects that one from now on. `Err`
-    /// inside: the changes that no command line can make; nothing has changed then.
+    /// Makes `machine` describe the machine as it is now, and expects this machine from now on. The
+    /// inner `Err` has the changes that no command line can make; then nothing has changed. Error:
+    /// the VMM does not describe the machine.
     pub fn follow(
         &mut self,
         machine: &mut MachineMeta,
@@ -322,8 +326,8 @@ impl SessionVm {
         Ok(ended?)
     }
 
-    /// Has the VMM stand still when the guest ends, if that is wanted and not done yet. If it cannot,
-    /// it ends with its guest.
+    /// Makes the VMM stand still when the guest ends, if that is wanted and not done yet. If the
+    /// VMM cannot, it ends with its guest.
     pub fn hold_end(&mut self) {
         if self.end_hold == EndHold::Wanted {
             let is_held = self.watched.hold_end();
@@ -332,12 +336,13 @@ impl SessionVm {
         }
     }
 
-    /// True if the VMM stands still when the guest ends.
+    /// Returns true if the VMM stands still when the guest ends.
     pub fn is_held_at_its_end(&self) -> bool {
         self.end_hold == EndHold::Held
     }
 
-    /// Undoes [`SessionVm::hold_end`]. A VMM whose guest has ended meanwhile ends.
+    /// Undoes [`SessionVm::hold_end`]. If the guest has ended in between, the VMM ends now. Error:
+    /// the VMM does not answer.
     pub fn release_end(&mut self) -> Result<()> {
         if std::mem::take(&mut self.end_hold) == EndHold::Held {
             self.vm_mut().release_end()?;
@@ -345,8 +350,9 @@ impl SessionVm {
         Ok(())
     }
 
-    /// After the last checkpoint of a guest that has ended in a way at which its VMM ends
-    /// (`is_final`), or has failed: carries out what the VM's user wants to happen then.
+    /// Lets the VMM of a guest that has ended or failed do what the VM's user wants then. The
+    /// caller has taken the last checkpoint before. `is_final` is true if the guest has ended in a
+    /// way at which its VMM ends. Error: the VMM does not answer.
     pub fn finish_end(&mut self, is_final: bool) -> Result<()> {
         if self.end_hold != EndHold::Held {
             return Ok(());

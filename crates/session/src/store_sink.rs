@@ -16,7 +16,7 @@ use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, duration_ns};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The reason why a checkpoint is taken.
+/// The reason why a session takes a checkpoint.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CheckpointReason {
     /// The interval has passed.
@@ -110,8 +110,8 @@ impl MachineDescriptions {
 }
 
 impl MachineDescriptions {
-    /// Makes the descriptions of changed VMs those of the machines as they are now. `Err` inside:
-    /// the changes that no command line can make.
+    /// Updates the descriptions of changed VMs to the machines as they are now. The inner `Err` has
+    /// the changes that no command line can make. Errors: those of [`SessionVm::follow`].
     pub fn follow<'a>(
         &mut self,
         vms: impl Iterator<Item = &'a mut SessionVm>,

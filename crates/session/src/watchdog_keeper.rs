@@ -23,7 +23,7 @@ const TRIES_MAX: u32 = 5;
 /// The wait after the first failed start. It doubles with each further one.
 const WAIT_MIN: Duration = Duration::from_millis(500);
 
-/// Tells whether a VM has a watchdog.
+/// A handle that tells whether a VM has a watchdog.
 #[derive(Clone, Debug, Default)]
 pub struct WatchdogHealth(Arc<AtomicBool>);
 
@@ -34,7 +34,7 @@ impl WatchdogHealth {
     }
 }
 
-/// Starts a watchdog. Error: its process cannot be started.
+/// A function that starts a watchdog. Error: its process cannot be started.
 pub type StartWatchdog = Box<dyn FnMut() -> Result<Watchdog> + Send>;
 
 /// Keeps a watchdog at work: starts another one if its process ends.

@@ -25,22 +25,24 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Returns the name of the file `name` in messages: its path or URL.
     fn describe(&self, name: &str) -> String;
 
-    /// Takes the writer's lock until the guard is dropped, stores `holder` where other processes
-    /// can read it, and removes temporary files of earlier writers. Fails with [`Error::Locked`]
-    /// and the text of the present holder if the lock is taken.
+    /// Takes the writer's lock, and returns a guard that holds it until it is dropped. Stores
+    /// `holder` where other processes can read it, and removes temporary files of earlier writers.
+    /// Errors: [`Error::Locked`] with the text of the present holder if the lock is taken; the
+    /// medium fails.
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
-    /// Takes the lock of a prune, which may run beside a writer. Removes no files. Error:
-    /// [`Error::Locked`] if another prune has it.
+    /// Takes the lock of a prune, which may run beside a writer, and returns a guard that holds it.
+    /// `holder` describes this process to others. Removes no files. Errors: [`Error::Locked`] if
+    /// another prune has it; the medium fails.
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
     /// Returns the text with which the holder of the writer's lock describes itself; `None` if no
     /// process has the lock. Error: the lock cannot be read.
     fn lock_holder(&self) -> Result<Option<String>>;
 
-    /// Removes locks of dead processes; with `force` also locks whose holder cannot be checked. By
-    /// default there is nothing to remove: the kernel drops a lock together with its process.
-    /// Errors: the lock cannot be read or removed.
+    /// Removes locks whose holders have ended, and returns what it did. If `force` is true, also
+    /// removes locks whose holder cannot be checked. By default there is nothing to remove: the
+    /// kernel drops a lock together with its process. Errors: the lock cannot be read or removed.
     fn unlock(&self, _force: bool) -> Result<UnlockOutcome> {
         Ok(match self.lock_holder()? {
             Some(holder) => UnlockOutcome::Held(holder),
@@ -76,8 +78,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Identifies the current boot of the machine that holds the files. Written bytes that were not
-    /// synced survive as long as it stays the same. Error: the medium does not tell.
+    /// Returns an id of the current boot of the machine that holds the files. As long as it stays
+    /// the same, written bytes survive that were not synced. Error: the medium does not tell.
     fn boot_id(&self) -> Result<String> {
         const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
         let text = std::fs::read_to_string(BOOT_ID);
@@ -90,11 +92,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
         None
     }
 
-    /// Creates an empty file. Fails with kind `AlreadyExists` if the name is taken.
+    /// Creates an empty file. Errors: kind `AlreadyExists` if the name is taken; the medium fails.
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>>;
 
-    /// Writes a whole file, atomically and durably, and replaces a file of the same name. After an
-    /// error the file holds either content.
+    /// Writes the file `name` as a whole, atomically and durably, and replaces a file of this name.
+    /// Error: the medium fails; the file then holds either content.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
     /// Opens a file for reading. Errors: there is no such file; the medium fails.
@@ -104,13 +106,13 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// folder that does not exist is empty. Error: the medium fails.
     fn list(&self, folder: &str) -> Result<Vec<String>>;
 
-    /// Removes a file durably. It is no error if the file does not exist. After an error it may
-    /// still exist.
+    /// Removes a file durably. It is no error if the file does not exist. Error: the medium fails;
+    /// the file may still exist.
     fn remove(&self, name: &str) -> Result<()>;
 
     /// Removes files of one folder durably, in any order. It is no error if some of them do not
     /// exist, or if `names` is empty. Afterwards all earlier changes of that folder are durable
-    /// too, including those of a process that died or whose sync failed.
+    /// too, including those of a process that died or whose sync failed. Error: the medium fails.
     fn remove_all(&self, _folder: &str, names: &[String]) -> Result<()> {
         names.iter().try_for_each(|name| self.remove(name))
     }
@@ -119,13 +121,14 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// medium fails.
     fn sync(&self, name: &str) -> Result<()>;
 
-    /// Reads a whole file. Fails with [`Error::Damaged`] if it is longer than `len_bytes_max`.
+    /// Reads a whole file. Errors: [`Error::Damaged`] if it is longer than `len_bytes_max` bytes;
+    /// there is no such file; the medium fails.
     fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
         read_whole(&*self.open(name)?, &self.describe(name), len_bytes_max)
     }
 }
 
-/// The space of a medium.
+/// The size and the free space of a medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Space {
     /// Its size, in bytes.
@@ -139,13 +142,14 @@ pub trait LockGuard: Send + Sync + fmt::Debug {}
 
 /// A file that grows at its end.
 pub trait AppendFile: Send + fmt::Debug {
-    /// Appends `bytes` to the file. After an error the length is unknown until
+    /// Appends `bytes` to the file. Error: the medium fails; the length is then unknown until
     /// [`AppendFile::truncate`] succeeds.
     fn append(&mut self, bytes: &[u8]) -> Result<()>;
-    /// Makes everything appended so far durable. After an error, bytes appended since the last
-    /// successful sync may be lost even if they can still be read.
+    /// Makes everything appended so far durable. Error: the medium fails; bytes appended since the
+    /// last successful sync may then be lost, even if they can still be read.
     fn sync(&mut self) -> Result<()>;
-    /// Cuts the file to `len_bytes`; the next append continues there. Error: the medium fails.
+    /// Truncates the file to `len_bytes` bytes; the next append continues there. Error: the medium
+    /// fails.
     fn truncate(&mut self, len_bytes: u64) -> Result<()>;
 }
 
@@ -153,11 +157,12 @@ pub trait AppendFile: Send + fmt::Debug {
 pub trait ReadFile: Send + Sync + fmt::Debug {
     /// Returns the present length in bytes. Error: the medium fails.
     fn len_bytes(&self) -> Result<u64>;
-    /// Fills `buffer` from `offset` on. Fails with kind `UnexpectedEof` if the file is too short.
+    /// Fills `buffer` from byte `offset` of the file on. Errors: kind `UnexpectedEof` if the file
+    /// is too short; the medium fails.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()>;
 
-    /// Identifies this file and its present contents; `None` if the backend cannot tell. Error: the
-    /// medium fails.
+    /// Returns an identification of this file and its present contents. Returns `None` if the
+    /// backend cannot tell. Error: the medium fails.
     fn stamp(&self) -> Result<Option<FileStamp>> {
         Ok(None)
     }
@@ -168,8 +173,8 @@ pub trait ReadFile: Send + Sync + fmt::Debug {
         false
     }
 
-    /// Announces the ranges that will be read next, in rising order. The backend may fetch them in
-    /// one request. Errors are reported by the reads.
+    /// Announces the byte ranges that will be read next, in rising order. The backend may fetch
+    /// them in one request. The reads report errors.
     fn prefetch(&self, _ranges: &[Range<u64>]) {}
 }
 
@@ -194,8 +199,8 @@ pub enum UnlockOutcome {
     Held(String),
 }
 
-/// Reads all bytes of a file; `object` names it in errors. Fails with [`Error::Damaged`] if it is
-/// longer than `len_bytes_max`.
+/// Reads all bytes of a file; `object` names it in errors. Errors: [`Error::Damaged`] if it is
+/// longer than `len_bytes_max` bytes; the medium fails.
 pub fn read_whole(file: &dyn ReadFile, object: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
     let len = file.len_bytes()?;
     if len > len_bytes_max {
@@ -235,7 +240,8 @@ pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
     })
 }
 
-/// Returns the backend for a new store. Fails with [`Error::Exists`] if the place is not empty.
+/// Returns the backend for a new store: in a directory or in object storage. Errors:
+/// [`Error::Exists`] if the place is not empty; the URL is malformed; the place cannot be created.
 pub fn create(place: &Path) -> Result<Arc<dyn Backend>> {
     if served::is_url(place) {
         return Err(served::read_only(&place.display().to_string(), "make a store"));

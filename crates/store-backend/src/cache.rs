@@ -36,12 +36,12 @@ const DISK_BYTES_MIN: u64 = 1 << 20;
 const FOLDER_VARIABLE: &str = "KEYFRAME_CACHE";
 const BYTES_VARIABLE: &str = "KEYFRAME_CACHE_BYTES";
 
-/// How much a cache holds.
+/// The size limits of a cache of pieces.
 #[derive(Clone, Copy, Debug)]
 pub struct CacheLimits {
-    /// The number of bytes in files.
+    /// The largest number of bytes in files.
     pub disk_bytes_max: u64,
-    /// The number of bytes in the memory of this process.
+    /// The largest number of bytes in the memory of this process.
     pub memory_bytes_max: usize,
 }
 
@@ -81,7 +81,7 @@ impl PieceKey {
     }
 }
 
-/// A cache of pieces of stores.
+/// A cache of pieces of packs, in files and in memory.
 #[derive(Debug)]
 pub struct PieceCache {
     /// None if there is no directory for the cache.

@@ -41,7 +41,7 @@ impl std::fmt::Debug for DataKey {
     }
 }
 
-/// Encrypts the files of another backend.
+/// A backend that encrypts the files of another backend.
 #[derive(Debug)]
 pub struct EncryptedBackend {
     below: Arc<dyn Backend>,

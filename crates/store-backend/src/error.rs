@@ -93,7 +93,8 @@ impl Error {
     }
 }
 
-/// Returns the fix that a [`RemoteFailure`] inside an I/O error names.
+/// Returns the fix that a [`RemoteFailure`] inside an I/O error names. Returns `None` if there is
+/// none.
 pub fn fix_of(source: &io::Error) -> Option<String> {
     source.get_ref()?.downcast_ref::<RemoteFailure>()?.fix.clone()
 }

@@ -31,14 +31,16 @@ pub struct LocalBackend {
 }
 
 impl LocalBackend {
-    /// Makes the backend of the existing store in the directory `root`. Touches nothing.
+    /// Creates the backend of the existing store in the directory `root`. Reads and writes nothing
+    /// yet.
     pub fn open(root: &Path) -> Self {
         Self { root: root.to_path_buf(), temporaries: Arc::default(), relaxed: false }
     }
 
-    /// Creates the directory and its folders. Only their owner can read them, because they will
-    /// hold the memory of guests. Fails with [`Error::Exists`] if the directory holds anything but
-    /// the empty folders of an interrupted attempt.
+    /// Creates the directory `root` with the folders of a store, and its backend. Only the owner
+    /// can read them, because they will hold the memory of guests. Errors: [`Error::Exists`] if the
+    /// directory holds anything but the empty folders of an interrupted attempt; it cannot be
+    /// created.
     pub fn create(root: &Path) -> Result<Self> {
         let this = Self::open(root);
         match root.symlink_metadata() {

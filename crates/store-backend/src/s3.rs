@@ -111,16 +111,16 @@ impl S3Backend {
         }
     }
 
-    /// Makes the backend of a new store at `url`. Fails with [`Error::Exists`] if any object is
-    /// there. Also fails if the server does not honour conditional puts, because two writers could
-    /// then hold the lock at once.
+    /// Creates the backend of a new store at `url`. Errors: [`Error::Exists`] if any object is
+    /// there; the server does not honour conditional puts, so that two writers could hold the lock
+    /// at once; the URL is malformed; the service refuses or cannot be reached.
     pub fn create(url: &Path) -> Result<Self> {
         let this = Self::open(url)?;
         this.check_new()?;
         Ok(this)
     }
 
-    /// Fails unless a store can be created here.
+    /// Checks that a store can be created here. Errors: those of [`Self::create`].
     pub fn check_new(&self) -> Result<()> {
         self.require_empty()?;
         self.require_conditions()

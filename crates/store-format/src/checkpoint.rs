@@ -38,7 +38,7 @@ pub struct DeviceSection<'a> {
 }
 
 impl<'a> DeviceSection<'a> {
-    /// Compresses the device state if that makes it smaller.
+    /// Creates the section of the device state `raw`, compressed if that makes it smaller.
     pub fn new(raw: &'a [u8]) -> Self {
         Self { raw, coded: compress_section(raw) }
     }
@@ -80,7 +80,7 @@ pub fn decode(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<Che
     parsed.map_err(|problem| FormatError::damaged(object, problem))
 }
 
-/// Checks the whole file of checkpoint `id` and parses its description. Does not decompress the
+/// Checks the whole file of checkpoint `id` and returns its description. Does not decompress the
 /// device state, which is most of the file. `object` names the file in errors. Errors:
 /// [`FormatError::Damaged`](crate::FormatError::Damaged),
 /// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).

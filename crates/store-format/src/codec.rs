@@ -1,8 +1,8 @@
 //! The compression of a page's content.
 //!
-//! A page is stored as its words ([`keyframe_pages::words`]) if these are few, else as one LZ4 block
-//! if that saves at least an eighth, else raw. In a recompressed pack it is stored with zstd and a
-//! dictionary ([`crate::dictionary`]). A sample of its bytes identifies noise (compressed or
+//! A page is stored as its words ([`keyframe_pages::words`]) if these are few, else as one LZ4
+//! block if that saves at least an eighth, else raw. In a recompressed pack it is stored with zstd
+//! and a dictionary ([`crate::dictionary`]). A sample of its bytes identifies noise (compressed or
 //! encrypted data), which is not worth an attempt.
 
 use crate::dictionary::Dictionary;
@@ -12,7 +12,7 @@ use keyframe_units::{PAGE_BYTES, Page};
 use lz4::block::{CompressionMode, compress_to_buffer, decompress_to_buffer};
 use lz4_flex::block::{compress_into, decompress_into, get_maximum_output_size};
 
-/// The encoding of a record's payload.
+/// The codec: the encoding of a record's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Codec {
     /// The page itself.
@@ -38,7 +38,8 @@ impl Codec {
         }
     }
 
-    /// Returns the codec of a number in a record; `None` for an unknown number.
+    /// Returns the codec for which a number in a record stands. Returns `None` for an unknown
+    /// number.
     pub fn of_number(number: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|codec| codec.number() == number)
     }
@@ -47,8 +48,8 @@ impl Codec {
 /// How hard LZ4 looks for matches. A running guest waits for this compression, so it is fast rather
 /// than small (docs/design/encoding.md); recompression makes up for the bytes.
 const FAST: Option<CompressionMode> = Some(CompressionMode::FAST(6));
-/// A compressed payload saves at least this many bytes. Less is not worth a decompression at each
-/// read.
+/// The smallest number of bytes that a compressed payload must save. Saving less is not worth a
+/// decompression at each read.
 pub const SAVING_BYTES_MIN: usize = 64;
 /// The least saving of a whole page by LZ4, in bytes. Recompression tries the page again.
 const PAGE_SAVING_BYTES_MIN: usize = PAGE_BYTES / 8;
@@ -93,13 +94,13 @@ impl PageCompressor {
         (Codec::Raw, page)
     }
 
-    /// Encodes a page as its words. Returns the payload; `None` if it would not be shorter by
-    /// enough.
+    /// Encodes a page as its words. Returns the payload. Returns `None` if the payload would not be
+    /// shorter by [`SAVING_BYTES_MIN`].
     pub fn compress_words(&mut self, page: &Page) -> Option<&[u8]> {
         self.words.encode(page)
     }
 
-    /// Compresses less than a page. Returns the payload and its codec.
+    /// Compresses a section shorter than a page. Returns the payload and its codec.
     pub fn compress_part<'a>(&'a mut self, bytes: &'a [u8]) -> (Codec, &'a [u8]) {
         if let Ok(len) = compress_to_buffer(bytes, FAST, false, &mut self.buffer)
             && len + SAVING_BYTES_MIN <= bytes.len()
@@ -150,8 +151,8 @@ pub fn decompress_exactly(codec: Codec, stored: &[u8], out: &mut [u8]) -> Result
     Ok(())
 }
 
-/// Restores a patch of at most `len_bytes_max` bytes. Error: the payload is malformed or has
-/// another length.
+/// Decompresses a patch of at most `len_bytes_max` bytes, and returns it. Error: the payload is
+/// malformed or too long.
 pub fn decompress_patch(
     codec: Codec,
     stored: &[u8],
@@ -197,8 +198,8 @@ pub fn compress_section(bytes: &[u8]) -> Option<Vec<u8>> {
     (len < bytes.len()).then_some(out)
 }
 
-/// Restores a section of exactly `len_bytes` bytes. Refuses a length that LZ4 cannot reach before
-/// it allocates memory. Error: the payload is malformed or has another length.
+/// Decompresses a section of exactly `len_bytes` bytes, and returns it. Refuses a length that LZ4
+/// cannot reach, before it allocates memory. Error: the payload is malformed or has another length.
 pub fn decompress_section(stored: &[u8], len_bytes: u64) -> Result<Vec<u8>, Problem> {
     if len_bytes > (stored.len() as u64).saturating_mul(LZ4_EXPANSION_MAX) {
         return Err(format!("{} bytes of LZ4 cannot hold {len_bytes}", stored.len()));

@@ -31,7 +31,7 @@ pub const PART_BYTES: usize = PAGE_BYTES / PARTS;
 /// The content of a sector.
 pub type Sector = [u8; PART_BYTES];
 
-/// The origin of the content of a part.
+/// The origin of the content of one part of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PagePart {
     /// The part is zero.
@@ -42,7 +42,7 @@ pub enum PagePart {
     Of(PageRef, u8),
 }
 
-/// The eight parts of a block.
+/// The origins of the eight parts of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Composition(pub [PagePart; PARTS]);
 
@@ -73,7 +73,8 @@ impl Composition {
         self.0.iter().filter(|part| matches!(part, PagePart::Of(..))).count()
     }
 
-    /// Copies the parts that come from `record`, whose page is `content`, into `page`.
+    /// Copies the parts of this composition that come from `record`, whose page is `content`, into
+    /// `page`.
     pub fn fill(&self, record: PageRef, content: &Page, page: &mut Page) {
         for (part, sector) in self.0.iter().zip(sectors_mut(page)) {
             if let PagePart::Of(of, number) = part

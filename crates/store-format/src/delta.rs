@@ -11,8 +11,8 @@
 //! ```
 //!
 //! Invariants: the base is plain and lies before the record, so no chain is longer than one step. A
-//! patch is at most [`PATCH_BYTES_MAX`] long and changes bytes within the page only. The hash in the
-//! payload shows whether the base is the record that the writer used.
+//! patch is at most [`PATCH_BYTES_MAX`] long and changes bytes within the page only. The hash in
+//! the payload shows whether the base is the record that the writer used.
 
 use crate::codec::{Codec, decompress_patch};
 use crate::page_hash::PageHash;

@@ -28,8 +28,8 @@ impl Derivation {
         }
     }
 
-    /// Adds to `page` what comes from the record `record`, which has the content `content` and the
-    /// hash `hash`. Error: the payload contradicts `content` or `hash`.
+    /// Adds to `page` the content that comes from the record `record`, which has the content
+    /// `content` and the hash `hash`. Error: the payload contradicts `content` or `hash`.
     pub fn fill(
         &self,
         record: PageRef,

@@ -19,7 +19,7 @@ use zstd::zstd_safe::{
     CCtx, CDict, DCtx, DDict, compress_bound, get_error_name, train_from_buffer,
 };
 
-/// The longest dictionary, in bytes.
+/// The largest length of a dictionary, in bytes.
 pub const DICTIONARY_BYTES_MAX: usize = 64 << 10;
 /// The largest number of pages that train one dictionary.
 pub const SAMPLES_MAX: usize = 1600;
@@ -80,8 +80,9 @@ pub struct DenseCompressor {
 }
 
 impl DenseCompressor {
-    /// Trains a dictionary of at most `bytes_max` bytes with `samples`. Uses none if there are too
-    /// few samples, or if pages outside the training become larger with it.
+    /// Trains a dictionary of at most `bytes_max` bytes with `samples`, and creates a compressor
+    /// with it. The compressor has no dictionary if there are too few samples, or if pages outside
+    /// the training become larger with it.
     pub fn train(samples: &[Page], bytes_max: usize) -> Self {
         let mut alone = Self::with(Vec::new(), None);
         if samples.len() < SAMPLES_MIN {

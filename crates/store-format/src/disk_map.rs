@@ -16,7 +16,7 @@ use keyframe_units::{PageIndex, PageRange};
 use rangemap::RangeSet;
 use std::ops::Range;
 
-/// The end of the largest page space. All block numbers are below it.
+/// The largest number of pages of a page space. All numbers of blocks are below it.
 pub const SPACE_PAGES_MAX: u64 = 1 << 40;
 
 /// The known content of the blocks of all disks.
@@ -26,7 +26,7 @@ pub struct DiskMap {
     zeros: RangeSet<u64>,
 }
 
-/// The former content of a range that was written.
+/// The former content of a range of blocks, for [`DiskMap::put_back`].
 #[derive(Debug)]
 pub struct FormerRange {
     range: Range<u64>,
@@ -115,7 +115,7 @@ impl DiskMap {
         FormerRange { records: self.records.range(range).collect(), zeros, range: numbers }
     }
 
-    /// Restores the content of a range.
+    /// Restores the content that [`Self::former`] returned.
     pub fn put_back(&mut self, former: FormerRange) {
         let FormerRange { range, records, zeros } = former;
         self.records.clear_range(PageRange::new(PageIndex(range.start), range.end - range.start));

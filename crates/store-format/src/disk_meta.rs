@@ -155,7 +155,7 @@ pub struct SectorTotal {
     pub bytes: u64,
 }
 
-/// Sectors of deduplicated content.
+/// Numbers of sectors whose content was deduplicated.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DedupSectors {
     /// The sectors in blocks that the store held as a whole.
@@ -168,7 +168,7 @@ pub struct DedupSectors {
     pub bytes: u64,
 }
 
-/// The sectors of disks, by how each was stored.
+/// The numbers of sectors of disks, by how each was stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SectorBreakdown {
     /// The sectors that are all zeros: nothing is stored.

@@ -22,7 +22,7 @@ pub fn begin(magic: Magic) -> Vec<u8> {
     bytes
 }
 
-/// Appends the checksum to head and content.
+/// Appends the checksum to `bytes`, the head and the content of a file, and returns the whole file.
 pub fn finish(mut bytes: Vec<u8>) -> Vec<u8> {
     let hash = blake3::hash(&bytes);
     bytes.extend_from_slice(hash.as_bytes());

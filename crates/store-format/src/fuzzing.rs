@@ -1,5 +1,5 @@
-//! Entry points for the fuzzers in `fuzz/`: each gives bytes to one parser, after the checksums that
-//! would stop them.
+//! Entry points for the fuzzers in `fuzz/`: each gives bytes to one parser, after the checksums
+//! that would stop them.
 //!
 //! Not part of the interface. Each takes any bytes. It must not panic, nor take memory out of
 //! proportion to the bytes.
@@ -44,8 +44,8 @@ pub fn record(data: &[u8]) {
     }
 }
 
-/// Writes the check of the record that `bytes` begin with; returns the record's length. `None` if
-/// the bytes are too short for a record.
+/// Writes a valid checksum into the record with which `bytes` begin, and returns the record's
+/// length in bytes. Returns `None` if the bytes are too short for a record.
 pub fn mend_record(bytes: &mut [u8], place: PageRef) -> Option<usize> {
     let len = u16::from_le_bytes(*bytes.get(10..)?.first_chunk()?);
     let end = 28 + usize::from(len);

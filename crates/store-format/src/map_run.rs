@@ -140,7 +140,7 @@ impl MapRun {
         self.extents.iter().flat_map(|extent| extent.range.iter())
     }
 
-    /// Applies the map to the result of the older ones: pages below `ram_pages` to `ram`, all
+    /// Applies the map to the result of the older maps: pages below `ram_pages` to `ram`, the
     /// blocks after them to `disks`.
     pub fn apply(&self, ram_pages: u64, ram: &mut PageMap, disks: &mut DiskMap) {
         let mut refs = &self.refs[..];

@@ -18,7 +18,7 @@ use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 
 const MAGIC: envelope::Magic = *b"KF:MOV\r\n";
-/// The offset of the generation in the file.
+/// The offset of the generation in the file of moves, in bytes.
 pub const GENERATION_AT: u64 = 28;
 /// The longest file that is read, in bytes: more than the moves of all records of the largest pack.
 pub const MOVES_BYTES_MAX: u64 = 1 << 30;
@@ -38,7 +38,7 @@ pub struct Moves {
     pub to: FxHashMap<PageRef, PageRef>,
 }
 
-/// The place of a record after a prune.
+/// The place of a record after a prune: the same, a new one, or none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MovedPlace {
     /// The former place.

@@ -25,7 +25,7 @@ use keyframe_pages::bytes::Problem;
 
 /// The length of the footer of a closed pack, and its alignment, in bytes.
 pub const FOOTER_BYTES: usize = 64;
-/// The length of an index entry, in bytes.
+/// The length of an entry of a pack's index, in bytes.
 pub const ENTRY_BYTES: usize = 24;
 /// The length of the checksum between a pack's header and its dictionary, in bytes.
 pub const DICTIONARY_CHECK_BYTES: usize = 16;

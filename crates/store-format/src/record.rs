@@ -30,9 +30,9 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 pub const RECORD_HEADER_BYTES: usize = 28;
 /// The length of the longest record, in bytes.
 pub const RECORD_BYTES_MAX: usize = RECORD_HEADER_BYTES + PAGE_BYTES;
-/// The offset of the kind in a record.
+/// The offset of the kind in a record, in bytes.
 pub const KIND_AT: u64 = 8;
-/// The offset of the page hash in a record.
+/// The offset of the page hash in a record, in bytes.
 pub const HASH_AT: u64 = 12;
 const CHECK_BYTES: usize = 8;
 
@@ -94,8 +94,8 @@ impl RecordKind {
     }
 }
 
-/// Appends to `out` the record that will lie at `place`, with `hash` as the hash of its content and
-/// the encoded payload.
+/// Appends to `out` the record of kind `kind` that will lie at `place`. `hash` is the hash of its
+/// content. `payload` is the content, encoded with `codec`.
 pub fn append_record(
     out: &mut Vec<u8>,
     place: PageRef,

@@ -1,5 +1,5 @@
-//! The secret that opens an encrypted store: a key file, or a passphrase from the environment or the
-//! terminal.
+//! The secret that opens an encrypted store: a key file, or a passphrase from the environment or
+//! the terminal.
 //!
 //! ```text
 //!   --key-file FILE, KEYFRAME_KEY_FILE ──▶ key file         KEYFRAME_PASSPHRASE, else /dev/tty ──▶ passphrase
@@ -9,9 +9,9 @@
 //! The target of a copy has a secret of its own: `--to-key-file`, `KEYFRAME_TO_KEY_FILE`,
 //! `KEYFRAME_TO_PASSPHRASE`.
 //!
-//! Invariants: a passphrase is never on the command line, where other users could read it. The terminal
-//! is asked only if a store needs a passphrase. A secret for a store that is not encrypted is an error,
-//! because the user who gives it expects encryption.
+//! Invariants: a passphrase is never on the command line, where other users could read it. The
+//! terminal is asked only if a store needs a passphrase. A secret for a store that is not encrypted
+//! is an error, because the user who gives it expects encryption.
 
 use keyframe_store::{Error, Secret, SecretKind, Store};
 use rustix::termios::{LocalModes, OptionalActions, tcgetattr, tcsetattr};

@@ -1,4 +1,5 @@
-//! Reading pages. Derived ones (composed blocks, deltas) are made after the plain ones, many at a time.
+//! Reading pages. Derived ones (composed blocks, deltas) are made after the plain ones, many at a
+//! time.
 //!
 //! ```text
 //!   wanted, rising ──▶ records, pack by pack ──▶ plain ──────────────────────────────────────────────▶ sink
@@ -6,9 +7,9 @@
 //!                                                             a delta is made when its base is read: it needs no page of its own
 //! ```
 //!
-//! Invariants: a derived record refers to plain records only, else it is damaged. So there is one step,
-//! even in a damaged store. The content of a derived record is compared with its hash, because it comes
-//! from several places. [`Waiting`] is bounded.
+//! Invariants: a derived record refers to plain records only, else it is damaged. So there is one
+//! step, even in a damaged store. The content of a derived record is compared with its hash,
+//! because it comes from several places. [`Waiting`] is bounded.
 
 use crate::open_store::OpenStore;
 use crate::pack_file::PageContent;
@@ -106,8 +107,9 @@ impl Waiting<()> {
 }
 
 impl OpenStore {
-    /// Reads the pages at `wanted`, rising references that are not zero. Passes each to `sink` with
-    /// the caller's value; derived pages a little out of order.
+    /// Reads the pages of the records at `wanted`, which are in rising order and not zero. Passes
+    /// each page to `sink` with the caller's value; pages of derived records come a little out of
+    /// order. Errors: a record is damaged or cannot be read; an error of `sink`.
     pub fn read_pages<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -124,7 +126,8 @@ impl OpenStore {
         self.assemble(&mut waiting, sink)
     }
 
-    /// Reads the page of a record that must be plain.
+    /// Reads the page of the record at `at`, which must not be derived, into `into`. Errors: it is
+    /// derived or damaged; the pack cannot be read.
     pub fn read_plain(&self, at: PageRef, into: &mut Page) -> Result<()> {
         self.read_records(&[(at, ())], &mut |at, (), content| match content {
             PageContent::Plain(page, _) => {
@@ -135,7 +138,8 @@ impl OpenStore {
         })
     }
 
-    /// Restores the page of any record and checks it against its hash.
+    /// Restores the page of `record`, which is at `at`, into `page`, and checks it against its
+    /// hash. Errors, as a text: the record or one that it refers to is damaged or cannot be read.
     pub fn restore(&self, record: &Record<'_>, at: PageRef, page: &mut Page) -> Result<(), String> {
         match record.derivation_or_page(page)? {
             None => record.verify(&self.config.key, page),

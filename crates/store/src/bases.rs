@@ -1,17 +1,19 @@
-//! The bases of deltas in memory: for each page that was written again, the content of a plain record.
+//! The bases of deltas in memory: for each page that was written again, the content of a plain
+//! record.
 //!
 //! ```text
 //!   page ──mod slots──▶ | page, its base's record and hash, the cost of deltas on it, place ─┐
 //!                                      contents, in the order of first use:  | 0 | 1 | 2 | ... ◀─┘
 //! ```
 //!
-//! Each slot serves all pages that map to it; the last one wins. If RAM is not larger than the budget,
-//! each page has its own slot, and no order of use has to be kept. Contents lie in the order in which
-//! their slots were first used. So memory is taken one huge page at a time, and all of it is used. First
-//! touches of small pages all over the budget would cost more than the deltas.
+//! Each slot serves all pages that map to it; the last one wins. If RAM is not larger than the
+//! budget, each page has its own slot, and no order of use has to be kept. Contents lie in the
+//! order in which their slots were first used. So memory is taken one huge page at a time, and all
+//! of it is used. First touches of small pages all over the budget would cost more than the deltas.
 //!
-//! Invariants: memory is bounded by the budget, and taken only as pages come. A base is a plain record
-//! with the content that is here. [`Bases::clear`] must be called if records are lost or move.
+//! Invariants: memory is bounded by the budget, and taken only as pages come. A base is a plain
+//! record with the content that is here. [`Bases::clear`] must be called if records are lost or
+//! move.
 
 use keyframe_kernel::memory::PrefaultedBuffer;
 use keyframe_store_format::page_hash::PageHash;
@@ -22,12 +24,13 @@ use keyframe_units::{PAGE_BYTES, Page, PageIndex};
 /// more than the first one.
 const DRIFT_BYTES_MAX: u32 = 2048;
 
-/// A base.
+/// The base of deltas of one page: a record and its hash.
 #[derive(Clone, Copy, Debug)]
 pub struct DeltaBase {
     pub record: PageRef,
     pub hash: PageHash,
-    /// The length of its payload: about that of a plain record of a similar page.
+    /// The length in bytes of the payload of its record: about that of a plain record of a similar
+    /// page.
     pub payload_bytes: usize,
     /// The length of the first delta on it, and the sum of how much longer later ones were.
     first_bytes: u32,
@@ -35,7 +38,7 @@ pub struct DeltaBase {
 }
 
 impl DeltaBase {
-    /// Makes the base of a record with this content and payload.
+    /// Creates the base `record` with the page hash `hash` and a payload of `payload_bytes` bytes.
     pub fn new(record: PageRef, hash: PageHash, payload_bytes: usize) -> Self {
         Self { record, hash, payload_bytes, first_bytes: 0, drift_bytes: 0 }
     }
@@ -77,23 +80,25 @@ pub struct Bases {
     batch: u64,
 }
 
-/// Where a base is, for one batch.
+/// The place of a base in [`Bases`], valid for one batch.
 #[derive(Clone, Copy, Debug)]
 pub struct At(usize);
 
 impl Bases {
-    /// Bases in at most `budget_bytes`. With less than a page there are none.
+    /// Creates an empty collection of bases whose contents take at most `budget_bytes` bytes. With
+    /// less than the size of a page it never holds a base.
     pub fn new(budget_bytes: usize) -> Self {
         let slots = budget_bytes / (PAGE_BYTES + size_of::<Option<Slot>>());
         Self { slots: vec![None; slots], chunks: Vec::new(), used: 0, batch: 0 }
     }
 
-    /// Begins a batch. The bases of the previous one may be replaced.
+    /// Begins a batch. From now on the bases of the previous batch may be replaced.
     pub fn begin_batch(&mut self) {
         self.batch += 1;
     }
 
-    /// Returns the base of a page, which stays where it is until the next batch.
+    /// Returns the place of the base of `page`, which stays there until the next batch. Returns
+    /// `None` if the page has no base.
     pub fn find(&mut self, page: PageIndex) -> Option<At> {
         let (at, batch) = (self.at(page)?, self.batch);
         let slot = self.slots.get_mut(at)?.as_mut().filter(|slot| slot.page == page)?;
@@ -101,8 +106,8 @@ impl Bases {
         Some(At(at))
     }
 
-    /// Adds the base of a page; `None` if another page of this batch uses its slot, or there is no
-    /// memory.
+    /// Adds the base of `page` with its `content`. Returns `None` if another page of this batch
+    /// uses its slot, or if there is no memory.
     pub fn insert(&mut self, page: PageIndex, base: DeltaBase, content: &Page) -> Option<At> {
         let (at, batch) = (self.at(page)?, self.batch);
         let before = *self.slots.get(at)?;
@@ -132,14 +137,14 @@ impl Bases {
         Some(self.used - 1)
     }
 
-    /// Returns the base and content that [`Self::find`] found in this batch.
+    /// Returns the base at a place of this batch, and its content. Returns `None` if there is none.
     pub fn get(&self, at: At) -> Option<(DeltaBase, &Page)> {
         let slot = self.slots.get(at.0)?.as_ref()?;
         let chunk = self.chunks.get(slot.place / CHUNK_PAGES)?;
         Some((slot.base, chunk.as_chunks().0.get(slot.place % CHUNK_PAGES)?))
     }
 
-    /// Records that a delta of this length was made on the base of `page`.
+    /// Records that a delta of `delta_bytes` bytes was made on the base of `page`.
     pub fn used(&mut self, page: PageIndex, delta_bytes: u64) {
         if let Some(at) = self.at(page)
             && let Some(slot) =
@@ -149,7 +154,7 @@ impl Bases {
         }
     }
 
-    /// Forgets all bases. Keeps the memory.
+    /// Removes all bases and keeps the memory.
     pub fn clear(&mut self) {
         self.slots.fill(None);
         self.used = 0;

@@ -23,7 +23,7 @@ use keyframe_units::PageSet;
 use rangemap::RangeSet;
 use std::borrow::Cow;
 
-/// Changed pages of RAM and blocks of disks.
+/// Sets of pages of RAM and of blocks of disks, such as those that have changed.
 #[derive(Clone, Debug)]
 pub struct Changes {
     pub pages: PageSet,
@@ -31,12 +31,12 @@ pub struct Changes {
 }
 
 impl Changes {
-    /// Makes an empty set of changes, for RAM of `ram_pages` pages.
+    /// Creates empty sets, for RAM of `ram_pages` pages.
     pub fn none(ram_pages: u64) -> Self {
         Self { pages: PageSet::new(ram_pages), blocks: RangeSet::new() }
     }
 
-    /// Removes all changes.
+    /// Removes all pages and blocks.
     pub fn clear(&mut self) {
         self.pages.clear();
         self.blocks.clear();
@@ -50,7 +50,7 @@ impl Changes {
         self.pages.len() + count_blocks(&self.blocks)
     }
 
-    /// Adds other changes.
+    /// Adds the pages and blocks of `other`.
     pub fn union_with(&mut self, other: &Self) {
         self.pages.union_with(&other.pages);
         self.blocks.extend(other.blocks.iter().cloned());
@@ -66,7 +66,8 @@ struct Level {
     chain: Vec<u64>,
 }
 
-/// The state of the rule between two checkpoints of a run.
+/// The state of the rule that decides how many maps the chain of a checkpoint has, between two
+/// checkpoints of a run.
 #[derive(Debug)]
 pub struct Chain {
     base: u64,
@@ -76,23 +77,26 @@ pub struct Chain {
     levels: Vec<Level>,
 }
 
-/// The contents of the next map.
+/// The contents of the next map of a run.
 #[derive(Debug)]
 pub struct ChainPlan<'a> {
-    /// The pages to store; `None` for all pages that are not zero and all written blocks.
+    /// The pages and blocks to store. `None` for all pages that are not zero and all written
+    /// blocks.
     pub changed: Option<Cow<'a, Changes>>,
-    /// The maps below it, newest first.
+    /// The numbers of the maps below it, newest first.
     pub below: Vec<u64>,
 }
 
 impl Chain {
-    /// Creates a chain without checkpoints. `base` is at least 2.
+    /// Creates the rule for a run without checkpoints. `base` is the base of the rule (see the
+    /// module), at least 2.
     pub fn new(base: u64, ram_pages: u64) -> Self {
         Self { base: base.max(2), ram_pages, next: 0, levels: Vec::new() }
     }
 
-    /// Returns the next map, if `changed` changed since the last checkpoint. `complete_pages` is
-    /// the size of a complete map: the pages that are not zero, and the written blocks.
+    /// Returns the contents of the next map, if `changed` changed since the last checkpoint.
+    /// `complete_pages` is the size of a complete map in pages and blocks: the pages that are not
+    /// zero, and the written blocks.
     pub fn plan<'a>(&self, changed: &'a Changes, complete_pages: u64) -> ChainPlan<'a> {
         let complete = ChainPlan { changed: None, below: Vec::new() };
         let Some(level) = self.levels.get(self.level()).filter(|_| self.next > 0) else {
@@ -112,8 +116,8 @@ impl Chain {
         ChainPlan { changed: Some(pages), below: level.chain.clone() }
     }
 
-    /// Records that the plan for `changed` was carried out. `chain` is that of the checkpoint,
-    /// newest first.
+    /// Records that the plan for `changed` was carried out. `chain` is the chain of the checkpoint,
+    /// newest map first.
     pub fn commit(&mut self, chain: &[u64], changed: &Changes) {
         if chain.len() == 1 {
             self.levels = vec![self.settled(chain)];

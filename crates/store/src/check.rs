@@ -5,9 +5,9 @@
 //! ```
 //!
 //! Invariants: the checkpoints in the damages are exactly those whose description, device state,
-//! RAM or disks cannot be read correctly. An unreadable file that nothing needs is a note if a crash
-//! may leave it, else a damage without checkpoints. A check changes nothing, and a writer may be at
-//! work meanwhile.
+//! RAM or disks cannot be read correctly. An unreadable file that nothing needs is a note if a
+//! crash may leave it, else a damage without checkpoints. A check changes nothing, and a writer may
+//! be at work meanwhile.
 
 mod checker;
 mod packs;

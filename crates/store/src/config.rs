@@ -14,8 +14,8 @@
 //! In an encrypted store, `encryption` ([`crate::secret`]) replaces `hash_key`.
 //!
 //! Invariants: every version of the format has the same checksum line, so a reader distinguishes
-//! another version from damage. The bytes after the checksum are fixed, so every byte of the file is
-//! checked.
+//! another version from damage. The bytes after the checksum are fixed, so every byte of the file
+//! is checked.
 
 use crate::secret::{Lock, Secret};
 use crate::secret_kind::SecretKind;
@@ -38,17 +38,17 @@ const PRE_RELEASE_FORMAT: &str = "keyframe-store";
 const CHECKSUM_FIELD: &str = "  \"checksum\": \"";
 const CLOSING: &str = "\"\n}\n";
 
-/// The identity of a store.
+/// The identity and the keys of a store.
 #[derive(Clone, Debug)]
 pub struct Config {
     pub id: StoreId,
     pub created: Timestamp,
     pub key: HashKey,
-    /// Present if the store is encrypted.
+    /// The keys of the encryption. `None` if the store is not encrypted.
     pub encryption: Option<Encryption>,
 }
 
-/// The additional keys of an encrypted store.
+/// The keys that only an encrypted store has.
 #[derive(Clone, Debug)]
 pub struct Encryption {
     /// The lock of its keys.
@@ -56,7 +56,7 @@ pub struct Encryption {
     pub data_key: DataKey,
 }
 
-/// The content of `store.json`.
+/// The content of `store.json` as it was read, perhaps with locked keys.
 #[derive(Clone, Debug)]
 pub struct Stored {
     pub id: StoreId,
@@ -64,10 +64,12 @@ pub struct Stored {
     pub keys: StoredKeys,
 }
 
-/// The keys of a store, as `store.json` has them.
+/// The keys of a store, as `store.json` holds them.
 #[derive(Clone, Debug)]
 pub enum StoredKeys {
+    /// The key of the page hashes, of a store that is not encrypted.
     Plain(HashKey),
+    /// All keys, locked by a secret.
     Locked(Lock),
 }
 
@@ -91,6 +93,7 @@ struct AnyVersion {
 
 impl Config {
     /// Creates a new identity with keys from the system's random source. `secret` locks the keys.
+    /// Error: the system gives no random numbers.
     pub fn fresh(secret: Option<&Secret>) -> Result<Self> {
         let (id, created, key) = (StoreId(random_bytes()?), now(), HashKey(random_bytes()?));
         let encryption = match secret {
@@ -106,7 +109,7 @@ impl Config {
         Ok(Self { id, created, key, encryption })
     }
 
-    /// Returns true if `stored` is the identity that this was read from.
+    /// Returns true if `stored` is the content from which this identity was read.
     pub fn is(&self, stored: &Stored) -> bool {
         let same_keys = match (&stored.keys, &self.encryption) {
             (StoredKeys::Plain(key), None) => key.0 == self.key.0,
@@ -116,7 +119,7 @@ impl Config {
         stored.id == self.id && same_keys
     }
 
-    /// Encodes `store.json`, with its checksum.
+    /// Encodes `store.json`, with its checksum. Error: it cannot be written as JSON.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let body = Body {
             format: FORMAT.into(),
@@ -136,7 +139,8 @@ impl Config {
         Ok(out.into_bytes())
     }
 
-    /// Parses `store.json`. `object` names the file in errors.
+    /// Parses `store.json`. `object` names the file in errors. Errors: [`Error::Damaged`],
+    /// [`Error::OtherVersion`], [`Error::PreRelease`].
     pub fn decode(bytes: &[u8], object: &str) -> Result<Stored> {
         let damaged = |problem: String| Error::damaged(object, problem);
         let text = std::str::from_utf8(bytes).map_err(|e| damaged(format!("not text: {e}")))?;
@@ -174,8 +178,9 @@ impl Config {
 }
 
 impl Stored {
-    /// Opens the keys. Calls `ask` for the secret of locked ones. `object` names the file in
-    /// errors.
+    /// Unlocks the keys, and returns the identity with them. For locked keys, calls `ask` for the
+    /// secret. `object` names the file in errors. Errors: [`Error::KeyNeeded`];
+    /// [`Error::WrongKey`]; that of `ask`.
     pub fn unlock(
         self,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
@@ -201,7 +206,7 @@ fn name(id: StoreId, created: Timestamp) -> String {
     format!("{FORMAT} {FORMAT_VERSION} {} {created}", to_hex(&id.0))
 }
 
-/// Returns the time, in whole seconds.
+/// Returns the present time, in whole seconds.
 pub fn now() -> Timestamp {
     let now = Timestamp::now();
     Timestamp::from_second(now.as_second()).unwrap_or(now)

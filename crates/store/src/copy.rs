@@ -10,12 +10,13 @@
 //!            └▶ pages in other records than before ─▶ hashed with the target's key, deduplicated ─▶ sealed, with its origin
 //! ```
 //!
-//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and names its origin.
-//! The same checkpoint is copied once, also by way of a third store, or back. Each copy is sealed by
-//! itself, so an interrupted copy continues after the last sealed one. Tags of the target are never
-//! moved. The source is only read.
+//! Invariants: a copy has the RAM, devices and disks of its origin, byte for byte, and names its
+//! origin. The same checkpoint is copied once, also by way of a third store, or back. Each copy is
+//! sealed by itself, so an interrupted copy continues after the last sealed one. Tags of the target
+//! are never moved. The source is only read.
 //!
-//! Left out: images beneath disks (the target names the same files), and working sets, which are advice.
+//! Left out: images beneath disks (the target names the same files), and working sets, which are
+//! advice.
 
 use crate::disks::LoadedDisks;
 use crate::run::{DiskState, Run, SealRequest};
@@ -33,7 +34,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// The most pages of one read: 16 MiB.
 const CHUNK_PAGES: usize = 4096;
 
-/// The progress of a copy.
+/// The progress of a copy of checkpoints to another store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CopyProgress {
     /// The number, in the source, of the checkpoint that is being copied.
@@ -44,7 +45,7 @@ pub struct CopyProgress {
     pub total: u64,
 }
 
-/// A checkpoint and its copy.
+/// A checkpoint and its copy in another store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopiedCheckpoint {
     /// Its number in the source.
@@ -62,7 +63,7 @@ pub struct FailedCopy {
     pub problem: String,
 }
 
-/// The result of a copy.
+/// The result of a copy of checkpoints to another store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CopyReport {
     /// Checkpoints that were copied.
@@ -80,11 +81,12 @@ pub struct CopyReport {
 }
 
 impl Store {
-    /// Copies the checkpoints `ids` into `target`, as its one writer. Calls `progress` as
-    /// checkpoints are complete.
+    /// Copies the checkpoints `ids` into the store `target`, as its one writer. Calls `progress`
+    /// after each checkpoint. A damaged checkpoint is not copied; the report lists it. Returns the
+    /// report.
     ///
-    /// Errors: [`Error::SameStore`]; those of reading this store and of writing that one. A damaged
-    /// checkpoint is in the report.
+    /// Errors: [`Error::SameStore`]; this store cannot be read; the target cannot be written or has
+    /// another writer.
     pub fn copy_to(
         &self,
         target: &Self,
@@ -94,8 +96,8 @@ impl Store {
         self.copy_tuned(target, ids, Tuning::default(), progress)
     }
 
-    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs. Errors: those
-    /// of [`Store::copy_to`].
+    /// Copies as [`Store::copy_to`], with the caller's limits for the written packs. Returns the
+    /// report. Errors: those of [`Store::copy_to`].
     pub fn copy_tuned(
         &self,
         target: &Self,

@@ -1,13 +1,14 @@
-//! The differences between two checkpoints: pages, sectors and bytes, of each RAM block and each disk.
+//! The differences between two checkpoints: pages, sectors and bytes, of each RAM block and each
+//! disk.
 //!
 //! ```text
 //!   RAM blocks, disks of one name ─▶ pages with different records, or zero in one ─▶ both contents, some at a time ─▶ counted
 //! ```
 //!
-//! Invariants: contents are compared, not records, so a page that was stored twice is no difference.
-//! Memory is that of the two maps and of a few MiB of pages. The content of an image beneath a disk is
-//! not known here. A block that only one of the two checkpoints leaves to its image is counted
-//! separately.
+//! Invariants: contents are compared, not records, so a page that was stored twice is no
+//! difference. Memory is that of the two maps and of a few MiB of pages. The content of an image
+//! beneath a disk is not known here. A block that only one of the two checkpoints leaves to its
+//! image is counted separately.
 
 use crate::disks::{BlockContent, LoadedDisks};
 use crate::{Error, LoadedCheckpoint, Result, Store};

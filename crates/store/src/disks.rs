@@ -37,8 +37,8 @@ pub struct LoadedDisks {
 }
 
 impl Store {
-    /// Loads the map of a checkpoint's disks. Error: the checkpoint does not exist, or its map
-    /// cannot be read.
+    /// Returns the disks of checkpoint `id`, with the map of their blocks in memory. Error: the
+    /// checkpoint does not exist, or its map cannot be read.
     pub fn load_disks(&self, id: CheckpointId) -> Result<LoadedDisks> {
         let inner = Arc::clone(self.inner());
         let CheckpointFile { meta, .. } = inner.read_checkpoint(id)?;

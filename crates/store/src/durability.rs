@@ -9,18 +9,18 @@
 //!   unsynced.packs   { "boot": the same, "up_to": unfinished packs up to this number are not used, for the same reason }
 //! ```
 //!
-//! What was written to the kernel survives the death of this process. If the machine went down instead
-//! (its boot differs), the next writer reads all of the checkpoints from `from` on, and moves those that
-//! are damaged to the quarantine: [`OpenStore::settle`].
+//! What was written to the kernel survives the death of this process. If the machine went down
+//! instead (its boot differs), the next writer reads all of the checkpoints from `from` on, and
+//! moves those that are damaged to the quarantine: [`OpenStore::settle`].
 //!
-//! A failed sync may have lost its data, although the data can still be read from the page cache, and
-//! although a second sync reports no error. So an attempt is marked before it is made. A process that
-//! finds the mark during the same boot uses nothing that the attempt was for. Such checkpoints stay
-//! marked until the next boot, when they can be read from the medium.
+//! A failed sync may have lost its data, although the data can still be read from the page cache,
+//! and although a second sync reports no error. So an attempt is marked before it is made. A
+//! process that finds the mark during the same boot uses nothing that the attempt was for. Such
+//! checkpoints stay marked until the next boot, when they can be read from the medium.
 //!
 //! Invariants: `unsynced` is durable before the first checkpoint that it names, and is removed only
-//! after a sync. Packs are synced before they are closed, at any durability, because readers trust their
-//! trailer.
+//! after a sync. Packs are synced before they are closed, at any durability, because readers trust
+//! their trailer.
 
 use crate::durability_kind::Durability;
 use crate::open_store::OpenStore;
@@ -58,7 +58,7 @@ pub struct TornCheckpoint {
     pub problem: String,
 }
 
-/// The syncs of a writer that does not sync each checkpoint.
+/// The times of syncs, for a writer that does not sync each checkpoint.
 #[derive(Debug)]
 pub struct Syncs {
     every: Option<Duration>,
@@ -66,7 +66,7 @@ pub struct Syncs {
 }
 
 impl Syncs {
-    /// Makes the tracker of unsynced checkpoints; `None` if the writer syncs each checkpoint.
+    /// Creates the tracker for `durability`. Returns `None` if the writer syncs each checkpoint.
     pub fn of(durability: Durability) -> Option<Self> {
         let every = match durability {
             Durability::Checkpoint => return None,
@@ -76,7 +76,8 @@ impl Syncs {
         Some(Self { every, last: Instant::now() })
     }
 
-    /// Syncs after the seal of checkpoint `id`, if it is time.
+    /// Makes everything durable after the seal of checkpoint `id`, if the interval between syncs
+    /// has passed. Errors: the sync failed; the mark cannot be written.
     pub fn sealed(&mut self, inner: &OpenStore, id: CheckpointId) -> Result<()> {
         if self.every.is_some_and(|every| self.last.elapsed() >= every) {
             self.last = Instant::now();
@@ -88,7 +89,7 @@ impl Syncs {
 
 impl OpenStore {
     /// Marks the checkpoints from `from` on as possibly not durable. Keeps an earlier mark if a
-    /// sync failed.
+    /// sync failed. Errors: the mark cannot be read or written.
     pub fn put_mark(&self, from: CheckpointId) -> Result<()> {
         if self.in_doubt()?.is_some() {
             return Ok(());
@@ -114,7 +115,8 @@ impl OpenStore {
     }
 
     /// Returns the first of the checkpoints that a failed sync may have lost. They can be read
-    /// until the machine goes down.
+    /// until the machine goes down. Returns `None` if there is none. Error: the mark cannot be
+    /// read.
     pub fn in_doubt(&self) -> Result<Option<CheckpointId>> {
         match self.mark()? {
             Some(mark) if mark.tried && mark.boot == self.backend.boot_id()? => Ok(Some(mark.from)),
@@ -134,7 +136,8 @@ impl OpenStore {
         Ok(is_known)
     }
 
-    /// Syncs everything, and moves the mark to `from`.
+    /// Makes everything durable, and then writes the mark that checkpoints from `from` on may be
+    /// lost by power loss. Errors: the sync failed; the mark cannot be written.
     pub fn sync_and_mark(&self, from: CheckpointId) -> Result<()> {
         if self.attempt(|| self.backend.sync_all())? {
             self.write_mark(&Mark { boot: self.backend.boot_id()?, from, tried: false })?;
@@ -142,7 +145,8 @@ impl OpenStore {
         Ok(())
     }
 
-    /// Syncs everything, and removes the mark.
+    /// Makes everything durable, and then removes the mark of unsynced checkpoints. Errors: the
+    /// sync failed; the mark cannot be removed.
     pub fn sync_and_unmark(&self) -> Result<()> {
         if self.attempt(|| self.backend.sync_all())? {
             self.backend.remove(UNSYNCED)
@@ -152,7 +156,8 @@ impl OpenStore {
     }
 
     /// Prepares the store for the next writer. If the machine went down before everything was
-    /// durable, moves what is damaged to the quarantine.
+    /// durable, moves damaged checkpoints to the quarantine, and returns them. Errors: files cannot
+    /// be read, moved or synced.
     pub fn settle(&self) -> Result<Vec<TornCheckpoint>> {
         let Some(mark) = self.mark()? else { return Ok(Vec::new()) };
         let boot = self.backend.boot_id()?;
@@ -174,7 +179,8 @@ impl OpenStore {
         Ok(torn)
     }
 
-    /// Returns the number up to which unfinished packs are not used.
+    /// Returns the number of the last pack whose unfinished records may be lost: unfinished packs
+    /// up to it are not used. Returns 0 if there is none. Error: the mark cannot be read.
     pub fn doubted_packs(&self) -> Result<u32> {
         let bytes = match self.backend.read(UNSYNCED_PACKS, UNSYNCED_BYTES_MAX) {
             Err(e) if e.is_not_found() => return Ok(0),
@@ -187,8 +193,8 @@ impl OpenStore {
         Ok(mark.filter(|mark| mark.boot == boot).map_or(0, |mark| mark.up_to))
     }
 
-    /// Calls `sync` for unfinished packs. If it fails, no process uses these packs during this
-    /// boot.
+    /// Calls `sync`, which makes unfinished packs durable. If it fails, no process uses these packs
+    /// during this boot. Errors: that of `sync`; the mark cannot be written.
     pub fn rely_on_packs(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         let before = self.doubted_packs()?;
         let newest = self.newest_pack()?;
@@ -206,8 +212,9 @@ impl OpenStore {
             .put(UNSYNCED_PACKS, serde_json::to_string(&mark).unwrap_or_default().as_bytes())
     }
 
-    /// Calls `sync` for a pack with records of checkpoints that did not wait for a sync. If it
-    /// fails, no process uses the pack or relies on these checkpoints during this boot.
+    /// Calls `sync`, which makes a pack durable with records of checkpoints that did not wait for a
+    /// sync. If it fails, no process uses the pack or relies on these checkpoints during this boot.
+    /// Errors: that of `sync`; the mark cannot be written.
     pub fn sync_sealed(&self, sync: impl FnOnce() -> Result<()>) -> Result<()> {
         self.rely_on_packs(|| {
             let before = self.mark()?;

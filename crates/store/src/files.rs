@@ -24,12 +24,13 @@ impl StoreFile {
         Self(Arc::new(BytesFile(bytes)))
     }
 
-    /// Returns the length in bytes.
+    /// Returns the length of the file in bytes. Error: the backend fails.
     pub fn len_bytes(&self) -> Result<u64> {
         Ok(self.0.len_bytes()?)
     }
 
-    /// Fills `buffer` from `offset` on. Fails if the file ends before.
+    /// Fills `buffer` from byte `offset` of the file on. Errors: the file ends before; the backend
+    /// fails.
     pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> Result<()> {
         Ok(self.0.read_at(offset, buffer)?)
     }
@@ -39,23 +40,24 @@ impl StoreFile {
         self.0.wants_prefetch()
     }
 
-    /// Begins to fetch byte ranges that will be read soon.
+    /// Begins to fetch the byte ranges `ranges`, which will be read soon.
     pub fn prefetch(&self, ranges: &[Range<u64>]) {
         self.0.prefetch(ranges);
     }
 }
 
 impl NewFile {
-    /// Appends bytes.
+    /// Appends `bytes` to the file. Error: the backend fails.
     pub fn append(&mut self, bytes: &[u8]) -> Result<()> {
         Ok(self.0.append(bytes)?)
     }
 
+    /// Makes the appended bytes durable. Error: the backend fails.
     pub fn sync(&mut self) -> Result<()> {
         Ok(self.0.sync()?)
     }
 
-    /// Cuts the file to `len_bytes` bytes.
+    /// Truncates the file to `len_bytes` bytes. Error: the backend fails.
     pub fn truncate(&mut self, len_bytes: u64) -> Result<()> {
         Ok(self.0.truncate(len_bytes)?)
     }
@@ -73,97 +75,109 @@ impl StoreFiles {
         self.0.describe(name)
     }
 
-    /// Locks the store for a writer. `holder` describes this process to others.
+    /// Takes the writer's lock of the store, and returns a guard that holds it. `holder` describes
+    /// this process to others. Errors: another writer holds the lock; the backend fails.
     pub fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock(holder)?)
     }
 
-    /// Locks the store for a prune. `holder` describes this process to others.
+    /// Takes the prunes' lock of the store, and returns a guard that holds it. `holder` describes
+    /// this process to others. Errors: another prune holds the lock; the backend fails.
     pub fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock_prune(holder)?)
     }
 
-    /// Returns the description of the process that holds the writer's lock, if there is one.
+    /// Returns the description of the process that holds the writer's lock. Returns `None` if the
+    /// lock is free. Error: the backend fails.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.0.lock_holder()?)
     }
 
-    /// Removes locks of dead processes; with `force` also locks whose holder cannot be checked.
+    /// Removes locks whose holders have ended, and returns what it did. If `force` is true, also
+    /// removes locks whose holder cannot be checked. Error: the backend fails.
     pub fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
         Ok(self.0.unlock(force)?)
     }
 
-    /// Returns true if a prune is in progress.
+    /// Returns true if a prune is in progress. Error: the backend fails.
     pub fn is_pruning(&self) -> Result<bool> {
         Ok(self.0.is_pruning()?)
     }
 
-    /// Returns the same files, whose writes become durable by [`Self::sync_all`] only; `None` if
-    /// the backend has no such mode.
+    /// Returns the same files in a mode in which writes become durable only by [`Self::sync_all`].
+    /// Returns `None` if the backend has no such mode.
     pub fn without_syncs(&self) -> Option<Self> {
         self.0.without_syncs().map(Self)
     }
 
-    /// Makes everything durable that any process has written so far.
+    /// Makes everything durable that any process has written to the store so far. Error: the
+    /// backend fails.
     pub fn sync_all(&self) -> Result<()> {
         Ok(self.0.sync_all()?)
     }
 
-    /// Returns true if later processes find the same files here.
+    /// Returns true if later processes find the same files here; false for files in memory.
     pub fn is_persistent(&self) -> bool {
         self.0.is_persistent()
     }
 
-    /// Returns the size and the free space of the medium, if it tells them.
+    /// Returns the size and the free space of the medium. Returns `None` if the medium does not
+    /// tell them.
     pub fn space(&self) -> Option<Space> {
         self.0.space()
     }
 
-    /// Returns the id of the current boot of the machine that holds the files.
+    /// Returns the id of the current boot of the machine that holds the files. Error: the backend
+    /// fails.
     pub fn boot_id(&self) -> Result<String> {
         Ok(self.0.boot_id()?)
     }
 
-    /// Returns the encrypted files beneath; `None` if the store is not encrypted.
+    /// Returns the files as they are on the medium, encrypted. Returns `None` if the store is not
+    /// encrypted.
     pub fn ciphertext(&self) -> Option<Self> {
         self.0.ciphertext().map(Self)
     }
 
-    /// Creates a file that grows at its end.
+    /// Creates the file `name`, to which the caller appends. Errors: it exists already; the backend
+    /// fails.
     pub fn create(&self, name: &str) -> Result<NewFile> {
         Ok(NewFile(self.0.create(name)?))
     }
 
-    /// Writes a whole file, atomically and durably. Replaces an existing one.
+    /// Writes the file `name` as a whole, atomically and durably. Replaces an existing file. Error:
+    /// the backend fails.
     pub fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         Ok(self.0.put(name, bytes)?)
     }
 
-    /// Opens a file for reading.
+    /// Opens the file `name` for reading. Errors: it does not exist; the backend fails.
     pub fn open(&self, name: &str) -> Result<StoreFile> {
         Ok(StoreFile(self.0.open(name)?))
     }
 
-    /// Returns the names of the files in a folder.
+    /// Returns the names of the files in the folder `folder`. Error: the backend fails.
     pub fn list(&self, folder: &str) -> Result<Vec<String>> {
         Ok(self.0.list(folder)?)
     }
 
-    /// Removes a file.
+    /// Removes the file `name`. Error: the backend fails.
     pub fn remove(&self, name: &str) -> Result<()> {
         Ok(self.0.remove(name)?)
     }
 
-    /// Removes files of a folder.
+    /// Removes the files `names` of the folder `folder`. Error: the backend fails.
     pub fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
         Ok(self.0.remove_all(folder, names)?)
     }
 
+    /// Makes the file `name` durable. Error: the backend fails.
     pub fn sync(&self, name: &str) -> Result<()> {
         Ok(self.0.sync(name)?)
     }
 
-    /// Reads a whole file. Fails if it has more than `len_bytes_max` bytes.
+    /// Reads a whole file. Errors: it does not exist, or has more than `len_bytes_max` bytes; the
+    /// backend fails.
     pub fn read(&self, name: &str, len_bytes_max: u64) -> Result<Vec<u8>> {
         Ok(self.0.read(name, len_bytes_max)?)
     }

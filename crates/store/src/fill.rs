@@ -1,5 +1,5 @@
-//! Filling memory with the image of a checkpoint, on several threads. Each page is made in its final
-//! place.
+//! Filling memory with the image of a checkpoint, on several threads. Each page is made in its
+//! final place.
 //!
 //! ```text
 //!   zeros            | piece | piece | ...         made zero, while the references are sorted
@@ -8,12 +8,12 @@
 //!                        └─ waiting deltas         base ──▶ the delta's place ─ patched ─▶ compared with its hash
 //! ```
 //!
-//! A delta lies after its base, and the newest records are read first. So most deltas are known before
-//! the piece with their base is read, and are made with it: each pack is read once. Deltas that are
-//! found later are made at the end.
+//! A delta lies after its base, and the newest records are read first. So most deltas are known
+//! before the piece with their base is read, and are made with it: each pack is read once. Deltas
+//! that are found later are made at the end.
 //!
-//! Invariants: no page goes from one thread to another, and none is made elsewhere. The memory of waiting
-//! deltas is bounded ([`LATE_BYTES_MAX`]): if there are more, they are made first.
+//! Invariants: no page goes from one thread to another, and none is made elsewhere. The memory of
+//! waiting deltas is bounded ([`LATE_BYTES_MAX`]): if there are more, they are made first.
 
 use crate::assemble::{DERIVED_OF_DERIVED, NOT_ITS_HASH};
 use crate::open_store::OpenStore;
@@ -113,8 +113,9 @@ fn region(to: PageRef) -> u64 {
 }
 
 impl OpenStore {
-    /// Reads the pages at `wanted`, which it sorts, into their places, and makes all of `zeros` zero.
-    /// Uses several threads if there is much to read. After an error the places have any content.
+    /// Reads the pages at `wanted`, which it sorts, into their destinations, and makes all of
+    /// `zeros` zero. Uses several threads if there is much to read. Error: a record cannot be read
+    /// or is damaged; the content of the destinations is then undefined.
     pub fn read_into(&self, wanted: &mut [Wanted<'_>], zeros: Vec<&mut [Page]>) -> Result<()> {
         let threads = if wanted.len() < PAGES_MIN { 1 } else { threads() };
         self.fill(wanted, zeros, threads, LATE_BYTES_MAX)

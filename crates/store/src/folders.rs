@@ -9,7 +9,8 @@ use keyframe_units::CheckpointId;
 const LISTINGS_MAX: u32 = 16;
 
 impl OpenStore {
-    /// Returns the numbers of the sealed checkpoints, rising.
+    /// Returns the numbers of the sealed checkpoints, in rising order. Error: the folder cannot be
+    /// listed.
     pub fn checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
         let files = self.backend.list(layout::CHECKPOINTS)?;
         let mut ids: Vec<CheckpointId> =
@@ -18,9 +19,9 @@ impl OpenStore {
         Ok(ids)
     }
 
-    /// Returns the numbers of the sealed checkpoints at one instant, rising. A single listing of a
-    /// folder that changes meanwhile may miss both removed and new files. Two equal listings do
-    /// not.
+    /// Returns the numbers of the checkpoints that were sealed at one instant, in rising order.
+    /// Lists the folder until two listings are equal, because a single listing of a changing folder
+    /// may miss files. Error: the folder cannot be listed.
     pub fn settled_checkpoint_ids(&self) -> Result<Vec<CheckpointId>> {
         let mut before = self.checkpoint_ids()?;
         for _ in 0..LISTINGS_MAX {
@@ -33,7 +34,7 @@ impl OpenStore {
         Ok(before)
     }
 
-    /// Returns the numbers of all maps, rising.
+    /// Returns the numbers of all maps, in rising order. Error: the folder cannot be listed.
     pub fn map_ids(&self) -> Result<Vec<u64>> {
         let listed = self.backend.list(layout::MAPS)?;
         let mut ids: Vec<u64> = listed.iter().filter_map(|file| layout::parse_map(file)).collect();
@@ -41,7 +42,8 @@ impl OpenStore {
         Ok(ids)
     }
 
-    /// Returns the numbers of the checkpoints that have working sets.
+    /// Returns the numbers of the checkpoints that have working sets. Error: the folder cannot be
+    /// listed.
     pub fn workset_ids(&self) -> Result<Vec<CheckpointId>> {
         let listed = self.backend.list(layout::WORKSETS)?;
         Ok(listed.iter().filter_map(|file| layout::parse_workset(file)).collect())
@@ -52,7 +54,8 @@ impl OpenStore {
         self.backend.open(name).and_then(|file| file.len_bytes()).unwrap_or(0)
     }
 
-    /// Returns the size of all files of a folder, in bytes.
+    /// Returns the size of all files of the folder `folder`, in bytes. Errors: the folder cannot be
+    /// listed; a file cannot be read.
     pub fn folder_bytes(&self, folder: &str) -> Result<u64> {
         let backend = &self.backend;
         let mut sum = 0;

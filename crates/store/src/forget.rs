@@ -1,15 +1,15 @@
-//! Forgetting checkpoints. They are not found any more; the next prune frees the space that only they
-//! needed.
+//! Forgetting checkpoints. They are not found any more; the next prune frees the space that only
+//! they needed.
 //!
 //! ```text
 //!   its tags ─▶ its seal ─▶ its working set          (maps and records stay: others may need them, `prune` knows)
 //! ```
 //!
-//! Invariants: no tag outlives its checkpoint, so a crash in between leaves no tag without a checkpoint.
-//! Numbers are not used again: the maps stay for that. A writer and readers are not disturbed. A run
-//! builds upon the newest checkpoint only, which is not forgotten while the store is locked. A reader
-//! that has loaded a checkpoint does not need its seal. Power loss may bring back what a killed forget has
-//! removed, until a prune has synced the removal.
+//! Invariants: no tag outlives its checkpoint, so a crash in between leaves no tag without a
+//! checkpoint. Numbers are not used again: the maps stay for that. A writer and readers are not
+//! disturbed. A run builds upon the newest checkpoint only, which is not forgotten while the store
+//! is locked. A reader that has loaded a checkpoint does not need its seal. Power loss may bring
+//! back what a killed forget has removed, until a prune has synced the removal.
 
 use crate::open_store::OpenStore;
 use crate::{Error, Result, Store};
@@ -31,7 +31,7 @@ impl Store {
         }
     }
 
-    /// Forgets checkpoints as [`Self::forget`], also pinned ones. Errors: those of
+    /// Forgets checkpoints as [`Self::forget`] does, and pinned ones too. Errors: those of
     /// [`Self::forget`], without [`Error::Pinned`].
     pub fn forget_even_pinned(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let inner = self.inner();
@@ -46,7 +46,8 @@ impl Store {
 }
 
 impl OpenStore {
-    /// Removes checkpoints with their tags and working sets.
+    /// Removes the checkpoints `ids` with their tags and working sets. Errors: tags cannot be read;
+    /// files cannot be removed.
     pub fn remove_checkpoints(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let tags = self.read_tags()?.into_iter().filter(|(_, id)| ids.contains(id));
         let tags: Vec<String> = tags.map(|(tag, _)| layout::tag(&tag)).collect();
@@ -59,8 +60,8 @@ impl OpenStore {
         self.backend.remove_all(layout::WORKSETS, &named(layout::workset))
     }
 
-    /// Makes all earlier forgets durable. If power loss brought back a seal, the checkpoint would
-    /// need records that the prune removes.
+    /// Makes all earlier forgets durable. Otherwise power loss could bring back a sealed checkpoint
+    /// whose records a prune then removes. Error: the removal cannot be made durable.
     pub fn settle_forgotten(&self) -> Result<()> {
         // No checkpoint has this number.
         self.backend.remove_all(layout::CHECKPOINTS, &[layout::checkpoint(CheckpointId(0))])

@@ -7,12 +7,13 @@
 //!        └───────────────────────────┘
 //! ```
 //!
-//! The references of derived records are not known before these are read. They may lie in any earlier
-//! pack. An open file outlives its name. A prune in the same process closes the packs that it has
-//! removed and that no loaded checkpoint holds.
+//! The references of derived records are not known before these are read. They may lie in any
+//! earlier pack. An open file outlives its name. A prune in the same process closes the packs that
+//! it has removed and that no loaded checkpoint holds.
 //!
-//! Invariant: the checkpoint still exists after its maps were read. A prune drops records of forgotten
-//! checkpoints from the maps that others need, so the maps of a forgotten one may give older pages.
+//! Invariant: the checkpoint still exists after its maps were read. A prune drops records of
+//! forgotten checkpoints from the maps that others need, so the maps of a forgotten one may give
+//! older pages.
 //!
 //! Not here: the disk space of packs that another process
 //! removed. It becomes free when the last reader has closed its store.

@@ -1,5 +1,5 @@
-//! The deduplication index: the record of each content, by page hash. Its memory is bounded. What does
-//! not fit lies in files.
+//! The deduplication index: the record of each content, by page hash. Its memory is bounded. What
+//! does not fit lies in files.
 //!
 //! ```text
 //!                 ┌─ table: the newest entries ─┐  full, or the run ends   ┌─ spills: files, each sorted by hash ─┐
@@ -7,18 +7,19 @@
 //!   get ────────▶ └─────────────────────────────┘ ──not there─▶ filter ──▶ └──────────────────────────────────────┘ ─▶ too large: oldest removed
 //! ```
 //!
-//! A spill is a cache. It names the packs that it covers, each with the checksum of its trailer. The next
-//! writer uses it for packs that still have this checksum, and reads the indexes of the other packs. The
-//! index does not return an entry of a pack that has gone. Only records of closed packs are spilled,
-//! because these packs do not change.
+//! A spill is a cache. It names the packs that it covers, each with the checksum of its trailer.
+//! The next writer uses it for packs that still have this checksum, and reads the indexes of the
+//! other packs. The index does not return an entry of a pack that has gone. Only records of closed
+//! packs are spilled, because these packs do not change.
 //!
-//! Invariants: the index returns only entries that were inserted, of packs that exist; it compares the
-//! full hash. A derived record from a spill is unproven: its references may have gone. Damage of the
-//! files costs only deduplication, and no caller sees an error. The memory is within the budget: a third
-//! for the table, which takes half as much more while it grows, two fifths for the spills, the rest for
-//! merging.
+//! Invariants: the index returns only entries that were inserted, of packs that exist; it compares
+//! the full hash. A derived record from a spill is unproven: its references may have gone. Damage
+//! of the files costs only deduplication, and no caller sees an error. The memory is within the
+//! budget: a third for the table, which takes half as much more while it grows, two fifths for the
+//! spills, the rest for merging.
 //!
-//! Not here: proving a derived record, and the choice of packs to read again ([`crate::pack_writer`]).
+//! Not here: proving a derived record, and the choice of packs to read again
+//! ([`crate::pack_writer`]).
 
 mod filter;
 mod folder;
@@ -70,7 +71,7 @@ pub struct IndexUse {
     pub memory_bytes: u64,
 }
 
-/// The deduplication index.
+/// The deduplication index: it finds the record of a page content by its hash.
 #[derive(Debug)]
 pub struct Index {
     table: Table,
@@ -91,7 +92,8 @@ struct LoadedSpill {
 }
 
 impl Index {
-    /// Creates an empty index of at most about `budget_bytes` that spills into `folder`.
+    /// Creates an empty index that takes at most about `budget_bytes` bytes of memory and spills
+    /// into `folder`. Without a folder, it forgets entries that do not fit.
     pub fn new(budget_bytes: usize, folder: Option<Folder>) -> Self {
         let budget_bytes = budget_bytes.max(BUDGET_BYTES_MIN);
         Self {
@@ -103,8 +105,9 @@ impl Index {
         }
     }
 
-    /// Loads the spills of earlier writers. `seal_of` returns the seal of a pack that may be used.
-    /// With `plain_only`, uses no derived records.
+    /// Loads the spills of earlier writers. `seal_of` returns the checksum of a pack's trailer, or
+    /// `None` if the pack must not be used. If `plain_only` is true, the index uses no derived
+    /// records.
     pub fn load(&mut self, plain_only: bool, seal_of: &mut dyn FnMut(u32) -> Option<PackSeal>) {
         let Some(folder) = &self.folder else { return };
         let mut seals = FxHashMap::<u32, Option<PackSeal>>::default();
@@ -122,12 +125,12 @@ impl Index {
         }
     }
 
-    /// Returns true if a spill has the records of the pack.
+    /// Returns true if a spill has the records of pack number `pack`.
     pub fn covers(&self, pack: u32) -> bool {
         self.spills.iter().any(|loaded| loaded.source.live.contains(&pack))
     }
 
-    /// Returns the record of a hash.
+    /// Returns the record with the page hash `hash`. Returns `None` if the index has none.
     pub fn get(&mut self, hash: PageHash) -> Option<Found> {
         if let Some(value) = self.table.get(hash) {
             return Some(decode(value));
@@ -150,15 +153,17 @@ impl Index {
         None
     }
 
-    /// Adds a record, or replaces the one of this content.
+    /// Adds the record of kind `kind` at `place` with the page hash `hash`. Replaces an older
+    /// record with this hash.
     pub fn insert(&mut self, hash: PageHash, place: PageRef, kind: RecordKind) {
         if let Some(value) = encode(place, kind) {
             self.table.insert(hash, value);
         }
     }
 
-    /// Adds the entries of a pack that is closed with `seal`, or unfinished. Keeps existing
-    /// entries. Derived records are unproven.
+    /// Adds the entries of pack number `pack`, which is closed with the trailer checksum `seal`, or
+    /// unfinished (`None`). Keeps existing entries. Its derived records are marked as unproven: the
+    /// references of such a record may be gone until it was read.
     pub fn learn<'a>(
         &mut self,
         pack: u32,
@@ -184,26 +189,27 @@ impl Index {
         }
     }
 
-    /// Marks a derived record as proven, after it was read.
+    /// Marks the derived record with the page hash `hash` as readable, after it was read. Before
+    /// that, its references may be gone.
     pub fn prove(&mut self, hash: PageHash) {
         if let Some(value) = self.table.get(hash) {
             self.table.insert(hash, value & !UNPROVEN);
         }
     }
 
-    /// Removes the entry of a hash from the table.
+    /// Removes the entry of `hash` from the table in memory.
     pub fn remove(&mut self, hash: PageHash) {
         self.table.remove(hash);
     }
 
-    /// Forgets all derived records.
+    /// Removes all derived records.
     pub fn forget_derived(&mut self) {
         self.table.retain(&mut |_, value| !is_derived(*value));
         self.spills.iter_mut().for_each(|loaded| loaded.source.plain_only = true);
     }
 
-    /// Follows the moves of a prune: forgets the packs that go. Keeps records in the table that
-    /// have moved, with their new place, and plain records of other packs.
+    /// Follows the moves of a prune: removes the records of its victims. Keeps records in the table
+    /// that have moved, with their new place, and plain records of other packs.
     pub fn follow(&mut self, moves: &Moves) {
         self.table.retain(&mut |_, value| match moves.place(place(*value)) {
             MovedPlace::Same => !is_derived(*value),
@@ -220,12 +226,13 @@ impl Index {
         }
     }
 
-    /// Allows to spill the records of a pack that was closed.
+    /// Records that pack number `pack` was closed with the trailer checksum `seal`. From now on its
+    /// records may be spilled.
     pub fn closed(&mut self, pack: u32, seal: PackSeal) {
         self.closed.insert(pack, seal);
     }
 
-    /// Returns true if the table is nearly full: time for [`Self::make_room`].
+    /// Returns true if the table in memory is nearly full, so that [`Self::make_room`] is due.
     pub fn is_full(&self) -> bool {
         self.table.len() >= self.full_at()
     }
@@ -242,8 +249,8 @@ impl Index {
         }
     }
 
-    /// Empties the table: what is of closed packs is spilled, the rest forgotten. No pack that is
-    /// being written may have records in it.
+    /// Empties the table in memory: spills the records of closed packs and forgets the others. No
+    /// pack that is being written may have records in it.
     pub fn make_room(&mut self) {
         // Where it cannot be written it is forgotten.
         let _ = self.spill();
@@ -251,7 +258,7 @@ impl Index {
         self.closed.clear();
     }
 
-    /// Spills the table for the next writer, if it holds many entries.
+    /// Spills the table in memory for the next writer, if it holds many entries.
     pub fn save(&mut self) {
         if self.folder.is_some() && self.table.len() >= SAVED_MIN.min(self.table.len_max() / 8) {
             self.make_room();

@@ -32,12 +32,12 @@
 //!   forget, prune, check, copy, diff, stats, unlock          operations on a whole store
 //! ```
 //!
-//! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is invisible.
-//! A crash at any instant loses at most the checkpoint in progress. A checksum covers every byte on
-//! disk. A guest cannot construct two pages that the store takes for one.
+//! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is
+//! invisible. A crash at any instant loses at most the checkpoint in progress. A checksum covers
+//! every byte on disk. A guest cannot construct two pages that the store takes for one.
 //!
-//! The bytes are described in `docs/formats/store.md` and encoded by `keyframe-store-format`. Not here:
-//! when to take a checkpoint, and what a page's number means (see `keyframe-units`).
+//! The bytes are described in `docs/formats/store.md` and encoded by `keyframe-store-format`. Not
+//! here: when to take a checkpoint, and what a page's number means (see `keyframe-units`).
 
 mod assemble;
 mod bases;

@@ -16,7 +16,7 @@ pub struct UnreadableCheckpoint {
     pub error: Error,
 }
 
-/// The checkpoints of a store.
+/// The list of a store's checkpoints.
 #[derive(Debug, Default)]
 pub struct Listing {
     /// The checkpoints that can be read, in rising order.

@@ -40,14 +40,14 @@ pub struct UnmappedCheckpoint {
 }
 
 impl Store {
-    /// Loads a checkpoint: its description, its device state and the map of its pages, not the
-    /// pages. Error: the checkpoint does not exist, or cannot be read.
+    /// Returns checkpoint `id`, with its description, its device state and the map of its pages,
+    /// but not the pages, in memory. Error: the checkpoint does not exist, or cannot be read.
     pub fn load(&self, id: CheckpointId) -> Result<LoadedCheckpoint> {
         self.load_unmapped(id)?.load()
     }
 
-    /// Loads a checkpoint without its map, which [`UnmappedCheckpoint::load`] reads later. Error:
-    /// the checkpoint does not exist, or cannot be read.
+    /// Returns checkpoint `id` without its map, which [`UnmappedCheckpoint::load`] reads later.
+    /// Error: the checkpoint does not exist, or cannot be read.
     pub fn load_unmapped(&self, id: CheckpointId) -> Result<UnmappedCheckpoint> {
         Ok(UnmappedCheckpoint::new(self.inner().clone(), id, self.inner().read_checkpoint(id)?))
     }
@@ -84,9 +84,9 @@ impl LoadedCheckpoint {
         self.map.get(page).0
     }
 
-    /// Gives `sink` every page of `range` that is not zero, mostly in the order of the store.
-    /// Verifies the checksum of each record, not the page hash, which `check` compares
-    /// (docs/design/restore.md). Ends with the first error, also one of the sink.
+    /// Passes every page of `range` that is not zero to `sink`, mostly in the order of the store.
+    /// Verifies the checksum of each record, but not its page hash, which `check` verifies. Errors:
+    /// a record cannot be read or is damaged; the first error of `sink`.
     pub fn read_pages<E: From<Error>>(
         &self,
         range: PageRange,
@@ -95,8 +95,8 @@ impl LoadedCheckpoint {
         self.inner.read_pages(&self.wanted(range), sink)
     }
 
-    /// Does the same as [`Self::read_pages`], on all cores if there is much to read. Calls `sink`
-    /// on the caller's thread, with pages in roughly that order. Errors: those of
+    /// Reads pages as [`Self::read_pages`] does, on all cores if there are many. Calls `sink` on
+    /// the caller's thread, with the pages only roughly in that order. Errors: those of
     /// [`Self::read_pages`].
     pub fn read_pages_by_all_cores<E: From<Error>>(
         &self,
@@ -107,7 +107,8 @@ impl LoadedCheckpoint {
     }
 
     /// Fills `out` with the RAM from page `first` on, zeros included, on all cores. Verifies pages
-    /// as [`Self::read_pages`] does. After an error the content of `out` is undefined.
+    /// as [`Self::read_pages`] does. Error: a record cannot be read or is damaged; the content of
+    /// `out` is then undefined.
     pub fn read_into(&self, first: PageIndex, out: &mut [Page]) -> Result<()> {
         let range = PageRange::new(first, out.len() as u64);
         let mut wanted = Vec::with_capacity(out.len());
@@ -134,8 +135,8 @@ impl LoadedCheckpoint {
         wanted
     }
 
-    /// Does the same as [`Self::read_pages`] for single pages, in any order, each once. Errors:
-    /// those of [`Self::read_pages`].
+    /// Reads single pages, in any order, each once, as [`Self::read_pages`] does. Errors: those of
+    /// [`Self::read_pages`].
     pub fn read_some<E: From<Error>>(
         &self,
         pages: &[PageIndex],

@@ -1,5 +1,5 @@
-//! The directory on this host for a store that is remote or encrypted. It holds what runs have written
-//! to their disks, not encrypted, as the images beneath.
+//! The directory on this host for a store that is remote or encrypted. It holds what runs have
+//! written to their disks, not encrypted, as the images beneath.
 //!
 //! ```text
 //!   STATE/keyframe/stores/ID/store.url     the place of the store

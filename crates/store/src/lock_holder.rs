@@ -15,18 +15,20 @@ struct Holder {
 }
 
 impl OpenStore {
-    /// Takes the lock of prunes.
+    /// Takes the prunes' lock of the store, and returns a guard that holds it. Errors: another
+    /// prune holds the lock; the backend fails.
     pub fn lock_prune(&self) -> Result<Box<dyn LockGuard>> {
         self.backend.lock_prune(&encode_holder("keyframe prune")).map_err(with_named_holder)
     }
 
-    /// Returns the process that holds the writer's lock, for messages; `None` if it is free.
+    /// Returns the description of the process that holds the writer's lock, for messages. Returns
+    /// `None` if the lock is free. Error: the backend fails.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.backend.lock_holder()?.map(|text| describe_holder(&text)))
     }
 }
 
-/// Returns the text of the lock file of this process.
+/// Returns the text that describes this process in a lock file. `owner` says what it does.
 pub fn encode_holder(owner: &str) -> String {
     let holder =
         Holder { pid: std::process::id(), host: this_host(), since: now(), owner: owner.into() };
@@ -37,7 +39,8 @@ fn this_host() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Describes the holder in [`Error::Locked`].
+/// Replaces the holder in an [`Error::Locked`] by its description for users. Returns other errors
+/// unchanged.
 pub fn with_named_holder(error: Error) -> Error {
     match error {
         Error::Locked { holder } => Error::Locked { holder: describe_holder(&holder) },
@@ -45,7 +48,8 @@ pub fn with_named_holder(error: Error) -> Error {
     }
 }
 
-/// Returns true if the holder is a process of this host that does not exist any more.
+/// Returns true if `holder`, the text of a lock file, describes a process of this host that has
+/// ended.
 pub fn is_dead(holder: &str) -> bool {
     serde_json::from_str::<Holder>(holder).is_ok_and(|holder| {
         holder.host == this_host()
@@ -53,7 +57,7 @@ pub fn is_dead(holder: &str) -> bool {
     })
 }
 
-/// Returns the holder of a lock as text for messages.
+/// Returns a description for users of the process that `text`, the content of a lock file, names.
 pub fn describe_holder(text: &str) -> String {
     match serde_json::from_str::<Holder>(text) {
         Ok(Holder { pid, host, since, owner }) => {

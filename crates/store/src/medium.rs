@@ -5,8 +5,8 @@
 //!                                      a run writes up to here ┘      └ a prune copies into it
 //! ```
 //!
-//! A prune removes a pack after it has copied what is needed of it. So a prune makes progress if the
-//! free space holds one pack.
+//! A prune removes a pack after it has copied what is needed of it. So a prune makes progress if
+//! the free space holds one pack.
 
 use crate::files::StoreFiles;
 use crate::tuning::Tuning;
@@ -22,20 +22,22 @@ const PACK_BYTES_MIN: u64 = 1 << 20;
 /// The fraction of the medium that is kept free at most.
 const RESERVE_PART: u64 = 16;
 
-/// Returns `tuning` with packs that suit the medium.
+/// Returns `tuning` with a size of packs that suits a medium with `space`.
 pub fn fit(tuning: Tuning, space: Option<Space>) -> Tuning {
     let Some(space) = space else { return tuning };
     let pack_bytes_max = (space.total_bytes / PACK_PART).max(PACK_BYTES_MIN);
     Tuning { pack_bytes_max: tuning.pack_bytes_max.min(pack_bytes_max), ..tuning }
 }
 
-/// Returns the number of bytes that a run leaves free, so that a prune can copy.
+/// Returns the number of bytes of the medium that a run leaves free, so that a prune has space to
+/// copy.
 pub fn reserve_bytes(tuning: &Tuning, space: Option<Space>) -> u64 {
     let Some(space) = space else { return 0 };
     tuning.pack_bytes_max.saturating_mul(2).min(space.total_bytes / RESERVE_PART)
 }
 
-/// Fails as a full disk if fewer than `reserve_bytes` would be free after `more_bytes` were written.
+/// Checks that `reserve_bytes` bytes would still be free after `more_bytes` bytes were written.
+/// Error: that of a full disk.
 pub fn check_reserve(files: &StoreFiles, more_bytes: u64, reserve_bytes: u64) -> Result<()> {
     let Some(space) = files.space().filter(|_| reserve_bytes > 0) else { return Ok(()) };
     if space.free_bytes >= more_bytes.saturating_add(reserve_bytes) {
@@ -53,7 +55,7 @@ pub fn check_reserve(files: &StoreFiles, more_bytes: u64, reserve_bytes: u64) ->
     })
 }
 
-/// Returns how many bytes a prune may copy in one round.
+/// Returns the number of bytes that a prune may copy in one round.
 pub fn round_bytes_max(files: &StoreFiles) -> u64 {
     // The other half is for the index of the copies and for maps.
     files.space().map_or(u64::MAX, |space| space.free_bytes / 2)

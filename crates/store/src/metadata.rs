@@ -18,13 +18,14 @@ const LISTING_THREADS_MAX: usize = 8;
 const LISTED_PER_THREAD_MIN: usize = 64;
 
 impl OpenStore {
-    /// Reads a checkpoint file.
+    /// Reads the file of checkpoint `id`. Errors: no such checkpoint; the file is damaged; the
+    /// backend fails.
     pub fn read_checkpoint(&self, id: CheckpointId) -> Result<CheckpointFile> {
         let (bytes, object) = self.checkpoint_bytes(id)?;
         Ok(checkpoint::decode(&bytes, id.0, self.config.id, &object)?)
     }
 
-    /// Checks that no process has forgotten the checkpoint. Error: [`Error::UnknownCheckpoint`].
+    /// Checks that checkpoint `id` still exists. Error: [`Error::UnknownCheckpoint`].
     pub fn check_exists(&self, id: CheckpointId) -> Result<()> {
         match self.backend.open(&layout::checkpoint(id)) {
             Err(e) if e.is_not_found() => Err(self.unknown(id)?),
@@ -37,7 +38,7 @@ impl OpenStore {
         Ok(Error::UnknownCheckpoint { name: id.to_string(), newest })
     }
 
-    /// Reads the description of a checkpoint.
+    /// Reads the description of checkpoint `id`. Errors: those of [`Self::read_checkpoint`].
     pub fn read_meta(&self, id: CheckpointId) -> Result<Meta> {
         let (bytes, object) = self.checkpoint_bytes(id)?;
         Ok(checkpoint::decode_meta(&bytes, id.0, self.config.id, &object)?)
@@ -52,7 +53,8 @@ impl OpenStore {
         }
     }
 
-    /// Reads the descriptions of checkpoints, in the order of `ids`. Several threads read many.
+    /// Reads the descriptions of the checkpoints `ids`, in this order, on several threads if there
+    /// are many. Each result has the errors of [`Self::read_meta`].
     pub fn read_metas(&self, ids: &[CheckpointId]) -> Vec<(CheckpointId, Result<Meta>)> {
         let read = |id: &CheckpointId| (*id, self.read_meta(*id));
         let threads =
@@ -75,7 +77,8 @@ impl OpenStore {
         })
     }
 
-    /// Reads a map.
+    /// Reads the map with number `id`. Errors: [`Error::Damaged`] if it is missing or damaged; the
+    /// backend fails.
     pub fn read_map(&self, id: u64) -> Result<MapRun> {
         let name = layout::map(id);
         let object = self.backend.describe(&name);
@@ -85,8 +88,9 @@ impl OpenStore {
         Ok(MapRun::decode(&bytes, self.config.id, id, &object)?)
     }
 
-    /// Reads the maps of a checkpoint and applies them, oldest first: to the map of RAM, and to
-    /// that of the disks.
+    /// Reads the maps of a checkpoint's chain and applies them, the oldest first. Returns the map
+    /// of RAM and that of the disks. Errors: a map is damaged or does not belong to the chain; the
+    /// backend fails.
     pub fn read_maps(&self, meta: &Meta) -> Result<(PageMap, DiskMap)> {
         let (mut map, mut disks) = (PageMap::default(), DiskMap::default());
         for (at, id) in meta.map_chain.iter().enumerate().rev() {
@@ -107,8 +111,8 @@ impl OpenStore {
         Ok((map, disks))
     }
 
-    /// Replaces a file. Tries twice: a writer that starts may remove the temporary file of the
-    /// first attempt, which it takes for a leftover.
+    /// Replaces the file `name`. Tries twice, because a writer that starts may remove the temporary
+    /// file of the first attempt as a leftover. Error: the backend fails.
     pub fn replace(&self, name: &str, bytes: &[u8]) -> Result<()> {
         match self.backend.put(name, bytes) {
             Err(error) if error.is_not_found() => self.backend.put(name, bytes),
@@ -116,8 +120,8 @@ impl OpenStore {
         }
     }
 
-    /// Replaces a map that no checkpoint needs with one without pages. So its number is not used
-    /// again.
+    /// Replaces the map with number `id`, which no checkpoint needs, with one without pages. The
+    /// file keeps the number from being used again. Error: the backend fails.
     pub fn empty_map(&self, id: u64) -> Result<()> {
         let header = MapHeader { id, parent: None, run: [0; 16], space_pages: 0 };
         self.replace(

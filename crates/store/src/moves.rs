@@ -26,8 +26,9 @@ const FULL_TRIES: u32 = 50;
 const FULL_WAIT: Duration = Duration::from_millis(100);
 
 impl OpenStore {
-    /// Announces moves to the writer. If the disk is full, tries again for some seconds: a writer at
-    /// work gives back what a failed checkpoint took, and takes it again with the next one.
+    /// Announces moves to the writer. If the disk is full, tries again for some seconds, because a
+    /// writer at work frees the space of a failed checkpoint for a moment. Error: the backend
+    /// fails.
     pub fn put_moves(&self, moves: &Moves) -> Result<()> {
         let bytes = moves.encode(self.config.id);
         for _ in 1..FULL_TRIES {
@@ -41,13 +42,14 @@ impl OpenStore {
         self.backend.put(MOVES, &bytes)
     }
 
-    /// Withdraws the announcement.
+    /// Removes the announcement of moves. Error: the backend fails.
     pub fn remove_moves(&self) -> Result<()> {
         self.backend.remove(MOVES)?;
         self.backend.remove(SEEN)
     }
 
-    /// Returns the announced moves; `None` if there are none, or their generation is `seen`.
+    /// Returns the announced moves. Returns `None` if none are announced, or if their generation is
+    /// `seen`. Errors: the file is damaged; the backend fails.
     pub fn moves(&self, seen: Option<Generation>) -> Result<Option<Moves>> {
         let file = match self.backend.open(MOVES) {
             Err(e) if e.is_not_found() => return Ok(None),
@@ -66,12 +68,13 @@ impl OpenStore {
         }
     }
 
-    /// Confirms that the writer has followed the moves: it refers to nothing in the packs that go.
+    /// Confirms that the writer has followed the moves of `generation`: it refers to no record of
+    /// the victims any more. Error: the backend fails.
     pub fn put_seen(&self, generation: Generation) -> Result<()> {
         self.backend.put(SEEN, to_hex(&generation).as_bytes())
     }
 
-    /// Returns true if a writer has confirmed these moves.
+    /// Returns true if a writer has confirmed the moves of `generation`. Error: the backend fails.
     pub fn is_seen(&self, generation: Generation) -> Result<bool> {
         match self.backend.read(SEEN, 64) {
             Err(e) if e.is_not_found() => Ok(false),

@@ -31,19 +31,19 @@ pub(crate) struct OpenStore {
 }
 
 impl OpenStore {
-    /// Makes an open store from its files and its configuration.
+    /// Creates an open store from its files, its path or address, and its identity.
     pub fn new(backend: StoreFiles, path: PathBuf, config: Config) -> Self {
         Self { backend, path, config, packs: Arc::default() }
     }
 
-    /// Returns the same store on another backend. The two share the open packs.
+    /// Returns the same store with other files. Both share the open packs.
     pub fn with_backend(&self, backend: StoreFiles) -> Arc<Self> {
         let (path, config) = (self.path.clone(), self.config.clone());
         Arc::new(Self { backend, path, config, packs: Arc::clone(&self.packs) })
     }
 
     /// Returns the directory for spills of the deduplication index: in the store's directory, or in
-    /// this host's directory for the store. `None` if there is no such place.
+    /// this host's directory for the store. Returns `None` if there is no such place.
     pub fn index_folder(&self) -> Option<Folder> {
         if !self.backend.is_persistent() {
             return None;
@@ -63,12 +63,14 @@ impl OpenStore {
         Some(Folder { path: path.join(INDEX), bond: Bond { store: self.config.id.0, mask } })
     }
 
-    /// Opens pack `number` and checks its header.
+    /// Opens pack `number` and checks its header. Errors: the pack is missing or its header is
+    /// damaged; the backend fails.
     pub fn open_pack(&self, number: u32) -> Result<PackFile> {
         PackFile::open(&self.backend, self.config.id, number)
     }
 
-    /// Returns pack `number`. It is opened once and stays open.
+    /// Returns pack `number`. The pack is opened at the first call and stays open. Errors: those of
+    /// [`Self::open_pack`].
     pub fn pack(&self, number: u32) -> Result<Arc<PackFile>> {
         let mut packs = self.packs.lock().ignore_poison();
         if let Some(pack) = packs.get(&number) {
@@ -90,14 +92,14 @@ impl OpenStore {
         self.packs.lock().ignore_poison().clear();
     }
 
-    /// Closes these packs, unless a reader of this process holds them.
+    /// Closes the packs `numbers`, unless a reader of this process holds them.
     pub fn close_unheld(&self, numbers: &BTreeSet<u32>) {
         let mut packs = self.packs.lock().ignore_poison();
         packs.retain(|number, pack| !numbers.contains(number) || Arc::strong_count(pack) > 1);
     }
 
     /// Removes packs that nothing needs. Closes all packs that do not exist any more, unless a
-    /// reader of this process holds them.
+    /// reader of this process holds them. Error: the backend fails.
     pub fn remove_packs(&self, numbers: &BTreeSet<u32>) -> Result<()> {
         let names: Vec<String> = numbers.iter().map(|number| layout::pack(*number)).collect();
         self.backend.remove_all(layout::PACKS, &names)?;
@@ -107,7 +109,7 @@ impl OpenStore {
         Ok(())
     }
 
-    /// Returns the numbers of all packs, rising.
+    /// Returns the numbers of all packs, in rising order. Error: the folder cannot be listed.
     pub fn pack_numbers(&self) -> Result<Vec<u32>> {
         let listed = self.backend.list(layout::PACKS)?;
         let mut numbers: Vec<u32> =
@@ -116,7 +118,8 @@ impl OpenStore {
         Ok(numbers)
     }
 
-    /// Returns the highest number of a pack; 0 if there is none.
+    /// Returns the highest number of a pack, or 0 if there is none. Error: the folder cannot be
+    /// listed.
     pub fn newest_pack(&self) -> Result<u32> {
         Ok(self.pack_numbers()?.last().copied().unwrap_or(0))
     }
@@ -127,7 +130,8 @@ impl OpenStore {
         Error::damaged(format!("{object} at offset {}", at.offset()), problem)
     }
 
-    /// Reads `store.json` again. Refuses one that is not the one that the store was opened with.
+    /// Reads `store.json` again and checks that it is the one with which the store was opened.
+    /// Errors: it is another one; it cannot be read.
     pub fn check_identity(&self) -> Result<()> {
         let object = self.backend.describe(STORE_JSON);
         let bytes = self.backend.read(STORE_JSON, STORE_JSON_BYTES_MAX)?;

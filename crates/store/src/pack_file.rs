@@ -22,7 +22,8 @@ use keyframe_store_format::record::{RECORD_BYTES_MAX, Record};
 use keyframe_units::{Page, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};
 
-/// The most bytes of one read: they stay in the cache of a core until they are decoded.
+/// The largest number of bytes of one read. So few stay in the cache of a core until they are
+/// decoded.
 pub const READ_BYTES_MAX: u64 = 1 << 18;
 /// Up to this many unwanted bytes between two records, reading them is cheaper than skipping them.
 const GAP_BYTES_MAX: u64 = 32 << 10;
@@ -45,7 +46,7 @@ pub struct PackFile {
     dictionary: OnceLock<Result<Arc<Dictionary>, String>>,
 }
 
-/// The end of a pack.
+/// The end of a pack: closed, unfinished or damaged.
 #[derive(Debug)]
 pub enum PackEnding {
     /// A correct trailer: the index, and the offset at which the records end.
@@ -56,7 +57,7 @@ pub enum PackEnding {
     Damaged(String),
 }
 
-/// The content of a record.
+/// The content of a record that was read.
 #[derive(Debug)]
 pub enum PageContent<'a> {
     /// A page, and the hash in its record.
@@ -66,7 +67,8 @@ pub enum PageContent<'a> {
 }
 
 impl PackFile {
-    /// Opens pack `number` of the store `id` and checks its header.
+    /// Opens pack `number` of the store `id` and checks its header. Errors: [`Error::Damaged`] if
+    /// the pack is missing or its header is damaged; the backend fails.
     pub fn open(files: &StoreFiles, id: StoreId, number: u32) -> Result<Self> {
         let name = layout::pack(number);
         let object = files.describe(&name);
@@ -99,7 +101,8 @@ impl PackFile {
         self.first > PACK_HEADER_BYTES as u64
     }
 
-    /// Returns the dictionary of its dense records.
+    /// Returns the dictionary of the pack's dense records, which is read once. Error, as a text:
+    /// the dictionary cannot be read or is damaged.
     pub fn dictionary(&self) -> Result<Arc<Dictionary>, String> {
         let read = || {
             let len = self.first.saturating_sub(PACK_HEADER_BYTES as u64);
@@ -110,18 +113,20 @@ impl PackFile {
         self.dictionary.get_or_init(read).clone()
     }
 
-    /// Parses the record at `place`. `bytes` begin with it.
+    /// Parses the record at `place`. `bytes` begin with the record. Errors, as a text: the record
+    /// or the pack's dictionary is damaged.
     pub fn parse<'a>(&self, bytes: &'a [u8], place: PageRef) -> Result<Record<'a>, String> {
         let record = Record::parse(bytes, place)?;
         if record.is_dense() { Ok(record.with_dictionary(self.dictionary()?)) } else { Ok(record) }
     }
 
-    /// Reads the trailer of a pack of `len_bytes`.
+    /// Reads the trailer of a pack whose file has `len_bytes` bytes.
     pub fn ending(&self, len_bytes: u64) -> PackEnding {
         self.trailer(len_bytes).unwrap_or_else(PackEnding::Damaged)
     }
 
-    /// Returns the checksum of its trailer; `None` if it has none. Reads the footer only.
+    /// Returns the checksum of the pack's trailer. Returns `None` if it has no trailer. Reads only
+    /// the footer. Error: the backend fails.
     pub fn seal(&self) -> Result<Option<PackSeal>> {
         let len_bytes = self.file.len_bytes()?;
         let Some(at) = len_bytes.checked_sub(FOOTER_BYTES as u64) else { return Ok(None) };
@@ -148,8 +153,9 @@ impl PackFile {
         Ok(PackEnding::Closed { entries, records_end: footer.records_end })
     }
 
-    /// Reads the records at `wanted` in few large reads and passes each to `sink`. The references
-    /// rise and are all of this pack. Each comes with a value of the caller's, which `sink` gets.
+    /// Reads the records at `wanted` in few large reads. The references are in rising order and all
+    /// of this pack. Passes each record to `sink` with its reference and the caller's value.
+    /// Errors: a record is damaged; the backend fails; an error of `sink`.
     pub fn read_records<T: Copy, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -173,13 +179,14 @@ impl PackFile {
         })
     }
 
-    /// Returns the error of a damaged record.
+    /// Returns the error of a damaged record at `to`.
     pub fn damaged_at(&self, to: PageRef, problem: impl Into<String>) -> Error {
         Error::damaged(format!("{} at offset {}", self.object, to.offset()), problem)
     }
 
-    /// Reads the bytes of the records at `wanted` as [`Self::read_records`] does. `sink` gets the
-    /// index of each in `wanted`, and bytes that begin with the record.
+    /// Reads the bytes of the records at `wanted` as [`Self::read_records`] does. Passes to `sink`
+    /// the index of each record in `wanted`, and bytes that begin with the record. Errors: the
+    /// backend fails; an error of `sink`.
     pub fn read_bytes<T, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],

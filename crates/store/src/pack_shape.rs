@@ -6,12 +6,12 @@ use crate::{Error, Result};
 use keyframe_store_format::pack::{ENTRY_BYTES, FOOTER_BYTES, PackEntry};
 use keyframe_store_format::page_ref::PageRef;
 
-/// The records of a pack, and where they end.
+/// The list of a pack's records, and the offset at which they end.
 #[derive(Debug)]
 pub struct PackShape {
     pub number: u32,
     pub len_bytes: u64,
-    /// Rising.
+    /// The entries of the records, in rising order of offset.
     pub entries: Vec<PackEntry>,
     /// True if the pack has its trailer.
     pub closed: bool,
@@ -22,8 +22,8 @@ pub struct PackShape {
 }
 
 impl PackShape {
-    /// Reads the index of pack `number`. A pack without a trailer is read record by record. `None`
-    /// if the pack does not exist, or its header is damaged.
+    /// Reads the index of pack `number`; a pack without a trailer is read record by record. Returns
+    /// `None` if the pack does not exist or its header is damaged. Error: the backend fails.
     pub fn of(inner: &OpenStore, number: u32) -> Result<Option<Self>> {
         let pack = match inner.open_pack(number) {
             Err(Error::Damaged { .. }) => return Ok(None),
@@ -75,7 +75,7 @@ impl PackShape {
     }
 }
 
-/// Whether a pack can go.
+/// Whether a prune may remove a pack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackStanding {
     /// It can.
@@ -86,7 +86,7 @@ pub enum PackStanding {
     Untouchable,
 }
 
-/// How much of a pack checkpoints need.
+/// The part of a pack that checkpoints need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackUsage {
     pub number: u32,
@@ -98,7 +98,7 @@ pub struct PackUsage {
     pub head_bytes: u64,
     /// True if the pack was recompressed.
     pub is_dense: bool,
-    /// Whether the pack can go.
+    /// Whether a prune may remove the pack.
     pub standing: PackStanding,
     /// True if the pack has no records and only keeps its number from being used again.
     pub holds_none: bool,
@@ -118,7 +118,7 @@ impl PackUsage {
     }
 }
 
-/// Returns the references to the records at the offsets `live` of a pack.
+/// Returns references to the records of pack `number` at the offsets `live`.
 pub fn places(number: u32, live: &[u64]) -> impl Iterator<Item = PageRef> + '_ {
     live.iter().map(move |at| PageRef::new(number, *at))
 }

@@ -8,8 +8,9 @@ use keyframe_store_format::record::{RECORD_BYTES_MAX, Record};
 use keyframe_units::ZERO_PAGE;
 
 impl PackFile {
-    /// Reads the records from offset `from` to `end` one after the other, and checks each. Stops at
-    /// the first whose bytes are damaged or unreadable; returns its offset and the problem.
+    /// Reads the records from offset `from` to offset `end` one after the other, and checks each.
+    /// Stops at the first record whose bytes are damaged or unreadable, and returns its offset and
+    /// the problem. Returns `None` if there is no such record.
     ///
     /// `visit` gets an entry for each correct record. For a record whose bytes are correct, but
     /// whose content does not match its hash, it gets the offset and the problem.

@@ -9,12 +9,12 @@
 //!                            └──────── emptied ─────┘
 //! ```
 //!
-//! A caller with memory for all pages uses [`crate::fill`] instead, where a thread puts each page into
-//! its place.
+//! A caller with memory for all pages uses [`crate::fill`] instead, where a thread puts each page
+//! into its place.
 //!
-//! Invariants: the sink is called on the caller's thread only. Memory is bounded: a few batches for each
-//! thread, and that of [`OpenStore::read_pages`]. If the sink or a thread fails, the other threads end
-//! after their batch.
+//! Invariants: the sink is called on the caller's thread only. Memory is bounded: a few batches for
+//! each thread, and that of [`OpenStore::read_pages`]. If the sink or a thread fails, the other
+//! threads end after their batch.
 
 use crate::open_store::OpenStore;
 use crate::{Error, Result};
@@ -25,10 +25,10 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
 
-/// The fewest pages, 8 MiB, that are worth several threads.
+/// The smallest number of pages (8 MiB) for which several threads are started.
 pub const PAGES_MIN: usize = 2048;
-/// The records in one piece: enough for large reads, and for the bases of deltas to lie next to
-/// each other.
+/// The number of records in one piece of work: enough for large reads, and for the bases of deltas
+/// to lie next to each other.
 pub const PIECE_RECORDS: usize = 2048;
 /// The pages in one batch: they stay in the cache of a core.
 const BATCH_PAGES: usize = 32;
@@ -36,7 +36,7 @@ const THREADS_MAX: usize = 8;
 /// The batches of each thread that wait for the caller.
 const BATCHES: usize = 2;
 
-/// Returns the number of threads that are worth it on this machine.
+/// Returns the number of threads that reading uses on this machine.
 pub fn threads() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
 }
@@ -101,8 +101,9 @@ impl<T: Copy> Shared<'_, T> {
 }
 
 impl OpenStore {
-    /// Does the same as [`OpenStore::read_pages`], on several threads if there is much to read.
-    /// Then the order of pages is only roughly that of `wanted`.
+    /// Reads pages as [`OpenStore::read_pages`] does, on several threads if there are many. Then
+    /// the pages come only roughly in the order of `wanted`. Errors: those of
+    /// [`OpenStore::read_pages`].
     pub fn read_many<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         wanted: &[(PageRef, T)],
@@ -115,7 +116,8 @@ impl OpenStore {
         self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
     }
 
-    /// Does the same as [`Self::read_many`], on this number of threads.
+    /// Reads pages as [`Self::read_many`] does, on `threads` threads. Errors: those of
+    /// [`Self::read_many`].
     pub fn read_by<T: Copy + Send + Sync, E: From<Error>>(
         &self,
         threads: usize,

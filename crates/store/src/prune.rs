@@ -8,12 +8,12 @@
 //! ```
 //!
 //! Invariants: a file is removed only after everything that refers to it has been replaced durably.
-//! Numbers are not used again. A copy is verified before it replaces a record. A run may be at work: it
-//! confirms that it needs a pack no longer ([`crate::moves`]). What is not confirmed in time is left to
-//! the next prune. If the pack that a run writes to has too much unused, the run is asked to close it
-//! first, by moves that move nothing. Packs with a needed record that is damaged are left to the next
-//! prune, too. A reader with a loaded checkpoint has its packs open. A reader that is loading one reads
-//! the maps again if a pack has gone.
+//! Numbers are not used again. A copy is verified before it replaces a record. A run may be at
+//! work: it confirms that it needs a pack no longer ([`crate::moves`]). What is not confirmed in
+//! time is left to the next prune. If the pack that a run writes to has too much unused, the run is
+//! asked to close it first, by moves that move nothing. Packs with a needed record that is damaged
+//! are left to the next prune, too. A reader with a loaded checkpoint has its packs open. A reader
+//! that is loading one reads the maps again if a pack has gone.
 //!
 //! A recompressing prune compresses the copies with zstd and a dictionary
 //! ([`keyframe_store_format::dictionary`]). Recompressed packs stay so: a round with such a pack
@@ -87,7 +87,7 @@ pub enum PruneStep {
     Removing,
 }
 
-/// The progress of a prune.
+/// The progress of a prune of a store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PruneProgress {
     /// The current step.
@@ -130,12 +130,12 @@ pub struct PruneReport {
 }
 
 impl Store {
-    /// Frees the space of what no checkpoint needs, and calls `progress` now and then. The process
-    /// may be killed at any instant.
+    /// Frees the space of records and maps that no checkpoint needs. Calls `progress` now and then.
+    /// The process may be killed at any instant without harm. Returns the report.
     ///
-    /// Errors: [`crate::Error::Locked`] if another prune is at work; [`crate::Error::Unreadable`]
-    /// if a checkpoint cannot be read; [`crate::Error::Damaged`] if a needed map cannot be read.
-    /// Then nothing is removed.
+    /// Errors, after which nothing is removed: [`crate::Error::Locked`] if another prune is at
+    /// work; [`crate::Error::Unreadable`] if a checkpoint cannot be read; [`crate::Error::Damaged`]
+    /// if a needed map cannot be read.
     pub fn prune(
         &self,
         options: &PruneOptions,
@@ -144,8 +144,8 @@ impl Store {
         self.prune_tuned(options, Tuning::default(), progress)
     }
 
-    /// Prunes as [`Store::prune`], with the caller's limits for the written packs. Errors: those of
-    /// [`Store::prune`].
+    /// Prunes as [`Store::prune`], with the caller's limits for the written packs. Returns the
+    /// report. Errors: those of [`Store::prune`].
     pub fn prune_tuned(
         &self,
         options: &PruneOptions,
@@ -224,8 +224,8 @@ impl Prune<'_> {
 
     fn plan(&mut self) -> Result<Plan> {
         self.tell(PruneStep::Looking);
-        // The order matters: both lists leave out what a writer adds later, and a writer that ends in
-        // between has sealed its last checkpoint by then.
+        // The order matters: both lists leave out what a writer adds later, and a writer that ends
+        // in between has sealed its last checkpoint by then.
         let maps = self.inner.map_ids()?;
         let numbers = self.inner.pack_numbers()?;
         let at_work = self.inner.lock_holder()?.is_some();

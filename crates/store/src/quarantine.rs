@@ -5,15 +5,15 @@
 //!   quarantine/README      explains the folder
 //! ```
 //!
-//! Invariants: the copy is durable before the file is removed. A crash in between leaves both, and the
-//! next repair copies the file again. The bytes are copied as they are, those of an encrypted store
-//! encrypted: damaged ones cannot be decrypted, and a file that is put back under its old name is what it
-//! was.
+//! Invariants: the copy is durable before the file is removed. A crash in between leaves both, and
+//! the next repair copies the file again. The bytes are copied as they are, those of an encrypted
+//! store encrypted: damaged ones cannot be decrypted, and a file that is put back under its old
+//! name is what it was.
 
 use crate::open_store::OpenStore;
 use crate::{Error, Result};
 
-/// The folder.
+/// The name of the folder of quarantined files in the store.
 pub const FOLDER: &str = "quarantine";
 const README: &str = "quarantine/README";
 const TEXT: &str = "Files that `keyframe check --repair` has taken out of the store, because they are damaged or need what is.\n\
@@ -24,7 +24,8 @@ const CHUNK_BYTES: u64 = 1 << 20;
 const NAMES_MAX: u32 = 1000;
 
 impl OpenStore {
-    /// Moves the file `name` to the quarantine; returns its new name, or `None` if it does not exist.
+    /// Moves the file `name` to the quarantine and returns its new name. Returns `None` if the file
+    /// does not exist. Error: the backend fails.
     pub fn set_aside(&self, name: &str) -> Result<Option<String>> {
         let place = self.backend.ciphertext().unwrap_or_else(|| self.backend.clone());
         let file = match place.open(name) {

@@ -7,7 +7,8 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::ZERO_PAGE;
 
 impl OpenStore {
-    /// Returns the references of the derived ones among the records at `wanted`, which rise.
+    /// Returns the derived records among those at `wanted`, which are in rising order, with their
+    /// references. Errors: a record is damaged; the backend fails.
     pub fn references_of(&self, wanted: &[PageRef]) -> Result<Vec<(PageRef, Vec<PageRef>)>> {
         let mut found = Vec::with_capacity(wanted.len());
         let mut page = ZERO_PAGE;

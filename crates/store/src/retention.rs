@@ -11,12 +11,12 @@
 //! ```
 //!
 //! Invariants: a checkpoint that any rule keeps is kept. These are kept without a rule: the newest
-//! checkpoint of a VM, because a run builds upon it; a checkpoint that the overlay of a disk depends on; a
-//! tagged one (if tags were named, one with one of these); a pinned one.
+//! checkpoint of a VM, because a run builds upon it; a checkpoint that the overlay of a disk
+//! depends on; a tagged one (if tags were named, one with one of these); a pinned one.
 //!
-//! Ages follow the clock of the host's kernel, not its wall clock, which may be set while a VM runs:
-//! between two checkpoints of one boot their [`SinceBoot`] counts. Over a reboot, or to another
-//! host, only the wall clock spans the time, and its difference counts.
+//! Ages follow the clock of the host's kernel, not its wall clock, which may be set while a VM
+//! runs: between two checkpoints of one boot their [`SinceBoot`] counts. Over a reboot, or to
+//! another host, only the wall clock spans the time, and its difference counts.
 //!
 //! Not here: checkpoints that the user names, which are forgotten without a rule.
 
@@ -31,13 +31,14 @@ use std::time::Duration;
 /// The rules that decide which checkpoints a forget keeps.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Retention {
-    /// Keeps this number of the newest checkpoints; `None` for no such rule.
+    /// Keeps this number of the newest checkpoints of each VM. `None` for no such rule.
     pub last: Option<u64>,
     /// Keeps the checkpoints that were taken no longer than this before the newest of their VM. So
     /// a VM that has ended loses none as time passes.
     pub within: Option<Duration>,
-    /// Keeps the newest checkpoint of each such interval of the wall clock, counted from 1970 on. Where the
-    /// clock was set back, an interval that comes twice keeps one of each time.
+    /// Keeps the newest checkpoint of each interval of this length. Intervals are counted on the
+    /// wall clock, from 1970 on. If the clock was set back and an interval comes twice, one
+    /// checkpoint of each time is kept.
     pub every: Option<Duration>,
     /// Of the tagged checkpoints, keeps only those with one of these tags; `None` keeps all tagged
     /// ones.
@@ -80,7 +81,7 @@ impl RetentionCandidate {
     }
 }
 
-/// The reason why a checkpoint is kept.
+/// The reason why the retention rules keep a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KeepReason {
@@ -100,7 +101,7 @@ pub enum KeepReason {
     Disk,
 }
 
-/// The result of the rules for a checkpoint.
+/// The verdict of the retention rules on a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RetentionVerdict {
     /// Its number.
@@ -115,8 +116,9 @@ impl Retention {
         *self == Self::default()
     }
 
-    /// Judges all checkpoints of a store, which may be in any order. The verdicts rise by number.
-    /// `standing` holds the checkpoints that overlays of disks depend on.
+    /// Judges all checkpoints of a store, which may be in any order. Returns a verdict for each, in
+    /// the order of their numbers. `standing` holds the checkpoints that overlays of disks depend
+    /// on.
     pub fn judge(
         &self,
         moments: &[RetentionCandidate],

@@ -87,7 +87,7 @@ impl SealRequest<'_> {
     }
 }
 
-/// The known content of the disks of a run, to go on with in another run.
+/// The known content of the disks of a run, for [`crate::Writer::begin_run_with`] of another run.
 #[derive(Clone, Debug, Default)]
 pub struct DiskState(pub(crate) DiskMap);
 
@@ -154,17 +154,17 @@ impl Run {
         self.epoch
     }
 
-    /// Puts the content of a page into the checkpoint in progress; the last put of a page wins.
-    /// Pages never put in a run are zero. Returns the outcome. After an error, call
-    /// [`Run::abandon`].
+    /// Puts the content of a page into the checkpoint in progress, and returns the outcome. The
+    /// last put of a page counts. Pages that are never put in a run are zero. Errors: the page is
+    /// outside the RAM; the store cannot be written. After an error, call [`Run::abandon`].
     pub fn put_page(&mut self, page: PageIndex, content: &Page) -> Result<PutOutcome> {
         let mut became = PutOutcome::Zero;
         self.put_pages(&[(page, content)], &mut |_, put| became = put)?;
         Ok(became)
     }
 
-    /// Puts many pages, each once, and calls `became` with the outcome of each. Uses all threads of
-    /// the writer. Error: the store cannot be written.
+    /// Puts many pages, each once, on all threads of the writer. Calls `became` with the outcome of
+    /// each. Errors: those of [`Self::put_page`].
     pub fn put_pages(
         &mut self,
         pages: &[(PageIndex, &Page)],
@@ -195,8 +195,8 @@ impl Run {
         Ok(())
     }
 
-    /// Puts a page of zeros. Error: the page is outside the RAM, or an earlier put of the run has
-    /// failed ([`Error::Broken`]).
+    /// Puts a page of zeros, and returns the outcome. Error: the page is outside the RAM, or an
+    /// earlier put of the run has failed ([`Error::Broken`]).
     pub fn put_zero(&mut self, page: PageIndex) -> Result<PutOutcome> {
         self.admit(page)?;
         self.progress.set_page(page, PageRef::ZERO, PutOutcome::Zero, false);
@@ -204,8 +204,9 @@ impl Run {
     }
 
     /// Puts the content of block number `block` of disk number `disk` into the checkpoint in
-    /// progress, each block once. The disk's image holds the blocks that are never put in a run.
-    /// Returns the outcome. After an error, call [`Run::abandon`].
+    /// progress, each block once, and returns the outcome. Blocks that are never put in a run are
+    /// in the disk's image. Errors: there is no such disk or block; the store cannot be written.
+    /// After an error, call [`Run::abandon`].
     pub fn put_block(&mut self, disk: usize, block: u64, content: &Page) -> Result<PutOutcome> {
         if *content == ZERO_PAGE {
             self.put_zero_blocks(disk, block, 1)?;
@@ -311,12 +312,15 @@ impl Run {
         Ok(PageRange::new(PageIndex(inside.first.0 + block), blocks))
     }
 
-    /// Seals the checkpoint in progress. After this returns, the checkpoint survives power loss, or
-    /// at least the death of this process, as the writer's [`crate::Durability`] says.
+    /// Seals the checkpoint in progress, and returns its description. After this returns, the
+    /// checkpoint survives power loss, or at least the death of this process, as the writer's
+    /// [`crate::Durability`] says.
     ///
-    /// After an error the checkpoint does not exist, with two exceptions: after
-    /// [`Error::TagNotSet`] it exists without its tag, and after a failed later sync it may not be
-    /// durable. All earlier checkpoints are unharmed, and [`Run::abandon`] makes the run usable.
+    /// Errors: the store cannot be written; [`Error::LayoutChanged`]; [`Error::Broken`];
+    /// [`Error::TagNotSet`]. After an error the checkpoint does not exist, with two exceptions:
+    /// after [`Error::TagNotSet`] it exists without its tag, and after a failed later sync it may
+    /// not be durable. All earlier checkpoints are unharmed, and [`Run::abandon`] makes the run
+    /// usable.
     pub fn seal(&mut self, request: SealRequest<'_>) -> Result<Sealed> {
         if self.broken {
             return Err(Error::Broken { run: self.id() });
@@ -344,7 +348,7 @@ impl Run {
         Ok(Sealed { id, meta, tags: tag.into_iter().collect() })
     }
 
-    /// Follows a prune that waits for this run, which otherwise happens at the next seal. Does
+    /// Follows a prune that waits for this run. Otherwise the run follows it at the next seal. Does
     /// nothing in object storage, where each look is a request. Error: the store cannot be written.
     pub fn follow_prune(&mut self) -> Result<()> {
         if is_remote(&self.inner.path) {
@@ -357,15 +361,15 @@ impl Run {
         followed
     }
 
-    /// Removes the checkpoint `id`, which this run has sealed, with its tags. The caller seals no
-    /// further one. Error: it cannot be removed.
+    /// Removes checkpoint `id`, which this run has sealed, with its tags. The caller then seals no
+    /// further checkpoint. Error: it cannot be removed.
     pub fn retract(&mut self, id: CheckpointId) -> Result<()> {
         self.inner.remove_checkpoints(&BTreeSet::from([id]))
     }
 
     /// Forgets the puts since the last seal. The caller puts those pages again into the next
-    /// checkpoint. Their records stay in the packs, where deduplication finds them, unless the medium
-    /// was too full for them.
+    /// checkpoint. Their records stay in the packs, where deduplication finds them, unless the
+    /// medium was too full for them.
     pub fn abandon(&mut self) {
         self.progress.undo();
         if let Ok(session) = self.session() {
@@ -388,7 +392,8 @@ impl Run {
     }
 
     /// Ends the run: closes the pack with its trailer and returns the session to the writer.
-    /// Forgets the puts since the last seal. After an error all sealed checkpoints are unharmed.
+    /// Forgets the puts since the last seal. Error: the trailer cannot be written; all sealed
+    /// checkpoints are unharmed.
     pub fn finish(mut self) -> Result<()> {
         self.session()?.packs.close()?;
         self.session()?.packs.save_index();

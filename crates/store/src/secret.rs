@@ -7,9 +7,9 @@
 //!   "keys": hash key (32, finds pages) · data key (32, encrypts files)
 //! ```
 //!
-//! Invariants: both keys are random and made with the store. Neither is in `store.json` in plain text,
-//! nor in any `Debug` form. Their memory is cleared. The memory and time that a foreign `store.json` can
-//! ask for are bounded.
+//! Invariants: both keys are random and made with the store. Neither is in `store.json` in plain
+//! text, nor in any `Debug` form. Their memory is cleared. The memory and time that a foreign
+//! `store.json` can ask for are bounded.
 
 use crate::secret_kind::SecretKind;
 use crate::{Error, Result};
@@ -85,7 +85,8 @@ struct Argon {
 }
 
 impl Lock {
-    /// Locks the keys of the store that `identity` names.
+    /// Locks the keys of the store that `identity` names with `secret`. Errors: [`Error::WeakKey`];
+    /// the system gives no random numbers; the encryption fails.
     pub fn close(secret: &Secret, key: &HashKey, data: &DataKey, identity: &str) -> Result<Self> {
         secret.check()?;
         let nonce: [u8; 24] = random_bytes()?;
@@ -109,13 +110,14 @@ impl Lock {
         Ok(lock)
     }
 
-    /// Returns the kind of secret that opens it.
+    /// Returns the kind of secret that opens the lock.
     pub fn kind(&self) -> SecretKind {
         self.with
     }
 
-    /// Returns the keys; [`Error::WrongKey`] if the secret is another, or the lock was changed.
-    /// `object` names the file in errors.
+    /// Unlocks the keys of the store that `identity` names, and returns them. `object` names the
+    /// file in errors. Errors: [`Error::WrongKey`] if the secret is another one or the lock was
+    /// changed; [`Error::Damaged`].
     pub fn open(
         &self,
         secret: &Secret,

@@ -6,9 +6,10 @@
 //!                                      a fifth pushes the oldest out                 yes ─▶ Part::Of(record, number)
 //! ```
 //!
-//! Invariants: the bytes are compared before anything refers to them. So a false match is impossible,
-//! whatever a guest writes; a collision costs a read. Memory is bounded: the table doubles up to its
-//! limit and then forgets. A forgotten sector only costs space. Nothing of the index is on disk.
+//! Invariants: the bytes are compared before anything refers to them. So a false match is
+//! impossible, whatever a guest writes; a collision costs a read. Memory is bounded: the table
+//! doubles up to its limit and then forgets. A forgotten sector only costs space. Nothing of the
+//! index is on disk.
 
 use keyframe_store_format::composed::{Composition, PART_BYTES, PARTS, PagePart, Sector, sectors};
 use keyframe_store_format::page_hash::HashKey;
@@ -26,7 +27,7 @@ const RECENT_PAGES: usize = 32;
 /// The tag of each sector of a page; `None` if the sector is zero.
 pub type Tags = [Option<u64>; PARTS];
 
-/// Finds sectors.
+/// Finds sectors of 512 bytes that the store holds already.
 pub struct SectorFinder {
     seed: u64,
     /// The fewest parts of a block that make a composed record.
@@ -37,8 +38,9 @@ pub struct SectorFinder {
 }
 
 impl SectorFinder {
-    /// Creates a finder with a table of at most `bytes_max`; `None` if that is too small for a
-    /// table.
+    /// Creates a finder with a table of at most `bytes_max` bytes. `parts_min` is the number of
+    /// sectors that must be found to compose a block. Returns `None` if the memory is too small for
+    /// a table.
     pub fn new(key: &HashKey, bytes_max: usize, parts_min: usize) -> Option<Self> {
         let hash = blake3::keyed_hash(&key.0, b"the sectors of keyframe");
         let seed = hash.as_bytes().first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
@@ -54,7 +56,7 @@ impl SectorFinder {
         })
     }
 
-    /// Adds a page with these tags, which is in the plain record `record`.
+    /// Adds the sectors with the tags `tags` of a page, which is in the plain record `record`.
     pub fn learn(&mut self, tags: &Tags, record: PageRef) {
         for tag in tags.iter().flatten() {
             self.table.insert(*tag, record);
@@ -67,8 +69,9 @@ impl SectorFinder {
         self.recent.clear();
     }
 
-    /// Returns the parts of a block that the store holds; `None` if there are too few. `read` reads
-    /// the page of a record; it returns false if it cannot, or the record is derived.
+    /// Returns the composition of `block` from sectors that the store holds. Returns `None` if too
+    /// few are found. `read` reads the page of a record; it returns false if it cannot, or if the
+    /// record is derived.
     pub fn compose(
         &mut self,
         block: &Page,

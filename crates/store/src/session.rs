@@ -5,10 +5,10 @@ use crate::pack_writer::PackWriter;
 use keyframe_store_format::moves::Moves;
 use std::sync::{Arc, Mutex};
 
-/// The place of the session while no run is open.
+/// The place in which the session lies while no run is open.
 pub type Slot = Arc<Mutex<Option<Box<Session>>>>;
 
-/// What the runs of a writer share.
+/// The state that the runs of a writer pass on from one to the next.
 #[derive(Debug)]
 pub struct Session {
     pub packs: PackWriter,
@@ -16,6 +16,6 @@ pub struct Session {
     pub next_checkpoint: u64,
     /// The moves that the writer followed last.
     pub moves: Option<Moves>,
-    /// Present if not every seal syncs.
+    /// The times of syncs. `None` if the writer syncs each checkpoint.
     pub syncs: Option<Syncs>,
 }

@@ -65,7 +65,8 @@ pub struct Stats {
 }
 
 impl Store {
-    /// Counts what the store holds. Error: a file of the store cannot be read.
+    /// Returns the counts and sizes of the contents of the store. Error: a file of the store cannot
+    /// be read.
     pub fn stats(&self) -> Result<Stats> {
         let listing = self.checkpoints()?;
         let mut stats = Stats { unreadable: listing.unreadable.len() as u64, ..Stats::default() };

@@ -21,14 +21,15 @@ pub struct Store {
 }
 
 impl Store {
-    /// Makes an empty store. Refuses a directory that is not empty ([`Error::Exists`]). Only its
-    /// owner can read the new directory, because it will hold the memory of guests.
+    /// Creates an empty store in the directory `path`. Only the directory's owner can read it,
+    /// because it will hold the memory of guests. Errors: [`Error::Exists`] if the directory is not
+    /// empty; it cannot be written.
     pub fn init(path: &Path) -> Result<Self> {
         Self::init_with(path, None)
     }
 
-    /// Makes an empty store in the directory `path`. With `secret` it is encrypted, and needs that
-    /// secret to open. Errors: the directory is not empty, or cannot be written.
+    /// Creates an empty store in the directory `path`. With `secret` the store is encrypted, and
+    /// needs this secret to open. Errors: those of [`Self::init`]; [`Error::WeakKey`].
     pub fn init_with(path: &Path, secret: Option<&Secret>) -> Result<Self> {
         // Refuses a weak secret before it makes anything.
         let config = Config::fresh(secret)?;
@@ -42,7 +43,7 @@ impl Store {
     }
 
     /// Opens a store. If it is encrypted, calls `ask` for a secret of the right kind. Errors: those
-    /// of [`Self::open`], [`Error::KeyNeeded`], [`Error::WrongKey`].
+    /// of [`Self::open`]; [`Error::KeyNeeded`]; [`Error::WrongKey`].
     pub fn open_with(
         path: &Path,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,
@@ -50,8 +51,8 @@ impl Store {
         Self::open_on_with(keyframe_store_backend::open(path)?, path, ask)
     }
 
-    /// Makes an empty store on any empty backend. `path` is what [`Store::path`] returns. Errors:
-    /// the backend is not empty, or cannot be written.
+    /// Creates an empty store on any empty backend. `path` is the path or address that
+    /// [`Store::path`] returns. Errors: the backend is not empty, or cannot be written.
     pub fn init_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
         Self::init_as(backend, path, Config::fresh(None)?)
     }
@@ -61,8 +62,8 @@ impl Store {
         Ok(Self::new(backend, path, config))
     }
 
-    /// Opens a store on any backend. Errors: no store is there; its format is unknown; it cannot be
-    /// read.
+    /// Opens the store on `backend`. `path` is the path or address that [`Store::path`] returns.
+    /// Errors: no store is there; its format is unknown; it cannot be read.
     pub fn open_on(backend: Arc<dyn Backend>, path: &Path) -> Result<Self> {
         Self::open_on_with(backend, path, &|_| Ok(None))
     }
@@ -112,10 +113,10 @@ impl Store {
 
     /// Returns the directory on this host for data that belongs to the store but cannot be in it.
     /// For a store in a directory it is the store's own. For a remote store it is a directory of
-    /// the user, which is made. So it is for an encrypted store, because this data is not
+    /// the user, which is created. The same holds for an encrypted store, because this data is not
     /// encrypted.
     ///
-    /// Error: it cannot be made, or the environment names no place for it.
+    /// Error: the directory cannot be created, or the environment names no place for it.
     pub fn local_folder(&self) -> Result<PathBuf> {
         let place = self.absolute_path()?;
         if is_remote(&place) || self.is_encrypted() {
@@ -158,8 +159,8 @@ fn store_json(backend: &dyn Backend, path: &Path) -> Result<(Vec<u8>, String)> {
     Ok((bytes, backend.describe(STORE_JSON)))
 }
 
-/// Returns the id of the store on a backend. Needs no key. Error: no store is there, or it cannot
-/// be read.
+/// Returns the id of the store on `backend`. Needs no key. `path` names the store in errors. Error:
+/// no store is there, or it cannot be read.
 pub fn id_on(backend: &dyn Backend, path: &Path) -> Result<[u8; 16]> {
     let (bytes, object) = store_json(backend, path)?;
     Ok(Config::decode(&bytes, &object)?.id.0)

@@ -16,7 +16,8 @@ use keyframe_units::CheckpointId;
 use std::collections::BTreeMap;
 
 impl OpenStore {
-    /// Returns the checkpoint that a tag points to; `None` if the tag does not exist.
+    /// Returns the checkpoint that a tag points to. Returns `None` if the tag does not exist.
+    /// Errors: the tag's file is damaged; the backend fails.
     pub fn read_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
         let name = layout::tag(tag);
         match self.backend.read(&name, TAG_BYTES_MAX) {
@@ -28,13 +29,15 @@ impl OpenStore {
         }
     }
 
-    /// Returns the names of all tags, readable or not. Ignores files whose name no tag can have.
+    /// Returns the names of all tags, readable or not. Ignores files whose name cannot be that of a
+    /// tag. Error: the backend fails.
     pub fn tag_names(&self) -> Result<Vec<String>> {
         let listed = self.backend.list(layout::TAGS)?;
         Ok(listed.into_iter().filter(|name| layout::is_tag(name)).collect())
     }
 
-    /// Returns all tags, with the checkpoints that they point to.
+    /// Returns all tags, with the checkpoints that they point to. Errors: those of
+    /// [`Self::read_tag`].
     pub fn read_tags(&self) -> Result<BTreeMap<String, CheckpointId>> {
         let mut tags = BTreeMap::new();
         for tag in self.tag_names()? {
@@ -45,17 +48,17 @@ impl OpenStore {
         Ok(tags)
     }
 
-    /// Points a tag to a checkpoint, which must exist.
+    /// Makes a tag point to checkpoint `id`, which must exist. Error: the backend fails.
     pub fn write_tag(&self, tag: &str, id: CheckpointId) -> Result<()> {
         self.backend.put(&layout::tag(tag), format::encode(self.config.id, tag, id).as_bytes())
     }
 }
 
 impl Store {
-    /// Points a new or existing tag to a checkpoint; returns the checkpoint that it pointed to
-    /// before. Works while a run or a prune is at work.
+    /// Makes a new or existing tag point to checkpoint `id`. Returns the checkpoint that the tag
+    /// pointed to before, or `None` for a new tag. Works while a run or a prune is at work.
     ///
-    /// Errors: [`Error::InvalidTag`], [`Error::UnknownCheckpoint`].
+    /// Errors: [`Error::InvalidTag`]; [`Error::UnknownCheckpoint`]; the tag cannot be written.
     pub fn set_tag(&self, tag: &str, id: CheckpointId) -> Result<Option<CheckpointId>> {
         check_tag(tag)?;
         // A damaged tag can be set again.
@@ -64,9 +67,9 @@ impl Store {
         Ok(before)
     }
 
-    /// Removes a tag; returns the checkpoint that it pointed to, unless the tag is damaged.
+    /// Removes a tag. Returns the checkpoint that it pointed to, or `None` if the tag is damaged.
     ///
-    /// Error: [`Error::UnknownTag`].
+    /// Error: [`Error::UnknownTag`]; the tag cannot be removed.
     pub fn remove_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
         check_tag(tag)?;
         let before = match self.inner().read_tag(tag) {
@@ -112,9 +115,9 @@ impl Store {
     }
 }
 
-/// Refuses a name that a user cannot give to a tag ([`Error::InvalidTag`]). A tag has 1 to 64
-/// letters, digits, dots, dashes or underscores. It is not only digits or only dots, is not
-/// `latest`, and does not begin with `pin.`.
+/// Checks that a user can give the name `text` to a tag. A tag has 1 to 64 letters, digits, dots,
+/// dashes or underscores. It is not only digits or only dots, is not `latest`, and does not begin
+/// with `pin.`. Error: [`Error::InvalidTag`].
 pub fn check_tag(text: &str) -> Result<()> {
     if layout::is_tag(text) && !text.starts_with(layout::PIN_PREFIX) {
         Ok(())

@@ -1,7 +1,7 @@
 //! The store as a whole, against a naive model and on a medium that fails.
 //!
-//! The model of a run is one content number for each page; [`content`] makes the page of a number. Every
-//! test ends in [`assert_image`]: the store returns what was put.
+//! The model of a run is one content number for each page; [`content`] makes the page of a number.
+//! Every test ends in [`assert_image`]: the store returns what was put.
 
 mod beside;
 mod copy;

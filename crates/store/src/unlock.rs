@@ -6,9 +6,9 @@ use crate::{Result, Store};
 use keyframe_store_backend::UnlockOutcome;
 
 impl Store {
-    /// Removes a stale lock of the writer, with `force` also one whose holder cannot be checked
-    /// ([`keyframe_store_backend::Backend::unlock`]). Returns what it did, with a description of
-    /// the holder for messages. Error: the lock cannot be read or removed.
+    /// Removes a stale lock of the writer. If `force` is true, also removes one whose holder cannot
+    /// be checked. Returns what it did, with a description of the holder. Error: the lock cannot be
+    /// read or removed.
     pub fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
         let backend = &self.inner().backend;
         let unlocked = match backend.unlock(force)? {

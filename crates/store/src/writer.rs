@@ -5,8 +5,8 @@
 //!   unlocked ─────────────▶ Writer ──────────────▶ Run open ─────────────────▶ Writer ──drop both──▶ unlocked
 //! ```
 //!
-//! The session (index, open pack, next number) is with the writer, or lent to the one open run. A run
-//! owns what it needs and may move to another thread. The writer can set tags meanwhile.
+//! The session (index, open pack, next number) is with the writer, or lent to the one open run. A
+//! run owns what it needs and may move to another thread. The writer can set tags meanwhile.
 
 use crate::durability::{Syncs, TornCheckpoint};
 use crate::durability_kind::Durability;
@@ -39,15 +39,15 @@ pub struct Writer {
 }
 
 impl Store {
-    /// Takes the writer's lock. Other processes see `owner` as its holder. Reads the indexes of all
-    /// packs, and all of the packs that an earlier writer did not finish. Error: [`Error::Locked`]
-    /// if another writer has it.
+    /// Takes the writer's lock, and returns the writer. Other processes see `owner` as its holder.
+    /// Reads the indexes of all packs, and the whole packs that an earlier writer did not finish.
+    /// Errors: [`Error::Locked`] if another writer has the lock; a pack cannot be read.
     pub fn lock_writer(&self, owner: &str) -> Result<Writer> {
         self.lock_writer_tuned(owner, Tuning::default())
     }
 
-    /// Locks as [`Store::lock_writer`], with the caller's limits for the written packs. Errors:
-    /// those of [`Store::lock_writer`].
+    /// Takes the writer's lock as [`Store::lock_writer`] does, with the caller's limits for the
+    /// written packs. Errors: those of [`Store::lock_writer`].
     pub fn lock_writer_tuned(&self, owner: &str, tuning: Tuning) -> Result<Writer> {
         Writer::lock(self.inner().clone(), owner, tuning)
     }
@@ -76,8 +76,8 @@ impl Writer {
         let newest_map = inner.map_ids()?.last().copied();
         let newest = inner.checkpoint_ids()?.last().copied();
         if let Some(newest) = newest {
-            // Its writer may have died between the rename and the sync of the directory. A checkpoint
-            // that was seen as sealed must stay.
+            // Its writer may have died between the rename and the sync of the directory. A
+            // checkpoint that was seen as sealed must stay.
             inner.backend.sync(&layout::checkpoint(newest))?;
         }
         let syncs = Syncs::of(tuning.durability);
@@ -110,9 +110,9 @@ impl Writer {
         &self.torn
     }
 
-    /// Returns the first checkpoint that a failed sync may have lost since the machine's boot;
-    /// `None` if there is none. It and later ones can be read until the machine goes down; then the
-    /// damaged ones go to the quarantine. New checkpoints do not build on them.
+    /// Returns the first checkpoint that a failed sync may have lost since the machine's boot.
+    /// Returns `None` if there is none. It and later ones can be read until the machine goes down;
+    /// after that, the damaged ones go to the quarantine. New checkpoints do not build on them.
     pub fn in_doubt(&self) -> Option<CheckpointId> {
         self.doubt
     }
@@ -165,8 +165,8 @@ impl Writer {
         ))
     }
 
-    /// Points a new or existing tag to a checkpoint. Works while a run is open. Errors: no such
-    /// checkpoint; no possible tag; the tag cannot be written.
+    /// Makes a new or existing tag point to checkpoint `id`. Works while a run is open. Errors:
+    /// [`Error::UnknownCheckpoint`]; [`Error::InvalidTag`]; the tag cannot be written.
     pub fn set_tag(&mut self, tag: &str, id: CheckpointId) -> Result<()> {
         crate::tags::check_tag(tag)?;
         let ids = self.inner.checkpoint_ids()?;

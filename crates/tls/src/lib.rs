@@ -18,7 +18,7 @@ use std::sync::Arc;
 /// The one protocol version.
 static VERSIONS: [&rustls::SupportedProtocolVersion; 1] = [&rustls::version::TLS13];
 
-/// The certificate that a side shows, and its private key.
+/// The certificate that a server or a client shows, and its private key.
 #[derive(Debug)]
 pub struct Identity {
     /// The certificate, then those of the authorities that signed it.
@@ -42,7 +42,7 @@ pub enum ServerTrust {
     Pinned(Fingerprint),
 }
 
-/// Why TLS settings could not be made.
+/// The reason why TLS settings could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The certificate and the key cannot be used together, or not with TLS 1.3.
@@ -55,9 +55,9 @@ pub enum Error {
 
 /// Returns the settings of a server that shows `identity`.
 ///
-/// With `client_authorities`, the server accepts only clients that show a certificate which one
-/// of these authorities signed. Fails if the certificate does not match the key, or if the list
-/// of authorities is empty.
+/// With `client_authorities`, the server accepts only clients that show a certificate which one of
+/// these authorities signed. Errors: [`Error::Identity`] if the certificate does not match the key;
+/// [`Error::Authorities`] if the list of authorities is empty.
 pub fn server_config(
     identity: Identity,
     client_authorities: Option<Arc<RootCertStore>>,
@@ -76,8 +76,9 @@ pub fn server_config(
 
 /// Returns the settings of a client that trusts servers as `trust` says.
 ///
-/// With `identity`, the client shows that certificate to a server that demands one. Fails if the
-/// certificate does not match the key, or if the list of authorities is empty.
+/// With `identity`, the client shows that certificate to a server that demands one. Errors:
+/// [`Error::Identity`] if the certificate does not match the key; [`Error::Authorities`] if the
+/// list of authorities is empty.
 pub fn client_config(
     trust: ServerTrust,
     identity: Option<Identity>,

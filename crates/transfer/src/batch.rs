@@ -12,16 +12,23 @@
 //!   6 like   varint: the page that has the same content at the standby
 //! ```
 
-/// How an entry encodes its page.
+/// The encoding of a page in an entry of a batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum PageEncoding {
+    /// A page of zeros.
     Zero = 0,
+    /// The page itself.
     Raw = 1,
+    /// The page as one LZ4 block.
     Lz4 = 2,
+    /// The page as its 64-bit words.
     Words = 3,
+    /// A patch over the standby's version of the page.
     Patch = 4,
+    /// A patch over the standby's version of the page, compressed by LZ4.
     PackedPatch = 5,
+    /// A copy of another page of the standby.
     Like = 6,
 }
 

@@ -14,7 +14,7 @@ const PATCH_BYTES_SMALL: usize = 256;
 /// The smallest saving for which a page or patch is compressed.
 const SAVING_BYTES_MIN: usize = 64;
 
-/// Statistics of encoded pages.
+/// The numbers of encoded pages, by their encoding.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SentPages {
     /// The number of pages.

@@ -80,7 +80,8 @@ pub struct RamLayout {
 }
 
 impl RamLayout {
-    /// Lays the blocks end to end. Fails if a size or a name is invalid ([`LayoutError`]).
+    /// Creates the layout in which the blocks lie end to end. Error: [`LayoutError`] if a size or a
+    /// name is invalid.
     pub fn new(blocks: Vec<RamBlock>) -> Result<Self, LayoutError> {
         let mut firsts = Vec::with_capacity(blocks.len() + 1);
         let mut next = 0u64;

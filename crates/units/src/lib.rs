@@ -39,7 +39,8 @@ pub type Page = [u8; PAGE_BYTES];
 /// A page of zeros.
 pub const ZERO_PAGE: Page = [0; PAGE_BYTES];
 
-/// An address in the virtual address space of the VMM process (not of this process, not of the guest).
+/// An address in the virtual address space of the VMM process (not of this process, not of the
+/// guest).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HostVirt(pub u64);
 

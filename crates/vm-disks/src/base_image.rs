@@ -23,8 +23,8 @@ use std::path::{Path, PathBuf};
 const SAMPLE_PARTS: u64 = 64;
 const SAMPLE_BYTES: u64 = 64 << 10;
 
-/// Describes the image at `path` and its backing files: paths, lengths in bytes, modification times
-/// and a hash of a sample of each.
+/// Returns the description of the image at `path` and its backing files: paths, lengths in bytes,
+/// modification times and a hash of a sample of each.
 ///
 /// Errors: a file cannot be read, its path is not UTF-8, or the chain of backing files is too long.
 pub fn describe(path: &Path, format: ImageFormat) -> Result<BaseMeta> {

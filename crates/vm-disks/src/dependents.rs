@@ -58,7 +58,7 @@ impl ImageDependents {
         Ok(dependents)
     }
 
-    /// Fails if a VM runs over `image`. Error: [`Error::ImageInUse`].
+    /// Checks that no VM runs over `image`. Error: [`Error::ImageInUse`].
     pub fn require_stopped(&self, image: &Path) -> Result<()> {
         if self.running.is_empty() {
             return Ok(());

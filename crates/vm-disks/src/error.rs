@@ -6,7 +6,7 @@ use keyframe_units::CheckpointId;
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// An error of this crate. Each names the object and the operation.
+/// An error of this crate. Each variant names the object, and what is wrong with it.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The store failed.

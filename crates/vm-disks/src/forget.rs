@@ -39,9 +39,9 @@ pub fn checkpoints_under_overlays(store: &Store) -> Result<BTreeMap<CheckpointId
     Ok(overlay_directory::all(store).into_iter().filter_map(on).collect())
 }
 
-/// Returns the clones of images that only `forgotten` checkpoints name. The second value is true if
-/// there are such clones and a checkpoint that cannot be read may name them too; then the list is
-/// empty.
+/// Finds the clones of images (copies by the file system that Keyframe made) that only checkpoints
+/// of `forgotten` use. `listing` has the checkpoints of `store`. Returns their paths, and false. If
+/// a checkpoint that cannot be read may use them too, returns no paths, and true.
 pub fn clones_of(
     store: &Store,
     listing: &Listing,

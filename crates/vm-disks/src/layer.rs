@@ -61,7 +61,7 @@ pub struct StoredLayer {
 }
 
 impl StoredLayer {
-    /// Makes the layer of disk number `disk`; `None` if the checkpoint has no such disk.
+    /// Creates the layer of disk number `disk`. Returns `None` if the checkpoint has no such disk.
     pub fn of(disks: Arc<LoadedDisks>, disk: usize) -> Option<Self> {
         let blocks = disks.meta.blocks_of(disk)?;
         Some(Self { disks, blocks })

@@ -75,8 +75,8 @@ impl DiskToServe {
     }
 }
 
-/// Checks that no image of `disks`, which the guest can write to, is used by another one of them, or
-/// is one of the files `read` that a VM only reads. Each drive would have content of its own.
+/// Checks that no image of `disks`, which the guest can write to, is used by another one of them,
+/// or is one of the files `read` that a VM only reads. Each drive would have content of its own.
 ///
 /// Error: [`Error::ImageUsedTwice`].
 pub fn require_separate_images(disks: &[DiskToServe], read: &[ReadFile]) -> Result<()> {
@@ -155,8 +155,8 @@ pub fn serve(
     serve_in(OverlayDirectory::claim(store, vm, None)?, vm, checkpoint, disks, socket)
 }
 
-/// Serves as [`serve`], with overlays in `directory`. Errors: those of [`serve`]. After an error
-/// `directory` is removed.
+/// Serves disks as [`serve`] does, with overlays in `directory`. Returns the served disks. Errors:
+/// those of [`serve`]. After an error `directory` is removed.
 pub fn serve_in(
     directory: OverlayDirectory,
     vm: &str,
@@ -254,7 +254,8 @@ fn specs(directory: &OverlayDirectory, disks: &[DiskToServe], round: u32) -> Res
 
 impl ServedDisks {
     /// Ends the server. If `keep` is true and the guest has written data that is not temporary,
-    /// keeps the directory of the overlays and returns its path. Removes the directory otherwise.
+    /// keeps the directory of the overlays and returns its path. Otherwise removes the directory
+    /// and returns `None`.
     ///
     /// Errors: the server does not answer, or does not end. Then the directory stays.
     pub fn end(self, keep: bool) -> Result<Option<PathBuf>> {

@@ -51,8 +51,8 @@ pub struct OverlayDirectory {
 }
 
 impl OverlayDirectory {
-    /// Creates the next free directory of `vm`: in `work_dir`; without one, in `store`; if the store
-    /// cannot be written, in a new directory in the user's runtime directory, or else in the
+    /// Creates the next free directory of `vm`: in `work_dir`; without one, in `store`; if the
+    /// store cannot be written, in a new directory in the user's runtime directory, or else in the
     /// directory for temporary files.
     ///
     /// Errors: [`Error::TooManyOverlays`], [`Error::Io`].
@@ -79,7 +79,7 @@ impl OverlayDirectory {
         Ok(Self { parent: Some(folder), ..claimed })
     }
 
-    /// True if it is neither in the store nor where the user wanted it.
+    /// Returns true if the directory is neither in the store nor where the user wanted it.
     pub fn is_elsewhere(&self) -> bool {
         self.parent.is_some()
     }

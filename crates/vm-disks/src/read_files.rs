@@ -31,7 +31,7 @@ pub struct ChangedFile {
     pub change: FileChange,
 }
 
-/// How a file differs.
+/// The difference between a file and its state at the checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileChange {
     /// There is none of this name, or it cannot be read.
@@ -65,8 +65,8 @@ impl fmt::Display for ChangedFile {
 }
 
 /// Returns the identities of the files that a VM only reads. `words` is its line, the binary first.
-/// Relative paths begin in `directory`. Leaves out files that cannot be read, such as those that the
-/// VM got as descriptors.
+/// Relative paths begin in `directory`. Leaves out files that cannot be read, such as those that
+/// the VM got as descriptors.
 pub fn describe(words: &[String], directory: &Path) -> Vec<ReadFile> {
     let mut files: Vec<ReadFile> = Vec::new();
     for named in named_files(words) {

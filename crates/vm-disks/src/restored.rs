@@ -79,8 +79,8 @@ pub fn server(meta: &Meta, socket: PathBuf, prefix: &str) -> Result<DiskServer> 
     Ok(DiskServer { prefix: prefix.into(), left_out, cut_slices, ..DiskServer::at(socket) })
 }
 
-/// Describes the disks of checkpoint `id`, ready to be served, without those that QEMU opens
-/// itself.
+/// Returns the descriptions of the disks of checkpoint `id`, ready to be served, without those that
+/// QEMU opens itself.
 ///
 /// Errors: an image below a disk has changed since the checkpoint; a command line of the checkpoint
 /// cannot be parsed.

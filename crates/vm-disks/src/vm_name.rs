@@ -5,12 +5,13 @@ const NAME_BYTES_MAX: usize = 64;
 /// The length of the hash, and the `-` before it.
 const HASH_BYTES: usize = 9;
 
-/// Returns whether a VM's name may contain the character `c`: a letter or digit of any script, `-`, `_` or `.`.
+/// Returns whether a VM's name may contain the character `c`: a letter or digit of any script, `-`,
+/// `_` or `.`.
 pub fn is_name_char(c: char) -> bool {
     c.is_alphanumeric() || matches!(c, '-' | '_' | '.')
 }
 
-/// Turns any text into a VM name: at most 64 bytes of letters, digits, `-`, `_` and `.`, not
+/// Returns a VM name for any text: at most 64 bytes of letters, digits, `-`, `_` and `.`, not
 /// beginning with a dot. A text that is such a name stays as it is. In any other text, other
 /// characters become `-`, and a hash of the text follows, so that two texts do not become one name.
 pub fn name_from(text: &str) -> String {

@@ -30,7 +30,7 @@ pub enum Ability {
 }
 
 impl Ability {
-    /// All abilities.
+    /// All abilities, in the order of their declaration.
     pub const ALL: [Self; 10] = [
         Self::Attach,
         Self::Groups,
@@ -133,7 +133,8 @@ impl Capabilities {
         }
     }
 
-    /// Fails with the reason and the fix if `ability` is missing.
+    /// Checks that the VMM has `ability`. Error: [`Unsupported`] with the reason and the fix if it
+    /// is missing.
     pub fn require(&self, ability: Ability) -> Result<(), Unsupported> {
         match self.support(ability) {
             Support::Supported => Ok(()),

@@ -26,7 +26,8 @@ pub struct VmmError {
 }
 
 impl VmmError {
-    /// Wraps a driver's `error`; `fix` tells the user what to do about it, if that is known.
+    /// Creates an error from a driver's `error`. `fix` tells the user what to do about it, if that
+    /// is known.
     pub fn new(
         kind: VmmErrorKind,
         error: impl Into<Box<dyn Error + Send + Sync>>,

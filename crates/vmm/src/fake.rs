@@ -238,7 +238,7 @@ impl FakeState {
     }
 }
 
-/// A scripted VM with one RAM block.
+/// A VM without a VMM, which tests control. It has one RAM block.
 pub struct FakeVm {
     shared: Arc<Mutex<FakeState>>,
 }

@@ -19,7 +19,8 @@
 //! ```
 //!
 //! Invariants:
-//! 1. A VM that Keyframe paused runs again, whichever step fails; [`Pause`] releases it when it is dropped.
+//! 1. A VM that Keyframe paused runs again, whichever step fails; [`Pause`] releases it when it is
+//!    dropped.
 //! 2. A VM that another client had paused stays paused.
 //! 3. A VM that ran during a pause is reported as [`PauseVerdict::RanMeanwhile`].
 //!

@@ -5,9 +5,9 @@
 //!   separate         stop ─▶ save the devices ─▶ resume, with other commands of the engine in between
 //! ```
 //!
-//! In a pause by one command the VMM serves no other client. In a pause by separate commands it does:
-//! if another client stops the VM between `stop` and `resume`, the VM cannot be told from one that only
-//! the engine stopped, and `resume` undoes that client's command.
+//! In a pause by one command the VMM serves no other client. In a pause by separate commands it
+//! does: if another client stops the VM between `stop` and `resume`, the VM cannot be told from one
+//! that only the engine stopped, and `resume` undoes that client's command.
 
 use crate::{SavedPause, StopOutcome, Vmm, VmmError};
 use std::time::Duration;
@@ -20,7 +20,7 @@ const STANDSTILL_MAX: Duration = Duration::from_mins(10);
 ///
 /// Dropping the value while it is armed counts as the engine's death.
 pub trait PauseWatchdog: Send {
-    /// Makes sure that the watchdog's process runs.
+    /// Starts the watchdog's process if it does not run. Error: the process cannot be started.
     fn ensure(&mut self) -> Result<(), VmmError> {
         Ok(())
     }
@@ -134,25 +134,25 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         self.vm
     }
 
-    /// Makes the VMM stand still when the guest ends ([`Vmm::hold_end`]), with a watchdog that undoes
-    /// it if this process dies. Returns false if the VMM cannot. Error: the watchdog or the VMM does
-    /// not answer.
+    /// Makes the VMM stand still when the guest ends ([`Vmm::hold_end`]), with a watchdog that
+    /// undoes it if this process dies. Returns false if the VMM cannot. Error: the watchdog or the
+    /// VMM does not answer.
     pub fn hold_end(&mut self) -> Result<bool, VmmError> {
         self.watchdog.ensure()?;
         self.vm.hold_end()
     }
 
-    /// Pauses the VM. The pause ends when the guard is released or dropped. Error: the watchdog or
-    /// the VMM does not answer. The VM is then as it was.
+    /// Pauses the VM, and returns a guard. The pause ends when the guard is released or dropped.
+    /// Error: the watchdog or the VMM does not answer. The VM is then as it was.
     pub fn pause(&mut self) -> Result<Pause<'_, V>, VmmError> {
         self.hold()?;
         Ok(Pause { watched: self })
     }
 
-    /// Pauses the VM with the watchdog armed. Returns whether the VM ran before. After an error the
-    /// VM runs again.
+    /// Pauses the VM with the watchdog armed. Returns whether the VM ran before. During a
+    /// standstill the VM is paused already, and the watchdog stays as it is.
     ///
-    /// During a standstill the VM is paused already, and the watchdog stays as it is.
+    /// Error: the VMM or the watchdog does not answer; the VM runs again then.
     pub fn hold(&mut self) -> Result<StopOutcome, VmmError> {
         let held = if self.standstill.is_some() {
             HeldVm::by_separate_commands(StopOutcome::AlreadyPaused)
@@ -196,7 +196,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
-    /// Disarms the watchdog after [`WatchedVm::release`], and tells whether the VM ran during the
+    /// Disarms the watchdog after [`WatchedVm::release`]. Returns whether the VM ran during the
     /// pause. Error: the VMM or the watchdog does not answer.
     pub fn settle(&mut self) -> Result<PauseVerdict, VmmError> {
         let is_armed = self.held.take().is_some_and(|held| {
@@ -217,7 +217,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
 
     /// Pauses the VM until [`WatchedVm::end_standstill`], so that several checkpoints can be taken
     /// of one instant. Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
-    /// After an error the VM runs again.
+    /// Error: the VMM or the watchdog does not answer; the VM runs again then.
     pub fn begin_standstill(&mut self) -> Result<bool, VmmError> {
         let outcome = self.stop_watched(self.limit)?;
         self.standstill = Some(outcome);
@@ -233,7 +233,8 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     /// Declares that the VM's state is about to be replaced. Until [`WatchedVm::allow_running`] the
     /// VM must not run: if the engine dies, the watchdog ends it.
     ///
-    /// Fails if the watchdog has resumed the VM because the standstill took too long.
+    /// Errors: the watchdog has resumed the VM because the standstill took too long; the watchdog
+    /// does not answer.
     pub fn forbid_running(&mut self) -> Result<(), VmmError> {
         if self.watchdog.forbid_running()? {
             let _ = self.watchdog.disarm()?;
@@ -333,7 +334,7 @@ impl<V: Vmm + ?Sized> Pause<'_, V> {
         self.watched.save_devices()
     }
 
-    /// Ends the pause, and tells whether the VM ran during it. Error: the VMM or the watchdog does
+    /// Ends the pause. Returns whether the VM ran during it. Error: the VMM or the watchdog does
     /// not answer.
     pub fn release(self) -> Result<PauseVerdict, VmmError> {
         let released = self.watched.release();

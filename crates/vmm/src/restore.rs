@@ -49,8 +49,8 @@ pub trait Restorer {
     /// Returns the abilities of the VMs that this restorer starts.
     fn capabilities(&self) -> Capabilities;
 
-    /// Checks that `source` can be restored on this host and plans the restore. Starts nothing.
-    /// Error: why it cannot be restored here.
+    /// Checks that `source` can be restored on this host, and plans the restore. Starts nothing.
+    /// Error: the reason why it cannot be restored here.
     fn plan(
         &self,
         source: RestoreSource,
@@ -68,10 +68,13 @@ pub trait RestorePlan {
     fn notes(&self) -> &[String];
 
     /// Starts the VMM and loads RAM and devices. The VM runs afterwards, unless
-    /// [`PlanOptions::paused`] was set. On an error no process is left.
+    /// [`PlanOptions::paused`] was set.
     ///
-    /// With [`RestoreRam::Lazy`] the calling thread must live until
-    /// [`Residency::settled`]: if it ends before, the kernel ends the VM.
+    /// With [`RestoreRam::Lazy`] the calling thread must live until [`Residency::settled`]: if it
+    /// ends before, the kernel ends the VM.
+    ///
+    /// Errors, after which no process is left: the VMM cannot be started; RAM cannot be read; the
+    /// VMM refuses the device state.
     fn start(
         self: Box<Self>,
         ram: RestoreRam<'_>,
@@ -97,12 +100,12 @@ pub trait LazyLoading: Send {
     /// Returns the progress of the loading.
     fn residency(&self) -> Residency;
 
-    /// Separates the VM from this process once all RAM is loaded. To be called repeatedly until
-    /// [`Residency::settled`]. Error: the VM needed a page that could not be read.
+    /// Separates the VM from this process once all RAM is loaded. The caller repeats this call
+    /// until [`Residency::settled`] is true. Error: the VM needed a page that could not be read.
     fn settle(&mut self) -> Result<(), VmmError>;
 }
 
-/// The progress of a lazy restore.
+/// The progress with which a lazy restore loads RAM.
 #[derive(Clone, Debug, Default)]
 pub struct Residency {
     /// The time from the start of the restore until all pages were loaded, in nanoseconds; `None`
@@ -114,9 +117,9 @@ pub struct Residency {
     pub prefetched_pages: u64,
     /// The number of pages that the VM was expected to touch soon, which were loaded first.
     pub expected_pages: u64,
-    /// The first of them, each with the reason.
+    /// The number of pages that could not be read.
     pub unreadable_pages: u64,
-    /// The first of them, and why.
+    /// The first of the unreadable pages, each with the reason.
     pub unreadable: Vec<(PageIndex, String)>,
     /// True once each page was loaded or found unreadable.
     pub prefetched: bool,

@@ -47,8 +47,8 @@ pub enum VmEvent {
     /// The guest has ended in this way, and so does the VMM, unless it stands still then
     /// ([`Vmm::hold_end`]).
     GuestEnded(GuestEnd),
-    /// The virtual CPUs were stopped because there was no space for a write of the guest. The write is
-    /// repeated when the VM is resumed.
+    /// The virtual CPUs were stopped because there was no space for a write of the guest. The write
+    /// is repeated when the VM is resumed.
     DiskFull,
     /// The guest has failed in this way. Later events say whether the VMM ends.
     GuestFailed(GuestEnd),
@@ -181,8 +181,8 @@ pub trait Vmm: Send {
     /// or does not answer.
     fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError>;
 
-    /// Stops the virtual CPUs. Returns whether the VM ran before. After an error the VM may be
-    /// stopped or about to stop.
+    /// Stops the virtual CPUs. Returns whether the VM ran before. Error: the VMM refuses or does
+    /// not answer; the VM may be stopped or about to stop.
     ///
     /// Use [`WatchedVm::hold`](crate::WatchedVm::hold) instead: it guards the pause.
     fn stop(&mut self) -> Result<StopOutcome, VmmError>;
@@ -204,12 +204,12 @@ pub trait Vmm: Send {
         Ok(None)
     }
 
-    /// Pauses the VM and saves its devices by one command, at the end of which the VMM resumes the
-    /// VM by itself, if it ran before. Commands of other clients are carried out after the pause.
+    /// Pauses the VM and saves its devices by one command. At the end of the command the VMM
+    /// resumes the VM, if it ran before. Commands of other clients are carried out after the pause.
     /// [`Vmm::end_saved_pause`] ends the command, and so does the end of this process.
     ///
-    /// `None` if that is not possible: the VM is as it was. On an error the command may still be
-    /// under way; the VMM ends it by itself.
+    /// Returns `None` if this is not possible; the VM is then as it was. Error: the VMM refuses or
+    /// does not answer; the command may still be under way, and the VMM ends it by itself.
     ///
     /// Use [`WatchedVm::hold`](crate::WatchedVm::hold) instead: it guards the pause.
     fn pause_and_save(&mut self) -> Result<Option<SavedPause>, VmmError> {
@@ -237,9 +237,9 @@ pub trait Vmm: Send {
     /// VMM refuses or does not answer.
     fn save_devices(&mut self) -> Result<Vec<u8>, VmmError>;
 
-    /// Adds to `device_state`, which was saved in the last pause, what the VMM does not save itself.
-    /// To be called after the pause. The length stays. Error: a part is not known; `device_state` is
-    /// as the VMM saved it, but for the other parts.
+    /// Adds to `device_state`, which was saved in the last pause, the state that the VMM does not
+    /// save itself. The caller calls this after the pause. The length of `device_state` does not
+    /// change. Error: a part of this state is not known; the other parts are added.
     fn complete_device_state(&mut self, device_state: &mut [u8]) -> Result<(), VmmError> {
         let _ = device_state;
         Ok(())
@@ -259,8 +259,8 @@ pub trait Vmm: Send {
     /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may
     /// grow as large as the pages.
     ///
-    /// After an error the VM is in an unknown state: it must not run before another rollback
-    /// succeeds.
+    /// Error: the VMM refuses, or RAM cannot be read or written. The VM is then in an unknown
+    /// state: it must not run before another rollback succeeds.
     fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
         let _ = (target, scratch);
         Err(Unsupported {
@@ -285,14 +285,16 @@ pub trait Vmm: Send {
     /// does not end, even by force.
     fn finish_shutdown(&mut self) -> Result<Option<VmExit>, VmmError>;
 
-    /// Has the VMM stand still when the guest ends, until [`Vmm::end`] or [`Vmm::release_end`], so
-    /// that a last checkpoint can be taken. The watchdog of this process's pauses undoes it if this
-    /// process dies. Returns false if the VMM is not to end with its guest, or cannot stand still.
+    /// Makes the VMM stand still when the guest ends, so that a last checkpoint can be taken, until
+    /// [`Vmm::end`] or [`Vmm::release_end`]. If this process dies, the watchdog of its pauses
+    /// undoes it. Returns false if the VMM does not end with its guest, or cannot stand still.
+    /// Error: the VMM does not answer.
     fn hold_end(&mut self) -> Result<bool, VmmError> {
         Ok(false)
     }
 
-    /// Undoes [`Vmm::hold_end`]. A VMM whose guest has ended meanwhile ends.
+    /// Undoes [`Vmm::hold_end`]. If the guest has ended in between, the VMM ends now. Error: the
+    /// VMM does not answer.
     fn release_end(&mut self) -> Result<(), VmmError> {
         Ok(())
     }

@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::Semaphore;
 use tokio::sync::broadcast::error::RecvError;
 
-/// The description of the API.
+/// The description of the API, as an OpenAPI document in JSON.
 pub const OPENAPI: &str = include_str!("../../../docs/api/openapi.json");
 /// The most checkpoints in an answer.
 const LIST_MAX: usize = 500;
@@ -45,7 +45,7 @@ const ANSWER_MAX: Duration = Duration::from_secs(25);
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 const KEEP_ALIVE: Duration = Duration::from_secs(15);
 
-/// The state that all requests share.
+/// The state that all requests of the API share.
 pub struct App {
     source: Arc<dyn DashboardSource>,
     guard: AccessGuard,
@@ -55,8 +55,8 @@ pub struct App {
 }
 
 impl App {
-    /// Makes the state of the API: its source of data, its access guard, its events, and the format
-    /// of its log (`None`: no log).
+    /// Creates the state of the API: its source of data, its access guard, its events, and the
+    /// format of its log (`None`: no log).
     pub fn new(
         source: Arc<dyn DashboardSource>,
         guard: AccessGuard,
@@ -96,7 +96,7 @@ impl RouteTable {
     }
 }
 
-/// Returns all routes except the page's files.
+/// Returns the table of all routes, without the files of the page.
 pub fn routes() -> RouteTable {
     RouteTable { router: Router::new(), known: Vec::new() }
         .get("/metrics", metrics_text)
@@ -140,7 +140,7 @@ pub fn router(app: &Arc<App>) -> Router {
         .with_state(Arc::clone(app))
 }
 
-/// Returns the router for one connection, which knows its peer.
+/// Returns the router for one connection, which passes the address `peer` to the log.
 pub fn with_peer(router: Router, peer: SocketAddr) -> Router {
     router.layer(axum::Extension(Peer(peer)))
 }
@@ -182,7 +182,8 @@ async fn handle_request(State(app): Shared, request: Request, next: Next) -> Res
     response
 }
 
-/// Sends changes to listeners once a second, as long as the server runs.
+/// Sends the changes of the dashboard's data to its listeners, once a second for as long as the
+/// server runs.
 pub async fn send_changes(app: Arc<App>) {
     loop {
         tokio::time::sleep(LOOK_EVERY).await;

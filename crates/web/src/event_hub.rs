@@ -16,10 +16,10 @@ use tokio::sync::broadcast;
 
 /// The most events that wait for a listener.
 const WAITING_MAX: usize = 256;
-/// The most listeners at a time.
+/// The largest number of listeners of an event hub at a time.
 pub const LISTENERS_MAX: usize = 64;
 
-/// An event: its name, and its data as JSON.
+/// An event for listeners: its name, and its data as JSON.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LiveEvent {
     pub name: &'static str,
@@ -32,7 +32,7 @@ impl LiveEvent {
     }
 }
 
-/// Distributes events to listeners.
+/// Distributes events to listeners, such as open pages of the dashboard.
 pub struct EventHub {
     events: broadcast::Sender<LiveEvent>,
     last: Mutex<Snapshot>,
@@ -53,7 +53,8 @@ struct Snapshot {
 }
 
 impl EventHub {
-    /// Adds a listener; `None` if there are too many.
+    /// Adds a listener and returns its receiver. Returns `None` if there are [`LISTENERS_MAX`]
+    /// already.
     pub fn listen(&self) -> Option<broadcast::Receiver<LiveEvent>> {
         (self.listeners() < LISTENERS_MAX).then(|| self.events.subscribe())
     }
@@ -63,7 +64,7 @@ impl EventHub {
         self.events.receiver_count()
     }
 
-    /// Reads the source and sends the changes to all listeners.
+    /// Reads the data of `source`, and sends what has changed since the last call to all listeners.
     pub fn refresh(&self, source: &dyn DashboardSource) {
         let (vms, stores, recordings) = (source.vms(), source.stores(), source.recordings());
         let mut last = self.last.lock().ignore_poison();

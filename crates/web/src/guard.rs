@@ -18,7 +18,7 @@ use zeroize::Zeroizing;
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                    connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
-/// The headers of every answer.
+/// The HTTP headers of every answer.
 pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(CSP)),
     (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
@@ -31,7 +31,7 @@ pub const HEADERS: [(HeaderName, HeaderValue); 6] = [
     (header::CACHE_CONTROL, HeaderValue::from_static("no-store")),
 ];
 
-/// The reason why a request is refused: the status, the reason and the fix.
+/// The reason why a request is refused, as the answer tells it: status, error and fix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AccessRefusal {
     pub status: StatusCode,
@@ -39,7 +39,7 @@ pub struct AccessRefusal {
     pub fix: &'static str,
 }
 
-/// Decides which requests are served.
+/// Decides which requests are served, by host name, origin and token.
 pub struct AccessGuard {
     is_loopback: bool,
     /// The token's hash: comparing hashes takes the same time for any difference.
@@ -47,8 +47,8 @@ pub struct AccessGuard {
 }
 
 impl AccessGuard {
-    /// Makes the guard of a server that listens on `listens_at`. With a token, each request must
-    /// show it.
+    /// Creates the guard of a server that listens at `listens_at`. Changes need `token`; without
+    /// one they are refused. Reading needs it too, unless `listens_at` is a loopback address.
     pub fn new(listens_at: IpAddr, token: Option<&Zeroizing<Vec<u8>>>) -> Self {
         Self {
             is_loopback: listens_at.is_loopback(),

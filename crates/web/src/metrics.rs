@@ -54,7 +54,7 @@ fn escaped(value: &str) -> String {
     value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
-/// Returns all metrics as text.
+/// Returns all metrics of `source`, in the text format of Prometheus.
 pub fn text(source: &dyn DashboardSource) -> String {
     let mut text = String::new();
     for family in of_vms(&source.vms()).into_iter().chain(of_stores(source)) {

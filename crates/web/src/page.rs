@@ -3,7 +3,7 @@
 use axum::http::{HeaderValue, header};
 use axum::response::{IntoResponse, Response};
 
-/// Path, content type and contents of each file.
+/// The path, the content type and the contents of each file of the page.
 pub const FILES: [(&str, &str, &str); 8] = [
     ("/", "text/html; charset=utf-8", include_str!("page/index.html")),
     ("/style.css", "text/css; charset=utf-8", include_str!("page/style.css")),
@@ -15,7 +15,8 @@ pub const FILES: [(&str, &str, &str); 8] = [
     ("/views.js", "text/javascript; charset=utf-8", include_str!("page/views.js")),
 ];
 
-/// Returns the content type and contents of the file at `path`.
+/// Returns the content type and the contents of the page's file at `path`. Returns `None` if there
+/// is no such file.
 pub fn file(path: &str) -> Option<(&'static str, &'static str)> {
     FILES.iter().find(|(known, ..)| *known == path).map(|(_, kind, content)| (*kind, *content))
 }

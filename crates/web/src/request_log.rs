@@ -61,7 +61,7 @@ impl<'a> RequestLogLine<'a> {
         }
     }
 
-    /// Writes the line to standard error, and ignores errors.
+    /// Writes the line to standard error in `format`. Ignores errors.
     pub fn write(&self, format: LogFormat) {
         let _ = writeln!(std::io::stderr().lock(), "{}", self.text(format));
     }

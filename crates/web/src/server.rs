@@ -25,7 +25,7 @@ const BLOCKING_MAX: usize = 8;
 /// The longest time for open requests when the server ends.
 const END_MAX: Duration = Duration::from_secs(2);
 
-/// The options of the server.
+/// The options of the dashboard's server.
 #[derive(Debug)]
 pub struct DashboardOptions {
     /// The address to listen at; with port 0 the system chooses a free port.
@@ -38,7 +38,7 @@ pub struct DashboardOptions {
     pub log: Option<LogFormat>,
 }
 
-/// A server that listens.
+/// A dashboard's server that listens.
 pub struct DashboardServer {
     listener: TcpListener,
     address: SocketAddr,

@@ -122,7 +122,7 @@ pub struct CheckpointRow {
     pub ram_bytes: u64,
 }
 
-/// The checkpoints of a store at one moment.
+/// The list of a store's checkpoints at one moment.
 #[derive(Clone, Debug, Default)]
 pub struct CheckpointListing {
     /// The generation of the store's checkpoints: see [`StoreHead::generation`].
@@ -139,7 +139,7 @@ impl CheckpointListing {
     }
 }
 
-/// The sizes of a store.
+/// The sizes of a store and of its checkpoints.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
 pub struct StoreSizes {
     /// The size of packs, maps, checkpoints and tags on disk, in bytes.

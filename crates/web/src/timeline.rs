@@ -14,12 +14,12 @@ use serde::Serialize;
 use std::ops::{Range, RangeInclusive};
 use std::sync::Arc;
 
-/// The largest number of points of a timeline.
+/// The largest number of points of a timeline that is sent.
 pub const POINTS_MAX: usize = 1000;
 /// The most tagged checkpoints of a timeline.
 const TAGS_MAX: usize = 200;
 
-/// A group of consecutive checkpoints.
+/// A group of consecutive checkpoints, which a timeline shows as one point.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TimelineBucket {
     /// The number of the first checkpoint.
@@ -60,7 +60,7 @@ pub struct TimelineBucket {
     pub encode_ns: u64,
 }
 
-/// A checkpoint with tags, or pinned.
+/// A checkpoint that has tags or is pinned.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct TaggedCheckpoint {
     /// The checkpoint's number.
@@ -71,7 +71,7 @@ pub struct TaggedCheckpoint {
     pub pinned: bool,
 }
 
-/// A VM's checkpoints in buckets.
+/// A timeline of a VM's checkpoints, in buckets.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Timeline {
     /// The generation of the listing.
@@ -91,8 +91,8 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// Summarizes the checkpoints of `vm`, or of all VMs if it is `None`, with numbers in `range`,
-    /// in at most `points` buckets.
+    /// Creates the timeline of the checkpoints of `vm`, or of all VMs if it is `None`, with numbers
+    /// in `range`, in at most `points` buckets.
     pub fn of(
         listing: &CheckpointListing,
         vm: Option<&str>,
@@ -153,7 +153,8 @@ impl TimelineBucket {
     }
 }
 
-/// Splits `len` elements into at most `pieces` ranges of about the same length, in order.
+/// Divides `len` elements into at most `pieces` ranges of about the same length, and returns these
+/// in order.
 pub fn chunks(len: usize, pieces: usize) -> impl Iterator<Item = Range<usize>> {
     let pieces = pieces.min(len);
     // There are no more pieces than elements, so none is empty.

@@ -12,7 +12,7 @@ use crate::context::CaptureContext;
 use crate::error::CaptureError;
 use keyframe_scheduling::{CopyChoice, CopyCost, CopyPolicy};
 
-/// Uses pre-copy or stop-and-copy, whichever makes the checkpoint cheaper.
+/// A strategy that chooses pre-copy or stop-and-copy for each checkpoint, whichever costs less.
 #[derive(Debug, Default)]
 pub struct AutoStrategy {
     /// The policy that chooses.

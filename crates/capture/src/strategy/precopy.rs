@@ -6,7 +6,7 @@ use crate::context::CaptureContext;
 use crate::error::CaptureError;
 use keyframe_scheduling::{PrecopyPolicy, RoundDecision};
 
-/// Copies most pages before the pause.
+/// Pre-copy: copies most pages before the pause, in rounds.
 #[derive(Debug, Default)]
 pub struct PrecopyStrategy {
     /// The policy that ends the rounds.

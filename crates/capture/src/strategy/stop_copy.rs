@@ -5,7 +5,7 @@ use super::CopyStrategy;
 use crate::context::CaptureContext;
 use crate::error::CaptureError;
 
-/// Copies every page in the pause.
+/// Stop-and-copy: copies every page in the pause.
 #[derive(Debug, Default)]
 pub struct StopCopyStrategy;
 

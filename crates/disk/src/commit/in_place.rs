@@ -33,8 +33,8 @@ enum Image {
 
 impl InPlace {
     /// Begins a commit into the image at `path`, whose disk has `disk_bytes` bytes, or continues
-    /// one that was killed. `source` names the overlay or checkpoint that is written, without line
-    /// ends.
+    /// one that was interrupted. `source` is a text of one line that names the overlay or
+    /// checkpoint to write.
     ///
     /// Errors, which leave no mark: another process uses the image; the image has another size; a
     /// commit from another source was interrupted.
@@ -67,9 +67,12 @@ impl InPlace {
         self.disk_bytes
     }
 
-    /// Writes the blocks of `layer`, which is of a disk of `disk_bytes` bytes. Calls `watch` with
-    /// the number of bytes written so far. The caller writes the lowest of several layers first.
-    /// Errors: the layer cannot be read or does not fit; the image cannot be written.
+    /// Writes the blocks of `layer`, whose disk has `disk_bytes` bytes, into the image. Calls
+    /// `watch` with the number of bytes written so far, and returns the amount written. The caller
+    /// writes several layers from the lowest to the highest.
+    ///
+    /// Errors: the layer cannot be read or has blocks past the image's end; the image cannot be
+    /// written; an error of `watch`.
     pub fn write(
         &self,
         layer: &dyn Layer,
@@ -191,7 +194,8 @@ pub(crate) fn marker(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Returns the source of the interrupted commit into the image at `path`, if there is one.
+/// Returns the source (see [`InPlace::begin`]) of the interrupted commit into the image at `path`.
+/// Returns `None` if no commit into it was interrupted.
 pub fn interrupted(path: &Path) -> Option<String> {
     let path = path.canonicalize().ok()?;
     std::fs::read_to_string(marker(&path)).ok().map(|source| source.trim_end().to_owned())

@@ -14,17 +14,16 @@ use std::path::Path;
 /// The number of ranges that one query returns.
 const RANGES_MAX: usize = 1024;
 
-/// Writes `disk` to a new raw image at `path`, with holes for zeros. The image is complete and
-/// durable, or does not exist.
+/// Writes the content of `disk` to a new raw image at `path`, with holes for zeros. After an error
+/// there is no file at `path`; otherwise the image is complete and durable.
 ///
-/// Errors: something exists at `path` already; the disk cannot be read; the image cannot be
-/// written.
+/// Errors: a file exists at `path` already; the disk cannot be read; the image cannot be written.
 pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
     to_new(disk, path, ImageFormat::Raw, &mut |_| Ok(()))
 }
 
-/// Writes a new image as [`to_new_raw`] does, in either format. Calls `watch` with the number of
-/// bytes of the disk done so far. Errors: those of [`to_new_raw`].
+/// Writes a new image in the given format, as [`to_new_raw`] does. Calls `watch` with the number of
+/// bytes of the disk processed so far. Errors: those of [`to_new_raw`]; an error of `watch`.
 pub fn to_new(
     disk: &dyn Readable,
     path: &Path,
@@ -34,8 +33,8 @@ pub fn to_new(
     to_file(disk, path, format, false, watch)
 }
 
-/// Writes a new image as [`to_new`] does. If `replace` is true, it replaces an existing file by a
-/// rename. Errors: those of [`to_new`].
+/// Writes an image as [`to_new`] does. If `replace` is true, a rename replaces an existing file at
+/// `path` after the new image is complete. Errors: those of [`to_new`].
 pub fn to_file(
     disk: &dyn Readable,
     path: &Path,
@@ -62,8 +61,9 @@ pub fn to_file(
     folder.map_err(Error::io(name, "sync the directory of"))
 }
 
-/// Writes all bytes of `disk`, from the first to the last, to `out`. Zeros are written too. Errors:
-/// the disk cannot be read; `out` cannot be written.
+/// Writes all bytes of `disk` to `out`, from the first to the last, zeros included. Calls `watch`
+/// with the number of bytes written so far. Errors: the disk cannot be read; `out` cannot be
+/// written; an error of `watch`.
 pub fn to_stream(
     disk: &dyn Readable,
     out: &mut dyn Write,
@@ -81,8 +81,8 @@ pub fn to_stream(
     out.flush().map_err(Error::io("the new image", "write"))
 }
 
-/// Creates an empty qcow2 image at `path` of a disk of `disk_bytes` bytes. The caller gives it a
-/// backing file.
+/// Creates an empty qcow2 image at `path`, for a disk of `disk_bytes` bytes. The image has no
+/// backing file; the caller sets one.
 ///
 /// Errors: a file exists at `path`; the image cannot be written.
 pub fn empty_qcow2(path: &Path, disk_bytes: u64) -> Result<()> {

@@ -21,8 +21,8 @@ use nix::sys::resource::{UsageWho, getrusage};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The core on which all clients' threads answer, and how often it was set: a thread whose priority
-/// was changed applies the placement again.
+/// The setting of the processor core on which all threads that serve clients answer. It counts its
+/// changes: a thread applies the setting again after each one.
 #[derive(Debug, Default)]
 pub struct Affinity(AtomicU64);
 
@@ -34,7 +34,7 @@ const WAITED: Duration = Duration::from_micros(500);
 /// The number of reads after one that waited that are expected to wait too.
 const SLOW_READS_EXPECTED: u32 = 32;
 
-/// The placement that a client's thread has applied.
+/// The setting of [`Affinity`] that one client's thread has applied.
 #[derive(Debug, Default)]
 pub struct ThreadPlacement {
     said: u64,
@@ -43,9 +43,9 @@ pub struct ThreadPlacement {
 }
 
 impl ThreadPlacement {
-    /// Returns whether this thread itself performs a read of unknown speed (an image that must be
-    /// decoded, a checkpoint's blocks), so that the guest gets it at once. False for some time
-    /// after such a read has waited for a device.
+    /// Returns true if this thread may itself perform a read that might wait for a device (of an
+    /// image in qcow2, of a checkpoint's blocks), so that the guest gets the answer at once.
+    /// Returns false if no core is set, and for the next 32 such reads after one that has waited.
     pub fn may_read_inline(&mut self) -> bool {
         if core_of(self.said).is_none() {
             return false;
@@ -55,7 +55,7 @@ impl ThreadPlacement {
         may_read
     }
 
-    /// Runs `read` and remembers whether it waited.
+    /// Runs `read`, returns its result, and remembers whether it waited for a device.
     pub fn watch<T>(&mut self, read: impl FnOnce() -> T) -> T {
         let (began, slept) = (Instant::now(), sleeps());
         let result = read();
@@ -73,21 +73,23 @@ fn sleeps() -> i64 {
 }
 
 impl Affinity {
-    /// Sets the core of the answers. Each client's thread moves at its next request.
+    /// Sets the processor core on which requests are answered. Each client's thread moves to it at
+    /// its next request.
     pub fn set(&self, core: u32) {
         let round = (self.0.load(Ordering::Relaxed) >> CORE_BITS) + 1;
         self.0.store(round << CORE_BITS | (u64::from(core) + 1), Ordering::Release);
     }
 
-    /// Lets all threads apply their placement again, because the priority of the whole process was
-    /// changed.
+    /// Makes all clients' threads apply the core again. The caller calls this after it changed the
+    /// priority of the whole process.
     pub fn renew(&self) {
         if let Some(core) = core_of(self.0.load(Ordering::Relaxed)) {
             self.set(core);
         }
     }
 
-    /// Applies the placement to the calling thread, if it has changed.
+    /// Moves the calling thread to the core that is set, if the setting has changed since
+    /// `placement`, and raises the thread's priority there.
     pub fn take(&self, placement: &mut ThreadPlacement) {
         let said = self.0.load(Ordering::Acquire);
         if said != placement.said {

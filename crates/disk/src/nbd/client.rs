@@ -48,14 +48,15 @@ const STATUS_PART_BYTES: u64 = 8;
 /// Receives flags, type and content of a chunk of a reply. Returns `None` if the chunk is invalid.
 type Take<'a> = &'a mut dyn FnMut(u16, u16, &[u8]) -> Option<()>;
 
-/// A part of a disk and its flags in the metadata context.
+/// A range of a disk with its flags in the metadata context of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RangeStatus {
-    /// The offset of its first byte.
+    /// The offset of its first byte in the disk.
     pub offset: u64,
     /// Its length in bytes.
     pub len: u64,
-    /// In `base:allocation`, bit 0: not allocated, bit 1: zeros. In a dirty bitmap, bit 0: dirty.
+    /// The flags. In `base:allocation`, bit 0 is set for a hole, bit 1 for zeros. In a dirty
+    /// bitmap, bit 0 is set for changed data.
     pub flags: u32,
 }
 
@@ -77,20 +78,21 @@ pub struct Client {
 
 impl Client {
     /// Connects to the export `export` of the server at `socket`, with the metadata context
-    /// `context`. Errors: no server, no such export or context; the server breaks the protocol.
+    /// `context`. Errors: no server listens; it has no such export or context; it breaks the
+    /// protocol.
     pub fn connect(socket: &Path, export: &str, context: &str) -> Result<Self> {
         let name = format!("export {export} at {}", socket.display());
         let stream = UnixStream::connect(socket).map_err(Error::io(&name, "connect to"))?;
         Self::unnegotiated(stream, name).negotiate(export, context)
     }
 
-    /// Creates a client over `stream`, which is connected to the server and which another process
-    /// keeps open. The end of the client does not close the connection: that is left to the server.
-    /// At no time does the server wait for this client to read, so that it can close the connection
-    /// at any time.
+    /// Creates a client over `stream`, a connection to the server that another process keeps open
+    /// too. Dropping the client does not close the connection; the server closes it. The client
+    /// always reads what it has requested, so the server never waits for it and can close the
+    /// connection at any time.
     ///
-    /// `part_bytes` is the length in bytes of the shortest range that the metadata context tells
-    /// apart. Errors: those of [`Self::connect`].
+    /// `part_bytes` is the granularity of the metadata context in bytes: no range is shorter.
+    /// Errors: those of [`Self::connect`].
     pub fn patient(
         stream: UnixStream,
         export: &str,
@@ -157,8 +159,9 @@ impl Client {
         self.len_bytes
     }
 
-    /// Returns the consecutive parts from `offset` on: at least one, perhaps not up to the end of
-    /// the disk.
+    /// Returns the status of consecutive ranges from byte `offset` on: at least one range, perhaps
+    /// not up to the end of the disk.
+    ///
     /// Errors: the server does not answer or breaks the protocol.
     pub fn status(&mut self, offset: u64) -> Result<Vec<RangeStatus>> {
         let len = self.len_bytes.saturating_sub(offset).min(self.status_bytes);
@@ -232,10 +235,10 @@ impl Client {
         Err(self.wrong(format!("it returned {filled} of {len} bytes from {offset} on")))
     }
 
-    /// Calls `take` with every block that has a part whose flags are `wanted`. Blocks are whole,
-    /// rising, each given once, at most 1 MiB in one call, with the number of the first. The
-    /// server's parts need not begin or end at a block. If the disk ends within its last block,
-    /// zeros follow.
+    /// Calls `take` with the blocks that have at least one byte in a range whose flags satisfy
+    /// `wanted`. Each call gets the number of the first block and consecutive whole blocks, at most
+    /// 1 MiB. Blocks come in rising order, each once. The server's ranges need not begin or end at
+    /// a block. If the disk ends within its last block, zeros fill the block.
     ///
     /// Errors: those of `take`; the server does not answer or breaks the protocol.
     pub fn each_block<E: From<Error>>(

@@ -13,8 +13,8 @@ use std::time::Duration;
 /// The time limit between two messages of a client's negotiation.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// Serves a client until it disconnects. Error: the client broke the protocol, or the connection
-/// failed.
+/// Serves one client on `stream` until it disconnects. Errors: the client broke the protocol; the
+/// connection failed.
 pub fn serve(shared: &Arc<Shared>, stream: UnixStream) -> Result<()> {
     let failed = || Error::io("an NBD client", "set up the connection to");
     let clone = || stream.try_clone().map_err(failed());

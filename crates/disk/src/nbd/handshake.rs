@@ -16,14 +16,16 @@ use std::os::unix::net::UnixStream;
 
 /// The largest number of options that a client may send. Ten are many.
 const OPTIONS_MAX: u32 = 256;
-/// The number of the one metadata context.
+/// The number by which replies name the only metadata context, `base:allocation`.
 pub const CONTEXT_ID: u32 = 1;
 const CONTEXT: &[u8] = b"base:allocation";
 
-/// The result of the negotiation.
+/// The result of the negotiation with a client.
 #[derive(Clone)]
 pub struct Agreed {
+    /// The export that the client has chosen.
     pub export: NbdExport,
+    /// True if the client understands structured replies.
     pub structured: bool,
     /// True if the client may ask for the status of blocks.
     pub status: bool,
@@ -41,8 +43,8 @@ fn protocol(problem: impl Into<String>) -> Error {
     Error::protocol("an NBD client", problem)
 }
 
-/// Greets the client, and answers options until it chooses an export. `None` if the client
-/// disconnects. Error: the client breaks the protocol.
+/// Greets the client, and answers options until the client chooses an export. Returns `None` if the
+/// client disconnects. Errors: the client breaks the protocol; the connection failed.
 pub fn negotiate(
     shared: &Shared,
     input: &mut ClientInput,

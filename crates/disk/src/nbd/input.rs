@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// The reading half of a connection.
+/// The reading half of a client's connection, with a buffer.
 pub struct ClientInput {
     stream: UnixStream,
     buffer: Box<[u8]>,
@@ -19,17 +19,19 @@ fn failed(error: io::Error) -> Error {
 }
 
 impl ClientInput {
-    /// Makes a reader of requests on `stream`.
+    /// Creates a reader of the requests that arrive on `stream`.
     pub fn new(stream: UnixStream) -> Self {
         Self { stream, buffer: vec![0; BUFFER_BYTES].into(), start: 0, end: 0 }
     }
 
-    /// Returns true if `len` bytes are buffered, so that reading them needs no wait.
+    /// Returns true if `len` bytes are in the buffer, so that reading them does not wait for the
+    /// client.
     pub fn has(&self, len: usize) -> bool {
         self.end - self.start >= len
     }
 
-    /// Fills `into`. `false` if the client disconnected before the first byte.
+    /// Fills `into`. Returns `false` if the client disconnected before the first byte. Errors: the
+    /// client disconnected after the first byte; the connection failed.
     pub fn fill(&mut self, into: &mut [u8]) -> Result<bool> {
         let mut done = self.take_buffered(into);
         while done < into.len() {
@@ -51,7 +53,7 @@ impl ClientInput {
         Ok(true)
     }
 
-    /// Fills `into`. A disconnect is an error.
+    /// Fills `into`. Errors: the client disconnected; the connection failed.
     pub fn exactly(&mut self, into: &mut [u8]) -> Result<()> {
         if into.is_empty() || self.fill(into)? {
             Ok(())
@@ -60,7 +62,7 @@ impl ClientInput {
         }
     }
 
-    /// Discards `len` bytes.
+    /// Reads `len` bytes and discards them. Errors: those of [`Self::exactly`].
     pub fn skip(&mut self, len: u64) -> Result<()> {
         let mut scrap = [0u8; 4096];
         let mut left = len;

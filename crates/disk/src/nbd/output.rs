@@ -27,6 +27,8 @@ pub struct Sender {
 }
 
 impl Sender {
+    /// Creates the writing half of `stream`. `structured` is true if the client understands
+    /// structured replies.
     pub fn new(stream: UnixStream, structured: bool) -> Self {
         Self { stream: Arc::new(Mutex::new(stream)), structured }
     }
@@ -36,8 +38,8 @@ impl Sender {
         stream.write_all(bytes).map_err(Error::io("an NBD client", "write to"))
     }
 
-    /// Sends the answer to a request that returns no data. `error` is 0 or an error number of the
-    /// protocol.
+    /// Sends the reply to a request that returns no data. `cookie` is the request's; `error` is 0
+    /// or an error number of the protocol. Error: the connection failed.
     pub fn answer(&self, cookie: u64, error: u32) -> Result<()> {
         let mut bytes = Vec::new();
         answer(&mut bytes, self.structured, cookie, error);
@@ -65,18 +67,19 @@ fn chunk(bytes: &mut Vec<u8>, kind: u16, cookie: u64, len: u32) {
     bytes.extend(len.to_be_bytes());
 }
 
-/// Gathers replies.
+/// Gathers replies, so that one write sends many.
 pub struct Output {
     sender: Sender,
     bytes: Vec<u8>,
 }
 
 impl Output {
+    /// Creates an empty collection of replies that `sender` sends.
     pub fn new(sender: Sender) -> Self {
         Self { sender, bytes: Vec::new() }
     }
 
-    /// Sends the gathered replies.
+    /// Sends the gathered replies. Error: the connection failed.
     pub fn flush(&mut self) -> Result<()> {
         if !self.bytes.is_empty() {
             self.sender.send(&self.bytes)?;
@@ -93,16 +96,19 @@ impl Output {
         if self.bytes.len() >= GATHERED_BYTES { self.flush() } else { Ok(()) }
     }
 
-    /// Adds the answer to a request that returns no data.
+    /// Adds the reply to a request that returns no data. `cookie` is the request's; `error` is 0 or
+    /// an error number of the protocol. If many bytes are gathered, sends them; error: the
+    /// connection failed.
     pub fn answer(&mut self, cookie: u64, error: u32) -> Result<()> {
         // Also used for a failed read, whose reply has no data.
         answer(&mut self.bytes, self.sender.structured, cookie, error);
         self.gathered()
     }
 
-    /// Adds the answer to a read of `len` bytes: the content that `read` writes to the buffer, or
-    /// its error. Returns `false` if `read` returned `false`, that is, wrote no content; then the
-    /// request is not answered yet.
+    /// Adds the reply to the read `request`: the content that `read` writes to the buffer it is
+    /// given, or the error number of the protocol that it returns. Returns `false` and adds nothing
+    /// if `read` returned `Ok(false)`, that is, wrote no content. If many bytes are gathered, sends
+    /// them; error: the connection failed.
     pub fn data(
         &mut self,
         request: &NbdRequest,
@@ -131,8 +137,9 @@ impl Output {
         Ok(true)
     }
 
-    /// Adds the answer to a status request. Ranges are within the request, so their lengths have 32
-    /// bits.
+    /// Adds the reply to the status request `cookie`, in the metadata context with number
+    /// `context`. Each range must be shorter than 4 GiB. If many bytes are gathered, sends them;
+    /// error: the connection failed.
     pub fn status(&mut self, cookie: u64, context: u32, ranges: &[DiskRange]) -> Result<()> {
         chunk(&mut self.bytes, CHUNK_BLOCK_STATUS, cookie, 4 + 8 * ranges.len() as u32);
         self.bytes.extend(context.to_be_bytes());
@@ -144,7 +151,8 @@ impl Output {
         self.gathered()
     }
 
-    /// Adds the end of a structured reply without content.
+    /// Adds a reply without content to the request `cookie`. If many bytes are gathered, sends
+    /// them; error: the connection failed.
     pub fn none(&mut self, cookie: u64) -> Result<()> {
         if self.sender.structured {
             chunk(&mut self.bytes, CHUNK_NONE, cookie, 0);

@@ -18,13 +18,15 @@ const THREADS: usize = 4;
 /// The largest number of reads that wait for a thread. More reads wait in the client's socket.
 const WAITING_MAX: usize = 64;
 
-/// The threads. The first slow read starts them.
+/// The threads that serve the slow reads of one connection.
 pub struct SlowReads {
     queue: SyncSender<NbdRequest>,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl SlowReads {
+    /// Starts the threads. They read from `disk` and send the replies by `sender`. Error: a thread
+    /// cannot be started.
     pub fn start(disk: &Arc<Disk>, sender: &Sender) -> Result<Self> {
         let (queue, requests) = sync_channel(WAITING_MAX);
         let requests = Arc::new(Mutex::new(requests));
@@ -42,12 +44,13 @@ impl SlowReads {
         })
     }
 
-    /// Passes a read to the threads.
+    /// Passes the read `request` to the threads. Waits if too many reads wait already. Error: the
+    /// threads have ended.
     pub fn read(&self, request: NbdRequest) -> Result<()> {
         self.queue.send(request).map_err(|_| Error::protocol("an NBD client", "it went away"))
     }
 
-    /// Waits until all reads are answered.
+    /// Waits until all reads are answered, and ends the threads.
     pub fn end(self) {
         drop(self.queue);
         for thread in self.threads {

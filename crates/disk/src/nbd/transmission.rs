@@ -27,7 +27,7 @@ const PAYLOAD_KEPT_BYTES: usize = 2 << 20;
 /// The largest number of ranges in one status reply.
 const RANGES_MAX: usize = 4096;
 
-/// A client that has chosen its export.
+/// The connection of a client that has chosen its export.
 pub struct Transmission {
     shared: Arc<Shared>,
     agreed: Agreed,
@@ -40,12 +40,14 @@ pub struct Transmission {
     placement: ThreadPlacement,
 }
 
-/// Returns the protocol's error number for an error.
+/// Returns the error number of the NBD protocol that tells a client of `error`.
 pub fn number(error: &Error) -> u32 {
     if error.is_disk_full() || matches!(error, Error::Limit { .. }) { ENOSPC } else { EIO }
 }
 
 impl Transmission {
+    /// Creates the connection of a client after the negotiation `agreed`. Requests come from
+    /// `input`; replies go to `stream`.
     pub fn new(
         shared: Arc<Shared>,
         agreed: Agreed,
@@ -67,8 +69,8 @@ impl Transmission {
         }
     }
 
-    /// Serves requests until the client disconnects. Flushes and reads under way are finished
-    /// first.
+    /// Serves requests until the client disconnects. Finishes flushes and reads that are under way
+    /// before it returns. Errors: the client broke the protocol; the connection failed.
     pub fn run(mut self) -> Result<()> {
         let served = self.serve();
         // The client may have sent a disconnect and still read the last replies.

@@ -24,13 +24,13 @@ use crate::{BLOCK, DiskBlock, DiskEpoch, Slot};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
-/// The largest number of epochs in flight. Each holds its own map in memory.
+/// The largest number of epochs in flight. Each keeps a map in memory.
 pub const EPOCHS_MAX: usize = 64;
 
 /// The number of owed blocks that one step looks up.
 const OWED_STEP_BLOCKS: u64 = 1 << 10;
 
-/// The location of a block's content.
+/// The location of a block's content in an overlay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockPlace {
     /// In this slot.
@@ -57,14 +57,14 @@ impl ExtentValue for BlockPlace {
     }
 }
 
-/// Consecutive blocks of one epoch.
+/// Consecutive blocks of one epoch, whose slots are consecutive too.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Extent {
     /// The first block.
     pub block: DiskBlock,
     /// The number of blocks.
     pub blocks: u64,
-    /// The slot of the first block; the others follow. `None`: all blocks are zero.
+    /// The slot of the first block. `None` if all blocks are zero.
     pub slot: Option<Slot>,
 }
 
@@ -76,7 +76,8 @@ struct Frozen {
     done: bool,
 }
 
-/// The maps of one disk: from each block to its slot, for each epoch that is needed.
+/// The maps of one disk, from blocks to slots: one map for each epoch in flight, one for the
+/// current epoch, and one for all before.
 #[derive(Debug, Default)]
 pub struct EpochChain {
     current: ExtentMap<BlockPlace>,
@@ -89,26 +90,30 @@ pub struct EpochChain {
 }
 
 impl EpochChain {
-    /// Returns the chain after a restart: all blocks count as written since the last cut.
+    /// Creates the chain of a disk whose overlay is opened again with the map `map`. All its blocks
+    /// count as written since the last cut.
     pub fn recovered(map: ExtentMap<BlockPlace>) -> Self {
         let mut chain = Self { settled: map, ..Self::default() };
         chain.settled.iter().for_each(|(s, n, _)| chain.owed.insert(s, n, (), &mut |_, _, ()| {}));
         chain
     }
 
-    /// Numbers the epochs from `after` on.
+    /// Makes the numbers of later epochs greater than `after`.
     pub fn number_epochs_after(&mut self, after: DiskEpoch) {
         self.last = self.last.max(after.0);
     }
 
-    /// Calls `show` with the current place of each part of a range of blocks. `None` is below the
-    /// overlay.
+    /// Divides the `len` blocks from `start` on by their current place. Calls `show` for each part
+    /// in rising order: first block, number of blocks, place of the first block. The place is
+    /// `None` if the overlay does not hold the part.
     pub fn each(&self, start: u64, len: u64, show: &mut dyn FnMut(u64, u64, Option<BlockPlace>)) {
         self.each_below(0, start, len, show);
     }
 
-    /// Calls `show` with the current place of each part of a range of bytes: start in the range,
-    /// length, place, and offset of its first byte in its first block.
+    /// Divides the `len` bytes from byte `offset` of the disk on by their current place. Calls
+    /// `show` for each part: first byte relative to `offset`, length in bytes, and the place of its
+    /// first block with the offset of its first byte in that block. The place is `None` if the
+    /// overlay does not hold the part.
     pub fn parts(
         &self,
         offset: u64,
@@ -128,7 +133,8 @@ impl EpochChain {
         });
     }
 
-    /// Visits the extents of the current epoch alone, as [`Self::each`] does.
+    /// Calls `show` as [`Self::each`] does, with the places of the blocks that were written since
+    /// the last cut. The place of other blocks is `None`.
     pub fn each_current(
         &self,
         start: u64,
@@ -160,8 +166,9 @@ impl EpochChain {
         });
     }
 
-    /// Records that blocks were written to a new place. Slots of this epoch that become unused go
-    /// to `unused`.
+    /// Records that the `len` blocks from `start` on were written to `place`. Calls `unused` with
+    /// each range of slots (first slot, number of slots) that the current epoch used for them
+    /// before.
     pub fn write(
         &mut self,
         start: u64,
@@ -176,7 +183,8 @@ impl EpochChain {
         });
     }
 
-    /// Ends the current epoch. `None` if too many epochs are in flight.
+    /// Ends the current epoch and returns its number. Returns `None` if [`EPOCHS_MAX`] epochs are
+    /// in flight.
     pub fn cut(&mut self) -> Option<DiskEpoch> {
         if self.frozen.len() >= EPOCHS_MAX {
             return None;
@@ -197,8 +205,9 @@ impl EpochChain {
         self.frozen.iter().position(|f| f.epoch == epoch && !f.done)
     }
 
-    /// Returns the extents that an epoch in flight covers, from block `from` on, about `max` of
-    /// them, and the block at which to continue. `None` if the epoch is not in flight.
+    /// Returns about `max` extents of an epoch in flight, from block `from` on, and the block at
+    /// which to continue: `None` after the last one. Returns `None` in place of both if the epoch
+    /// is not in flight.
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -234,7 +243,7 @@ impl EpochChain {
         }
     }
 
-    /// Releases an epoch after its checkpoint is sealed. False if it is not in flight.
+    /// Releases an epoch whose checkpoint is sealed. Returns false if it is not in flight.
     pub fn release(&mut self, epoch: DiskEpoch) -> bool {
         let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
             return false;
@@ -244,8 +253,8 @@ impl EpochChain {
         true
     }
 
-    /// Gives an epoch back after its checkpoint failed: the next cut covers its blocks too. False
-    /// if it is not in flight.
+    /// Gives back an epoch whose checkpoint failed: the next cut covers its blocks too. Returns
+    /// false if it is not in flight.
     pub fn give_back(&mut self, epoch: DiskEpoch) -> bool {
         let Some(frozen) = self.find(epoch).and_then(|index| self.frozen.get_mut(index)) else {
             return false;
@@ -265,8 +274,9 @@ impl EpochChain {
         self.frozen.iter().filter(|f| !f.done).map(|f| f.epoch).collect()
     }
 
-    /// Folds up to `max` extents of epochs that are done. Slots that become unused go to `unused`.
-    /// True if more is left.
+    /// Merges up to `max` extents of released epochs into the map of older blocks. Calls `unused`
+    /// with each range of slots (first slot, number of slots) that becomes unused. Returns true if
+    /// more extents remain to be merged.
     pub fn fold(&mut self, max: usize, unused: &mut dyn FnMut(u32, u32)) -> bool {
         for _ in 0..max {
             let Some(oldest) = self.frozen.front_mut().filter(|f| f.done) else { return false };
@@ -284,20 +294,21 @@ impl EpochChain {
         self.frozen.front().is_some_and(|f| f.done)
     }
 
-    /// Returns the first range that the overlay holds at or after `from`, over all maps.
+    /// Returns the first range of blocks at or after block `from` that the overlay holds: first
+    /// block, number of blocks. Returns `None` if there is none.
     pub fn next(&self, from: u64) -> Option<(u64, u64)> {
         let maps = self.frozen.iter().map(|f| &f.map).chain([&self.current, &self.settled]);
         maps.filter_map(|map| map.next(from)).map(|(s, n, _)| (s, n)).min()
     }
 
-    /// Returns the number of entries in all maps. It determines the memory use.
+    /// Returns the number of ranges in all maps. Their memory is proportional to it.
     pub fn entries(&self) -> usize {
         let frozen: usize = self.frozen.iter().map(|f| f.map.entries() + f.owed.entries()).sum();
         self.current.entries() + self.owed.entries() + self.settled.entries() + frozen
     }
 
-    /// Returns the number of blocks written since the last cut, plus owed blocks. A block may count
-    /// twice.
+    /// Returns the number of blocks that the next cut covers: those written since the last cut, and
+    /// those of epochs that were given back. A block that is both counts twice.
     pub fn dirty_blocks(&self) -> u64 {
         self.current.blocks() + self.owed.blocks()
     }

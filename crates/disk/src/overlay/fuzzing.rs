@@ -14,11 +14,11 @@ fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().ignore_poison()
 }
 
-/// A directory in memory.
+/// An overlay's directory whose files are in memory.
 pub struct MemoryFolder(Mutex<BTreeMap<String, Bytes>>);
 
 impl MemoryFolder {
-    /// Returns a directory with an overlay's two files.
+    /// Creates a directory with an overlay's two files: the journal and the data file.
     pub fn folder(journal: Vec<u8>, data: Vec<u8>) -> Arc<Self> {
         let files = [(NAME, journal), (DATA, data)];
         let files = files.map(|(name, bytes)| (name.to_owned(), Arc::new(Mutex::new(bytes))));
@@ -88,7 +88,7 @@ impl OverlayFile for File {
     }
 }
 
-/// Returns `journal` with its checksums recomputed.
+/// Returns a copy of `journal` with its checksums made valid.
 pub fn mended(journal: &[u8]) -> Vec<u8> {
     let mut bytes = journal.to_vec();
     if bytes.len() >= HEADER_BYTES {

@@ -25,6 +25,7 @@ use xxhash_rust::xxh3::{xxh3_64, xxh3_64_with_seed};
 
 const MAGIC: [u8; 8] = *b"KFDISK\r\n";
 const VERSION: u32 = 1;
+/// The length of the journal's header in bytes.
 pub const HEADER_BYTES: usize = 64;
 const BATCH_MAGIC: u32 = 0x3142_464b;
 const BATCH_HEADER_BYTES: usize = 32;
@@ -33,19 +34,23 @@ const RECORD_BYTES: usize = 24;
 const BATCH_RECORDS_MAX: usize = 1 << 20;
 /// A journal below this length is not rewritten.
 const REWRITE_BYTES_MIN: u64 = 4 << 20;
+/// The name of the journal in the overlay's directory.
 pub const NAME: &str = "journal";
 const ASIDE: &str = "journal.new";
 
-/// Blocks and their new place.
+/// A record of the journal: consecutive blocks and their new place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JournalRecord {
+    /// The number of the first block.
     pub block: u64,
+    /// The number of blocks.
     pub blocks: u64,
+    /// The place of the first block. If it is a slot, the slots of the others follow.
     pub place: BlockPlace,
 }
 
 impl JournalRecord {
-    /// Returns whether a disk of `disk_bytes` bytes can have this record.
+    /// Returns true if the record has blocks, and all of them lie in a disk of `disk_bytes` bytes.
     pub fn is_possible(&self, disk_bytes: u64) -> bool {
         let end = self.block.checked_add(self.blocks);
         let has_slots = match self.place {
@@ -70,15 +75,18 @@ struct ParsedHeader {
     covered: u64,
 }
 
-/// The content of a journal.
+/// The content of a journal that was opened.
 pub struct Recovered {
+    /// The size of the disk in bytes.
     pub disk_bytes: u64,
+    /// The place of each block that the journal names.
     pub map: ExtentMap<BlockPlace>,
-    /// The journal holds all recent records up to this number.
+    /// The number of the last record of [`super::recent`] that the journal holds. It holds all
+    /// earlier ones too.
     pub covered: u64,
 }
 
-/// An open journal.
+/// An open journal of an overlay.
 pub struct Journal {
     folder: Arc<dyn OverlayFolder>,
     file: Arc<dyn OverlayFile>,
@@ -94,17 +102,24 @@ pub struct Journal {
     rewrite_bytes_min: u64,
 }
 
+/// Returns the little-endian number in the four bytes from `at` on, or 0 if they are not all in
+/// `bytes`.
 pub fn le32(bytes: &[u8], at: usize) -> u32 {
     bytes.get(at..at + 4).and_then(|b| b.try_into().ok()).map_or(0, u32::from_le_bytes)
 }
 
+/// Returns the little-endian number in the eight bytes from `at` on, or 0 if they are not all in
+/// `bytes`.
 pub fn le64(bytes: &[u8], at: usize) -> u64 {
     bytes.get(at..at + 8).and_then(|b| b.try_into().ok()).map_or(0, u64::from_le_bytes)
 }
 
 impl Journal {
-    /// Opens the journal of `folder`, or creates one for a disk of `disk_bytes` bytes. `None`: the
-    /// journal must exist.
+    /// Opens the journal of the overlay in `folder` and reads it. If there is none, creates one for
+    /// a disk of `disk_bytes` bytes, or fails if `disk_bytes` is `None`.
+    ///
+    /// Errors: [`Error::Damaged`]; [`Error::Refused`] if it is of a disk of another size or in a
+    /// newer format; the files cannot be read or written.
     pub fn open(
         folder: Arc<dyn OverlayFolder>,
         disk_bytes: Option<u64>,
@@ -290,8 +305,11 @@ impl Journal {
         format!("{}/{NAME}", self.folder.name())
     }
 
-    /// Appends records and makes them durable: with them, the journal holds all recent records up
-    /// to number `covered`. The error says whether a retry is possible.
+    /// Appends `records` and makes them durable. `covered` is the number of the last record of
+    /// [`super::recent`] that the journal then holds.
+    ///
+    /// Errors: the file cannot be written or synced; [`AppendError::retry`] tells whether the
+    /// caller may try again.
     pub fn append(&mut self, records: &[JournalRecord], covered: u64) -> Result<(), AppendError> {
         let mut chunks = records.chunks(BATCH_RECORDS_MAX).peekable();
         while let Some(records) = chunks.next() {
@@ -333,13 +351,15 @@ impl Journal {
         bytes
     }
 
-    /// Returns true if the journal is several times as long as its content needs.
+    /// Returns true if the journal is so much longer than its content needs that a rewrite is due.
     pub fn is_long(&self) -> bool {
         self.end >= self.rewrite_at
     }
 
-    /// Rewrites the journal without superseded records. If a retry is possible after a failure, the
-    /// journal is unchanged.
+    /// Writes a new journal without superseded records, which replaces this one.
+    ///
+    /// Errors: a file cannot be read, written or synced; [`AppendError::retry`] tells whether the
+    /// journal is unchanged, so that the caller may try again.
     pub fn rewrite(&mut self) -> Result<(), AppendError> {
         // After any result, the next rewrite waits until the length has doubled.
         self.rewrite_at = self.end.saturating_mul(2);
@@ -354,7 +374,8 @@ impl Journal {
         self.replace(&map)
     }
 
-    /// Replaces the journal with an empty one. Recent records up to number `covered` are void.
+    /// Replaces the journal with an empty one. Records of [`super::recent`] up to number `covered`
+    /// become void. Error: a file cannot be written or synced.
     pub fn clear(&mut self, covered: u64) -> Result<()> {
         self.covered = covered;
         self.replace(&ExtentMap::default()).map_err(|e| e.error)
@@ -384,10 +405,11 @@ impl Journal {
     }
 }
 
-/// The reason why records could not be appended.
+/// The failure of a write to the journal.
 pub struct AppendError {
+    /// The error.
     pub error: Error,
-    /// True if the journal is unchanged, so that a retry is possible.
+    /// True if the journal is unchanged, so that the caller may try again.
     pub retry: bool,
 }
 
@@ -424,7 +446,7 @@ fn parse_header(header: &[u8; HEADER_BYTES], name: &str) -> Result<ParsedHeader>
     Ok(ParsedHeader { disk_bytes, salt, covered })
 }
 
-/// Writes the correct checksums into a journal, up to the last complete batch.
+/// Writes valid checksums into the journal `bytes`, up to its last complete batch.
 pub fn mend(bytes: &mut [u8]) {
     let check = xxh3_64(&bytes[..56]);
     bytes[56..HEADER_BYTES].copy_from_slice(&check.to_le_bytes());

@@ -12,41 +12,44 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A file of an overlay: a real one, or one of a test.
+/// A file of an overlay: a file of the file system, or a substitute in tests.
 pub trait OverlayFile: Send + Sync {
-    /// Fills `buf` from `offset` on. Bytes past the end are zero.
+    /// Fills `buf` from byte `offset` of the file on. Bytes past the end are zero. Error: the file
+    /// cannot be read.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
-    /// Reads as [`Self::read`], but returns `false` if that would wait for a device. Then the
+    /// Reads as [`Self::read`] does, but returns `false` if that would wait for a device. Then the
     /// content of `buf` is undefined. Error: the file cannot be read.
     fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
         self.read(offset, buf).map(|()| true)
     }
-    /// Writes all of `buf` at `offset`.
+    /// Writes all of `buf` from byte `offset` of the file on. Error: the file cannot be written.
     fn write(&self, offset: u64, buf: &[u8]) -> Result<()>;
-    /// Makes all written data durable.
+    /// Makes all written data durable. Error: the sync failed.
     fn sync(&self) -> Result<()>;
-    /// Returns the length in bytes.
+    /// Returns the length of the file in bytes. Error: the file cannot be queried.
     fn len_bytes(&self) -> Result<u64>;
-    /// Truncates or extends the file.
+    /// Truncates or extends the file to `len_bytes` bytes. Error: its length cannot be set.
     fn set_len(&self, len_bytes: u64) -> Result<()>;
 }
 
-/// The directory of an overlay: a real one, or one of a test.
+/// The directory of an overlay: a directory of the file system, or a substitute in tests.
 pub trait OverlayFolder: Send + Sync {
-    /// Returns the path, for messages.
+    /// Returns the path of the directory, for messages.
     fn name(&self) -> String;
-    /// Opens a file. Creates it if it does not exist.
+    /// Opens the file `name` for reading and writing. Creates it if it does not exist. Error: it
+    /// cannot be opened or created.
     fn open(&self, name: &str) -> Result<Arc<dyn OverlayFile>>;
-    /// Renames a file over another. Durable after [`Self::sync`].
+    /// Renames the file `from` to `to`, which it replaces. The change is durable after
+    /// [`Self::sync`]. Error: the file cannot be renamed.
     fn replace(&self, from: &str, to: &str) -> Result<()>;
-    /// Makes the directory's entries durable.
+    /// Makes the names of files in the directory durable. Error: the sync failed.
     fn sync(&self) -> Result<()>;
     /// Returns a number that differs for each boot of the machine, so that unsynced data of an
-    /// earlier boot is not taken for complete.
+    /// earlier boot is not taken for complete. Error: the number cannot be read.
     fn boot_seed(&self) -> Result<u64>;
 }
 
-/// Whether written data must survive a crash of the host.
+/// The rule whether written data must survive a crash of the host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Lasting {
     /// A sync makes the data durable.
@@ -92,7 +95,8 @@ impl OverlayFile for RealFile {
     }
 }
 
-/// Fills `buf`. Bytes past the end of the file are zero. Error: the file cannot be read.
+/// Fills `buf` from byte `offset` of the file on. Bytes past the end are zero. Error: the file
+/// cannot be read.
 pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<()> {
     let mut done = 0;
     while done < buf.len() {
@@ -109,8 +113,9 @@ pub fn read_or_zero(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result
     Ok(())
 }
 
-/// Reads as [`read_or_zero`] if all bytes are in the page cache. Returns false if some are not; the
-/// kernel has begun to read them. Error: the file cannot be read.
+/// Reads as [`read_or_zero`] does if all bytes are in the page cache. Returns false if some are
+/// not; then the kernel has begun to read them. If the file system cannot tell, reads and waits.
+/// Error: the file cannot be read.
 pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<bool> {
     let mut done = 0;
     while done < buf.len() {
@@ -133,8 +138,9 @@ pub fn read_now(file: &File, offset: u64, buf: &mut [u8]) -> std::io::Result<boo
     Ok(true)
 }
 
-/// Locks a file. A child process holds its parent's locks until its `exec`, so a failed attempt is
-/// repeated for a moment.
+/// Locks a file by `operation`. Tries for 0.2 s, because a child process of the holder may keep the
+/// lock until it calls `exec`. Errors: `EWOULDBLOCK` if another process holds the lock; the file
+/// cannot be locked.
 pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<()> {
     for _ in 0..LOCK_TRIES {
         match rustix::fs::flock(&file, operation) {
@@ -148,7 +154,7 @@ pub fn flock(file: impl AsFd, operation: FlockOperation) -> rustix::io::Result<(
 const LOCK_TRIES: u32 = 20;
 const LOCK_EVERY: Duration = Duration::from_millis(10);
 
-/// A directory of the file system. One process at a time can have it open.
+/// An overlay's directory in the file system. One process at a time can have it open.
 pub struct RealFolder {
     path: PathBuf,
     folder: File,
@@ -156,7 +162,8 @@ pub struct RealFolder {
 }
 
 impl RealFolder {
-    /// Opens and locks the directory. Creates it if it does not exist.
+    /// Opens and locks the directory at `path`. Creates it if it does not exist. Errors: it cannot
+    /// be created; those of [`Self::open`].
     pub fn create(path: &Path, lasting: Lasting) -> Result<Self> {
         let name = path.display().to_string();
         let mut builder = std::fs::DirBuilder::new();
@@ -165,7 +172,8 @@ impl RealFolder {
         Self::open(path, lasting)
     }
 
-    /// Opens and locks an existing directory.
+    /// Opens and locks the existing directory at `path`. Errors: [`Error::Locked`] if another
+    /// process has it open; it cannot be opened or locked.
     pub fn open(path: &Path, lasting: Lasting) -> Result<Self> {
         let name = path.display().to_string();
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;

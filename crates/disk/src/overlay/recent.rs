@@ -40,7 +40,7 @@ struct RecentFile {
     last: u64,
 }
 
-/// The records since the newest one in the journal.
+/// The records that were appended since the newest one in the journal.
 pub struct RecentLog {
     files: [RecentFile; 2],
     active: usize,
@@ -51,18 +51,19 @@ pub struct RecentLog {
     covered: u64,
 }
 
-/// What a process that ended without a sync has left.
+/// The records that an earlier process left behind when it ended without a sync.
 #[derive(Default)]
 pub struct Left {
     /// The records that the journal does not hold, in their order.
     pub records: Vec<JournalRecord>,
-    /// True if a sync had failed.
+    /// True if a sync of that process had failed.
     pub is_broken: bool,
 }
 
 impl RecentLog {
-    /// Opens the files, or creates them. `covered`: the journal holds all records up to this
-    /// number. Error: a record is missing; the files cannot be read.
+    /// Opens the files in `folder`, or creates them. `covered` is the number of the last record
+    /// that the journal holds. Returns the log, and the records that only the log holds. Errors:
+    /// [`Error::Damaged`] if a record is missing; the files cannot be read.
     pub fn open(folder: &dyn OverlayFolder, covered: u64) -> Result<(Self, Left)> {
         let seed = folder.boot_seed()?;
         let mut found = Vec::new();
@@ -96,7 +97,7 @@ impl RecentLog {
         self.append_raw(&bytes_of(record))
     }
 
-    /// Notes that a sync has failed: the next process must not serve the disk, because the kernel
+    /// Records that a sync has failed: the next process must not serve the disk, because the kernel
     /// may have dropped written data.
     pub fn mark_broken(&mut self) {
         let mut mark = [0u8; RECORD_BYTES - 16];
@@ -119,7 +120,7 @@ impl RecentLog {
         Ok(())
     }
 
-    /// Begins a sync, which takes all records until now into the journal. Returns the number of the
+    /// Begins a sync that takes all records up to now into the journal. Returns the number of the
     /// last of them.
     pub fn begin_sync(&mut self) -> u64 {
         let other = &mut self.files[1 - self.active];
@@ -130,7 +131,7 @@ impl RecentLog {
         self.last
     }
 
-    /// Notes that the journal holds all records up to `number`.
+    /// Records that the journal holds all records up to `number`.
     pub fn set_covered(&mut self, number: u64) {
         self.covered = number;
     }

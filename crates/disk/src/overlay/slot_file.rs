@@ -6,7 +6,7 @@ use crate::{BLOCK, Error, Result, Slot};
 use std::fs::File;
 use std::path::Path;
 
-/// The data file of an overlay that another process serves. Reads the slots of an epoch in flight.
+/// The data file of an overlay that another process serves. It reads the slots of epochs in flight.
 #[derive(Debug)]
 pub struct SlotFile {
     file: File,
@@ -14,15 +14,15 @@ pub struct SlotFile {
 }
 
 impl SlotFile {
-    /// Opens the data file of the overlay in the directory `dir`. Error: there is none.
+    /// Opens the data file of the overlay in the directory `dir`. Error: the file cannot be opened.
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join(DATA);
         let name = path.display().to_string();
         Ok(Self { file: File::open(path).map_err(Error::io(&name, "open"))?, name })
     }
 
-    /// Fills `buf`, a multiple of 4096 bytes, with slots from `slot` on. Error: the file cannot be
-    /// read.
+    /// Fills `buf` with the content of consecutive slots from `slot` on. The length of `buf` is a
+    /// multiple of 4096 bytes. Error: the file cannot be read.
     pub fn read(&self, slot: Slot, buf: &mut [u8]) -> Result<()> {
         let at = u64::from(slot.0) * BLOCK;
         read_or_zero(&self.file, at, buf)

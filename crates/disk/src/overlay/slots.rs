@@ -18,7 +18,7 @@ use crate::extents::ExtentMap;
 /// The largest number of slots: 16 TiB of blocks. The numbers above are reserved in the journal.
 const SLOTS_MAX: u32 = u32::MAX - 1;
 
-/// The slots of one overlay.
+/// The allocator of the slots of one overlay.
 #[derive(Debug, Default)]
 pub struct SlotAllocator {
     free: ExtentMap<()>,
@@ -30,14 +30,14 @@ pub struct SlotAllocator {
     parked: [Vec<(u32, u32)>; 2],
 }
 
-/// The generation that a reader has entered.
+/// The generation of slots that a reader has entered. [`SlotAllocator::leave`] takes it back.
 #[derive(Debug)]
 #[must_use]
 pub struct ReaderGeneration(usize);
 
 impl SlotAllocator {
-    /// Creates the allocator of an existing overlay. All slots below `tail` are free except those
-    /// in `used`: pairs of first slot and count, in any order, disjoint.
+    /// Creates the allocator of an existing overlay with `tail` slots. All are free except those in
+    /// `used`: disjoint pairs of first slot and number of slots, in any order.
     pub fn recovered(tail: u32, used: impl Iterator<Item = (u32, u32)>) -> Self {
         let mut free = ExtentMap::default();
         free.insert(0, tail.into(), (), &mut |_, _, ()| {});
@@ -47,8 +47,8 @@ impl SlotAllocator {
         Self { free, tail, ..Self::default() }
     }
 
-    /// Takes up to `count` consecutive slots. Returns the first slot and the number of slots, or
-    /// `None` if all slots are used.
+    /// Takes up to `count` consecutive slots. Returns the first slot and the number of slots taken,
+    /// or `None` if no slot is left.
     pub fn take(&mut self, count: u64) -> Option<(u32, u32)> {
         let count = u32::try_from(count).unwrap_or(u32::MAX);
         if let Some((start, len, ())) = self.free.next(0) {
@@ -62,43 +62,47 @@ impl SlotAllocator {
         (taken > 0).then_some((start, taken))
     }
 
-    /// Frees `len` slots from `start` on at once. No map and no journal may ever have named them.
+    /// Frees `len` slots from `start` on at once. Neither a map nor the journal may ever have named
+    /// these slots.
     pub fn put_back(&mut self, start: u32, len: u32) {
         self.free.insert(start.into(), len.into(), (), &mut |_, _, ()| {});
     }
 
-    /// Records slots that no map names any more, but that the journal may name.
+    /// Marks `len` slots from `start` on as used by no map any more. They stay used until the next
+    /// sync, because the journal may name them.
     pub fn supersede(&mut self, start: u32, len: u32) {
         self.waiting.push((start, len));
     }
 
-    /// Takes the slots that the next successful sync frees.
+    /// Returns the slots that the next successful sync frees, as pairs of first slot and number of
+    /// slots, and removes them from the allocator's list.
     pub fn take_waiting(&mut self) -> Vec<(u32, u32)> {
         std::mem::take(&mut self.waiting)
     }
 
-    /// Puts `slots` of [`Self::take_waiting`] back, because the sync failed and may be repeated.
+    /// Puts the `slots` that [`Self::take_waiting`] returned back on the list, because the sync
+    /// failed and may be repeated.
     pub fn wait_again(&mut self, slots: Vec<(u32, u32)>) {
         self.waiting.extend(slots);
     }
 
-    /// Frees `slots` of [`Self::take_waiting`] after a successful sync. Slots that a reader may
-    /// still read become free after it has left.
+    /// Frees the `slots` that [`Self::take_waiting`] returned, after a successful sync. A slot that
+    /// a reader may still read becomes free after that reader has left.
     pub fn set_free(&mut self, slots: Vec<(u32, u32)>) {
         self.parked[self.newest()].extend(slots);
         self.advance();
     }
 
-    /// Registers a reader of slots that maps name now. These slots are not taken again before
-    /// [`Self::leave`].
+    /// Registers a reader of slots that maps name now. The allocator gives these slots to no writer
+    /// before [`Self::leave`], to which the caller passes the result.
     pub fn enter(&mut self) -> ReaderGeneration {
         let newest = self.newest();
         self.readers[newest] += 1;
         ReaderGeneration(newest)
     }
 
-    /// Unregisters a reader that [`Self::enter`] registered. Frees the parked slots that no other
-    /// reader may still read.
+    /// Removes a reader that [`Self::enter`] registered. Frees the slots that only this reader
+    /// could still read.
     #[expect(clippy::needless_pass_by_value, reason = "a reader leaves once")]
     pub fn leave(&mut self, entered: ReaderGeneration) {
         self.readers[entered.0] -= 1;

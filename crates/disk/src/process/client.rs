@@ -52,10 +52,10 @@ pub(super) type CutAnswers = (Result<Vec<DiskEpoch>>, Result<()>);
 
 impl Disks {
     /// Starts the server as `command`, which must call [`serve`](super::serve) with its standard
-    /// input, and starts it again whenever it ends without an order. Waits until it listens on
+    /// input. Starts it again whenever it ends without an order. Returns when the server listens on
     /// `socket`.
     ///
-    /// Errors: the process cannot be started; a disk cannot be opened.
+    /// Errors: the socket or the process cannot be created; a disk of `specs` cannot be opened.
     pub fn spawn(mut command: Command, socket: &Path, specs: &[DiskSpec]) -> Result<Self> {
         let name = socket.display().to_string();
         let listener = UnixListener::bind(socket).map_err(Error::io(&name, "listen on"))?;
@@ -75,17 +75,18 @@ impl Disks {
         Ok(Self { shared, specs: specs.to_vec(), disk_bytes, supervisor: Some((ours, thread)) })
     }
 
-    /// Registers `observer`, which is called when the server has ended without an order.
+    /// Registers the function `observer`. The handle calls it when the server has ended without an
+    /// order.
     pub fn observe(&self, observer: ServerObserver) {
         self.shared.lock().observer = Some(observer);
     }
 
-    /// Returns the process id of the server. A server that is started again has another one.
+    /// Returns the process id of the server. A server that was started again has another one.
     pub fn pid(&self) -> u32 {
         self.shared.lock().pid
     }
 
-    /// Returns the specs of the disks. Lists of epochs and of sizes have the same order.
+    /// Returns the specs of the disks. Lists with one entry for each disk are in this order.
     pub fn specs(&self) -> &[DiskSpec] {
         &self.specs
     }
@@ -95,8 +96,8 @@ impl Disks {
         &self.disk_bytes
     }
 
-    /// Syncs dirty data while the guest runs, so that the pause has little to sync. Errors: a sync
-    /// failed; the server has ended or does not answer.
+    /// Makes written data durable while the guest runs, so that the pause has little to sync.
+    /// Errors: a sync failed; the server has ended or does not answer.
     pub fn prepare(&mut self) -> Result<()> {
         self.done(&DiskRequest::Prepare, SYNC_TIMEOUT)
     }
@@ -109,8 +110,9 @@ impl Disks {
         self.done(&DiskRequest::Pause { limit_ms: limit.as_millis() as u64 }, ANSWER_TIMEOUT)
     }
 
-    /// Cuts all disks. To be called after `stop`. Returns the epoch of each disk, in the order of
-    /// the specs. Errors: too many epochs are in flight; the server has ended or does not answer.
+    /// Cuts all disks. Returns the epoch of each disk, in the order of [`Self::specs`]. The caller
+    /// has stopped the VM before. Errors: too many epochs are in flight; the server has ended or
+    /// does not answer.
     pub fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
         let mut state = self.shared.lock();
         let connection = state.connection()?;
@@ -120,7 +122,8 @@ impl Disks {
 
     /// Sends the requests of [`Self::cut`] and [`Self::settled`] without waiting for the responses,
     /// so that the server works while the engine reads device state and RAM. [`Self::finish_cut`]
-    /// returns the responses. Errors: the server has ended or does not answer.
+    /// returns the responses. Gives back the epochs of an earlier call whose responses were not
+    /// taken. Errors: the server has ended or does not answer.
     pub fn begin_cut(&mut self) -> Result<()> {
         if let Some((Ok(epochs), _)) = self.finish_cut() {
             // The caller did not take these epochs, so the new cut covers their blocks.
@@ -142,21 +145,23 @@ impl Disks {
     }
 
     /// Waits until all data that was acknowledged since [`Self::pause`] is durable, and ends the
-    /// pause. To be called before `cont`, also after a failed checkpoint. Error: the sync failed,
-    /// and the VM must not run; the caller may try again after there is space.
+    /// pause. The caller calls this before it resumes the VM, also after a failed checkpoint.
+    ///
+    /// Errors: the sync failed, and the VM must not run (the caller may try again once there is
+    /// space); the server has ended or does not answer.
     pub fn settled(&mut self) -> Result<()> {
         self.done(&DiskRequest::Settled, SYNC_TIMEOUT)
     }
 
-    /// Tells the server that the VM runs, or was not stopped: its threads get their ordinary
-    /// priority back. Errors: the server has ended or does not answer.
+    /// Tells the server that the VM runs, or was not stopped after all. The server's threads get
+    /// their ordinary priority back. Errors: the server has ended or does not answer.
     pub fn resumed(&mut self) -> Result<()> {
         self.done(&DiskRequest::Resumed, ANSWER_TIMEOUT)
     }
 
     /// Has the server answer the guest's requests on processor core `core`, on which all threads of
     /// QEMU run. The server's threads have a higher priority there, so an answer is complete before
-    /// the guest runs again. See the module `nbd::affinity`. Errors: the server has ended or does
+    /// the guest runs again (see the module `nbd::affinity`). Errors: the server has ended or does
     /// not answer.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
         self.done(&DiskRequest::AnswerOn { core }, ANSWER_TIMEOUT)?;
@@ -164,16 +169,18 @@ impl Disks {
         Ok(())
     }
 
-    /// Returns all blocks that `epoch` of the disk at `index` covers, rising: the blocks written
-    /// since the previous cut, and those of epochs that were given back.
+    /// Returns all extents of `epoch` of the disk at `index` in [`Self::specs`], in rising order:
+    /// the blocks written since the previous cut, and those of epochs that were given back. The
+    /// iterator's errors are those of [`Self::pages_from`].
     pub fn pages(&mut self, index: usize, epoch: DiskEpoch) -> Pages<'_> {
         Pages { disks: self, index, epoch, next: Some(DiskBlock(0)), ready: Vec::new().into_iter() }
     }
 
     /// Returns some thousand extents of [`Self::pages`] from block `from` on, and the block at
-    /// which to continue. It is for a caller that shares this handle with others.
+    /// which to continue: `None` after the last one. It is for a caller that shares this handle
+    /// with others.
     ///
-    /// Errors: no such epoch; the server has ended or does not answer.
+    /// Errors: no such disk or epoch; [`Error::CutLost`]; the server has ended or does not answer.
     pub fn pages_from(
         &mut self,
         index: usize,
@@ -190,8 +197,8 @@ impl Disks {
         }
     }
 
-    /// Opens the data file of the disk at `index`, to read slots without a request to the server.
-    /// Errors: no such disk; the file cannot be opened.
+    /// Opens the data file of the disk at `index` in [`Self::specs`], so that the caller reads
+    /// slots without a request to the server. Errors: no such disk; the file cannot be opened.
     pub fn slot_file(&self, index: usize) -> Result<SlotFile> {
         let spec = self
             .specs
@@ -200,21 +207,22 @@ impl Disks {
         SlotFile::open(&spec.overlay)
     }
 
-    /// Checks that the server that cut these epochs still serves the disks. To be called after the
-    /// slots of an epoch have been read: another server may have reused them. Error:
+    /// Checks that the server that cut `epochs` still serves the disks. The caller checks this
+    /// after it has read the slots of an epoch, because a new server may have reused them. Error:
     /// [`Error::CutLost`].
     pub fn require_current(&self, epochs: &[DiskEpoch]) -> Result<()> {
         if self.shared.lock().are_void(epochs) { Err(Error::CutLost) } else { Ok(()) }
     }
 
-    /// Releases the epochs (one of each disk) of a sealed checkpoint. Errors: no such epochs; the
-    /// server has ended or does not answer.
+    /// Releases the epochs of a sealed checkpoint, one of each disk. Does nothing if the server
+    /// that cut them has ended. Errors: no such epochs.
     pub fn release(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
         self.unless_void(epochs, &DiskRequest::Release { epochs: epochs.into() })
     }
 
-    /// Gives back the epochs (one of each disk) of a failed checkpoint: the next cut covers their
-    /// blocks too. Errors: no such epochs; the server has ended or does not answer.
+    /// Gives back the epochs of a failed checkpoint, one of each disk: the next cut covers their
+    /// blocks too. Does nothing if the server that cut them has ended, because the next cut then
+    /// covers all blocks. Error: no such epochs.
     pub fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
         self.unless_void(epochs, &DiskRequest::GiveBack { epochs: epochs.into() })
     }
@@ -230,17 +238,18 @@ impl Disks {
         }
     }
 
-    /// Opens `specs`, which must have the same exports and sizes, without serving them. Errors: a
-    /// disk cannot be opened; the server has ended or does not answer.
+    /// Opens the disks of `specs` without serving them, for a later [`Self::exchange`]. Their
+    /// exports and sizes must be those of the served disks. Errors: they are not; a disk cannot be
+    /// opened; the server has ended or does not answer.
     pub fn stage(&mut self, specs: &[DiskSpec]) -> Result<()> {
         self.done(&DiskRequest::Stage { specs: specs.to_vec() }, OPEN_TIMEOUT)?;
         self.shared.lock().staged = specs.to_vec();
         Ok(())
     }
 
-    /// Serves the staged disks, and stages those that were served. Clients notice only the changed
-    /// content. To be called while the VM is paused and no epoch is in flight. After an error no
-    /// disk is exchanged.
+    /// Serves the staged disks, and stages those that were served. Clients stay connected and see
+    /// the new content. The VM must be paused. After an error no disk is exchanged. Errors: no
+    /// disks are staged, or an epoch is in flight; the server has ended or does not answer.
     pub fn exchange(&mut self) -> Result<()> {
         self.done(&DiskRequest::Exchange, ANSWER_TIMEOUT)?;
         let mut state = self.shared.lock();
@@ -250,14 +259,15 @@ impl Disks {
         Ok(())
     }
 
-    /// Closes the staged disks and returns their specs. Their overlays are unlocked. Errors: the
-    /// server has ended or does not answer.
+    /// Closes the staged disks, unlocks their overlays, and returns their specs. Errors: the server
+    /// has ended or does not answer.
     pub fn dismiss(&mut self) -> Result<Vec<DiskSpec>> {
         self.done(&DiskRequest::Dismiss, ANSWER_TIMEOUT)?;
         Ok(std::mem::take(&mut self.shared.lock().staged))
     }
 
-    /// Returns the state of the server. Errors: the server has ended or does not answer.
+    /// Returns the counters of the server and its disks. Errors: the server has ended or does not
+    /// answer.
     pub fn stats(&mut self) -> Result<ServerStats> {
         match self.ask(&DiskRequest::Stats, ANSWER_TIMEOUT)? {
             DiskResponse::Stats(stats) => Ok(stats),
@@ -265,8 +275,8 @@ impl Disks {
         }
     }
 
-    /// Ends the server: disconnects the remaining clients and syncs all data. Then the overlays are
-    /// unlocked. Errors: a sync failed; the server does not answer; [`Error::ServerEnded`].
+    /// Ends the server. The server disconnects the remaining clients, syncs all data, and unlocks
+    /// the overlays. Errors: a sync failed; the server does not answer; [`Error::ServerEnded`].
     pub fn end(mut self) -> Result<()> {
         self.end_supervision();
         let ended = self.done(&DiskRequest::End, SYNC_TIMEOUT);
@@ -301,7 +311,7 @@ impl Disks {
     }
 }
 
-/// An iterator over the extents of an epoch, which are fetched some thousand at a time.
+/// An iterator over the extents of an epoch. It requests some thousand at a time from the server.
 pub struct Pages<'a> {
     disks: &'a mut Disks,
     index: usize,

@@ -15,6 +15,7 @@ pub(super) const OPEN_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// The process, and the connection to it.
 pub(super) struct Connection {
+    /// The process.
     pub child: Child,
     control: UnixStream,
     disks: usize,
@@ -31,7 +32,8 @@ enum CutRequest {
 
 impl Connection {
     /// Starts the process as `command`, and has it serve `specs` on `listener`, which is bound to
-    /// `socket`. Returns the size of each disk in bytes.
+    /// `socket`. The process numbers its epochs from `epochs_after` plus 1 on. Returns the
+    /// connection, and the size of each disk in bytes.
     ///
     /// Errors: the process cannot be started; a disk cannot be opened.
     pub fn start(
@@ -67,12 +69,15 @@ impl Connection {
         }
     }
 
-    /// Ends the process at once. What it has acknowledged is in the page cache.
+    /// Kills the process and waits for its end. Writes that it has acknowledged stay in the page
+    /// cache.
     pub fn kill(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 
+    /// Returns the epochs of the response to a cut, one for each disk. Error: [`Error::Protocol`]
+    /// if it is another response.
     pub fn epochs(&self, response: DiskResponse) -> Result<Vec<DiskEpoch>> {
         match response {
             DiskResponse::Cut { epochs } if epochs.len() == self.disks => Ok(epochs),
@@ -80,11 +85,13 @@ impl Connection {
         }
     }
 
-    /// Notes that the responses to a cut and its sync are to come.
+    /// Records that a cut and its sync were requested, and that their responses are to come.
     pub fn set_cut_begun(&mut self) {
         self.begun = CutRequest::Sent;
     }
 
+    /// Waits for the responses to the cut and its sync that were requested, and returns them.
+    /// Returns `None` if none was requested.
     pub fn take_cut(&mut self) -> Option<CutAnswers> {
         self.wait_for_cut();
         match std::mem::replace(&mut self.begun, CutRequest::Nothing) {
@@ -101,13 +108,17 @@ impl Connection {
         }
     }
 
+    /// Sends a request, waits at most `timeout` for its response, and returns it. Errors:
+    /// [`Error::Server`] or [`Error::ServerFull`] if the server answers with an error;
+    /// [`Error::ServerEnded`] if it has ended or does not answer in time, upon which it is killed.
     pub fn ask(&mut self, request: &DiskRequest, timeout: Duration) -> Result<DiskResponse> {
         self.wait_for_cut();
         self.send(request, timeout)?;
         self.receive()
     }
 
-    /// Sends a request and sets the time limit of its response.
+    /// Sends a request, and sets the time limit of its response to `timeout`. Error:
+    /// [`Error::ServerEnded`] if the server does not take the request, upon which it is killed.
     pub fn send(&mut self, request: &DiskRequest, timeout: Duration) -> Result<()> {
         let limit = |e| Error::io("the process that serves the disks", "bound the wait for")(e);
         self.control.set_read_timeout(Some(timeout)).map_err(limit)?;
@@ -130,7 +141,8 @@ impl Connection {
     }
 
     /// A late response would be taken for the response to the next request, and a server without
-    /// its engine can take part in no checkpoint. So it is ended, and its supervisor starts another.
+    /// its engine can take part in no checkpoint. So it is ended, and its supervisor starts
+    /// another.
     fn lost(&mut self, _: &Error) -> Error {
         let _ = self.control.shutdown(std::net::Shutdown::Both);
         let _ = self.child.kill();

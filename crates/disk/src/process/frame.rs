@@ -16,7 +16,8 @@ use std::os::unix::net::{UnixListener, UnixStream};
 const MESSAGE_BYTES_MAX: u32 = 4 << 20;
 const OBJECT: &str = "the engine's connection to its disks";
 
-/// Sends one message.
+/// Sends one message. Errors: [`Error::Protocol`] if it is longer than 4 MiB; the stream cannot be
+/// written.
 pub fn send(mut stream: &UnixStream, message: &impl Serialize) -> Result<()> {
     let mut bytes = vec![0; 4];
     serde_json::to_writer(&mut bytes, message)
@@ -28,7 +29,8 @@ pub fn send(mut stream: &UnixStream, message: &impl Serialize) -> Result<()> {
     stream.write_all(&bytes).map_err(Error::io(OBJECT, "write to"))
 }
 
-/// Receives one message. `None` if the other end has disconnected.
+/// Receives one message. Returns `None` if the other end has disconnected before it. Errors:
+/// [`Error::Protocol`] if it is longer than 4 MiB or not a `T`; the stream cannot be read.
 pub fn receive<T: DeserializeOwned>(mut stream: &UnixStream) -> Result<Option<T>> {
     let mut len = [0u8; 4];
     match stream.read_exact(&mut len) {
@@ -52,7 +54,8 @@ pub fn receive<T: DeserializeOwned>(mut stream: &UnixStream) -> Result<Option<T>
     serde_json::from_slice(&bytes).map(Some).map_err(|e| Error::protocol(OBJECT, e.to_string()))
 }
 
-/// Sends a listening socket, in a message of one byte.
+/// Sends a listening socket as a file descriptor, in a message of one byte. Error: the stream
+/// cannot be written.
 pub fn send_listener(stream: &UnixStream, listener: &UnixListener) -> Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -64,7 +67,8 @@ pub fn send_listener(stream: &UnixStream, listener: &UnixListener) -> Result<()>
         .map_err(Error::io(OBJECT, "write to"))
 }
 
-/// Receives the socket of [`send_listener`].
+/// Receives the socket that [`send_listener`] sent, and returns it. Errors: [`Error::Protocol`] if
+/// the message has no socket; the stream cannot be read.
 pub fn receive_listener(stream: &UnixStream) -> Result<UnixListener> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = RecvAncillaryBuffer::new(&mut space);

@@ -23,11 +23,12 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 type OpenLayer<'a> = &'a dyn Fn(&str) -> Result<Box<dyn Layer>>;
 
 /// Serves disks on the calling thread, for the engine at the other end of `control`. Returns when
-/// the engine requests the end, or, after the engine has gone, when the last client has
+/// the engine requests the end. If the engine has gone, returns when the last client has
 /// disconnected.
 ///
-/// `open_layer` opens the layer that a [`DiskSpec`] names. If a disk cannot be opened, the engine is
-/// told. Errors: a sync failed; the engine breaks the protocol, or is gone.
+/// `open_layer` opens the layer that a [`DiskSpec`] names. If a disk cannot be opened, the function
+/// tells the engine so and returns. Errors: a sync failed; the engine breaks the protocol with its
+/// first request; a response cannot be sent.
 pub fn serve(
     control: &UnixStream,
     open_layer: impl Fn(&str) -> Result<Box<dyn Layer>>,

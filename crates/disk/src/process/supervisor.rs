@@ -33,29 +33,29 @@ const WAIT_MAX: Duration = Duration::from_secs(30);
 /// Each process numbers its epochs from a multiple of this on.
 const EPOCHS_OF_PROCESS: u64 = 1 << 32;
 
-/// What has happened to the process that serves the disks.
+/// An event of the process that serves the disks.
 #[derive(Debug)]
 pub enum ServerEvent {
-    /// A process has ended without an order, and a new one serves the disks. Nothing that the
-    /// guest was told is written is lost.
+    /// A process has ended without an order, and a new one serves the disks. No write that was
+    /// acknowledged to the guest is lost.
     Restarted {
-        /// The new process.
+        /// The process id of the new process.
         pid: u32,
         /// The time for which no process served the disks.
         down: Duration,
     },
     /// A process has ended without an order, and no new one could be started. The guest's requests
-    /// wait. It is tried again.
+    /// wait. The supervisor tries again.
     NotRestarted {
         /// The reason why none could be started.
         error: Error,
-        /// The time until it is tried again.
+        /// The time until the next try.
         again: Duration,
     },
 }
 
-/// Receives each event of the server. It is called on the supervisor's thread, which waits until it
-/// returns.
+/// The caller's function that receives each event of the server. The supervisor calls it on its own
+/// thread and waits until it returns.
 pub type ServerObserver = Arc<dyn Fn(ServerEvent) + Send + Sync>;
 
 /// What the engine's handle and the supervisor share.
@@ -66,19 +66,22 @@ pub(super) struct Shared {
 pub(super) struct State {
     /// `None` while no process serves the disks.
     connection: Option<Connection>,
+    /// The process id of the newest process.
     pub pid: u32,
+    /// The disks that are served.
     pub specs: Vec<DiskSpec>,
     /// The disks that are open but not served.
     pub staged: Vec<DiskSpec>,
-    /// The core on which requests are answered.
+    /// The core on which the server answers requests. `None` if it was not set.
     pub core: Option<u32>,
     /// How many processes have ended without an order.
     restarts: u64,
+    /// The function that receives the events.
     pub observer: Option<ServerObserver>,
 }
 
 impl State {
-    /// Returns the connection. Error: [`Error::ServerEnded`].
+    /// Returns the connection to the process. Error: [`Error::ServerEnded`] while there is none.
     pub fn connection(&mut self) -> Result<&mut Connection> {
         self.connection.as_mut().ok_or(Error::ServerEnded)
     }
@@ -88,13 +91,15 @@ impl State {
         DiskEpoch(self.restarts * EPOCHS_OF_PROCESS)
     }
 
-    /// Returns true if all of these epochs are of a process that has ended.
+    /// Returns true if all of `epochs` are of processes that have ended.
     pub fn are_void(&self, epochs: &[DiskEpoch]) -> bool {
         epochs.iter().all(|epoch| epoch.0 <= self.void_epochs().0)
     }
 }
 
 impl Shared {
+    /// Creates the shared state of a handle and its supervisor, for disks that `connection`'s
+    /// process serves.
     pub fn new(connection: Connection, specs: Vec<DiskSpec>) -> Self {
         let pid = connection.child.id();
         let (connection, staged) = (Some(connection), Vec::new());
@@ -103,18 +108,23 @@ impl Shared {
         Self { state: Mutex::new(state) }
     }
 
+    /// Locks the shared state and returns the guard.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().ignore_poison()
     }
 }
 
-/// The thread that starts the process again.
+/// The thread that starts the process again whenever it ends without an order.
 pub(super) struct Supervisor {
+    /// The state that it shares with the handle.
     pub shared: Arc<Shared>,
+    /// The command that starts the process.
     pub command: Command,
+    /// The path to which `listener` is bound.
     pub socket: PathBuf,
+    /// The socket on which QEMU connects. It stays open between two processes.
     pub listener: UnixListener,
-    /// Its other end is closed when no process is to be started any more.
+    /// A socket whose other end is closed when no process may be started any more.
     pub until: UnixStream,
 }
 

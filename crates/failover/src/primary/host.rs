@@ -14,32 +14,34 @@ use rustix::process::{Signal, pidfd_send_signal};
 use std::os::fd::OwnedFd;
 use std::sync::mpsc::Sender;
 
-/// The host of a protected VM. No method waits for QEMU or the network; answers come as events.
+/// The actions of the replication protocol on the primary's host. No method waits for QEMU or the
+/// network; answers come as events. Failures are reported to the host's event sink.
 pub trait HostControl: Send {
-    /// Lets the VM run as long as `permit` says. The VM is stopped when this returns, if it has to
-    /// be.
+    /// Sets what the guard lets the VM do. If the permit does not let the VM run, the VM is stopped
+    /// when this returns.
     fn set_run_permit(&mut self, permit: RunPermit);
-    /// Tells the guard that the VM is paused by its monitor, and goes on answering there.
+    /// Tells the guard that the VM is paused by a command of its monitor, so that the guard lets
+    /// QEMU's process run on and answer.
     fn vm_paused(&mut self);
-    /// Ends the VM at once.
+    /// Kills QEMU.
     fn kill_vm(&mut self);
-    /// Holds the VM's output from now on.
+    /// Holds the VM's network output from now on.
     fn hold_output(&mut self);
-    /// Releases the output up to this cut of the gate.
+    /// Releases the held output up to the gate's cut with number `cut`.
     fn release_output(&mut self, cut: u64);
-    /// Releases all output, and holds no more.
+    /// Releases all held output, and holds no more.
     fn open_gate(&mut self);
-    /// Returns the packets that the gate holds.
+    /// Returns the number and size of the packets that the gate holds.
     fn gate_status(&mut self) -> GateStatus;
-    /// Asks the witness; the answer comes as an event.
+    /// Sends `request` to the witness. The answer comes as an event.
     fn ask_witness(&mut self, request: WitnessRequest);
-    /// Runs the fence hook; its result comes as an event.
+    /// Runs the fence hook. Its result comes as an event.
     fn fence(&mut self);
-    /// Lets the guard go. A VM that may not run by itself ends.
+    /// Ends the guard. If the permit does not let the VM run freely, QEMU ends with it.
     fn end_guard(&mut self);
 }
 
-/// A host whose VM is QEMU's.
+/// The primary's host, on which QEMU runs the VM.
 pub struct QemuHost {
     name: String,
     setup: FailoverSetup,
@@ -51,7 +53,9 @@ pub struct QemuHost {
 }
 
 impl QemuHost {
-    /// Starts the guard of the QEMU with this pid, which runs VM `name`.
+    /// Creates the host of VM `name`, which the QEMU with the process id `qemu_pid` runs, and
+    /// starts its guard. Events go to `sender`. A guard that cannot be started is reported to the
+    /// event sink and started again later. Error: there is no process with this id.
     pub fn new(
         qemu_pid: u32,
         name: String,

@@ -26,28 +26,29 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 use std::time::Duration;
 
-/// The longest time until a killed VM has ended, in nanoseconds.
+/// The longest time from killing a VM to its end, in nanoseconds.
 pub const END_TIMEOUT_NS: u64 = 10_000_000_000;
 
 /// The time that a standby has to learn that the VM goes on without it, in nanoseconds.
 const LEAVE_NS: u64 = 100_000_000;
 
-/// A monotonic clock, in nanoseconds.
+/// A monotonic clock. It returns nanoseconds since an arbitrary instant.
 pub type Clock = Box<dyn Fn() -> u64 + Send>;
 
-/// The parts of the loop.
+/// The parts of the loop that drives the replication protocol on the primary.
 pub struct ProtocolParts {
-    /// The protocol's core.
+    /// The state machine of the protocol.
     pub core: Primary,
     /// The sender of actions for the VM's thread.
     pub vm: Sender<VmAction>,
-    /// The host.
+    /// The actions on this host.
     pub host: Box<dyn HostControl>,
     /// The data connections to the standby.
     pub wire: SharedWire,
-    /// The machine as it is described to a standby.
+    /// The description of the machine that is sent to a standby.
     pub machine: SharedMachineFrame,
-    /// True while the control connection stands; false has it made again.
+    /// True while the control connection is established. If it is set to false, another thread
+    /// connects again.
     pub linked: Arc<AtomicBool>,
     /// The same for the second path.
     pub beating: Arc<AtomicBool>,
@@ -55,27 +56,27 @@ pub struct ProtocolParts {
     pub status: SharedStatus,
     /// Receives the events of this host.
     pub events: SharedFailoverEventSink,
-    /// Set when the user wants an end.
+    /// Set when the user interrupts the command.
     pub interrupted: Arc<AtomicBool>,
-    /// The clock of core and guard.
+    /// The clock of the state machine and the guard.
     pub clock: Clock,
 }
 
-/// The reason why the loop ended.
+/// The reason why the loop of the protocol ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The VM has ended.
     Vm {
-        /// QEMU ended with an error that the user did not ask for.
+        /// True if QEMU ended with an error and the user had not ended it.
         has_failed: bool,
     },
     /// Another host runs the VM in this term.
     Deposed { term: u64 },
-    /// The VM was to end and did not.
+    /// The VM did not end in time after it was killed.
     GivenUp,
 }
 
-/// The loop's state.
+/// The loop that drives the replication protocol on the primary.
 pub struct Protocol {
     pub(super) core: Primary,
     vm: Sender<VmAction>,
@@ -113,6 +114,7 @@ struct ChangedMachine {
 }
 
 impl Protocol {
+    /// Creates the loop from its parts.
     pub fn new(parts: ProtocolParts) -> Self {
         Self {
             core: parts.core,
@@ -140,19 +142,20 @@ impl Protocol {
         }
     }
 
-    /// Starts the core.
+    /// Starts the state machine.
     pub fn begin(&mut self) {
         self.handle(PrimaryEvent::Tick);
         self.show();
         self.check_interrupt();
     }
 
-    /// Returns the time until the core needs a call, if no event comes before.
+    /// Returns the longest time until the next call of [`Self::step`] is due, if no event comes
+    /// before.
     pub fn wait(&self) -> Duration {
         Duration::from_nanos(self.core.deadline_ns().saturating_sub((self.clock)()))
     }
 
-    /// Handles an event, if there is one, and all that is due now.
+    /// Handles `event`, if there is one, and all that is due now.
     pub fn step(&mut self, event: Option<PrimaryEngineEvent>) {
         if let Some(event) = event {
             self.handle_event(event);
@@ -165,7 +168,7 @@ impl Protocol {
         self.check_interrupt();
     }
 
-    /// Returns the reason for which the loop has ended; `None` while it runs.
+    /// Returns the reason why the loop has ended. Returns `None` while it runs.
     pub fn end(&self) -> Option<End> {
         self.end
     }
@@ -186,12 +189,12 @@ impl Protocol {
         self.wire.connect(None);
     }
 
-    /// Ends the VM at once.
+    /// Kills QEMU.
     pub fn kill_vm(&mut self) {
         self.host.kill_vm();
     }
 
-    /// Lets the guard go.
+    /// Ends the guard. If the permit does not let the VM run freely, QEMU ends with it.
     pub fn end_guard(&mut self) {
         self.host.end_guard();
     }

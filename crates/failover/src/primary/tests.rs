@@ -453,8 +453,8 @@ fn a_vm_that_ends_ends_the_loop_in_every_state() {
         let mut test = Test::new();
         test.vm_ends(status);
         assert_eq!(test.until_end(), End::Vm { has_failed });
-        // The clients have seen every packet that left, so the primary releases the standby before it
-        // ends.
+        // The clients have seen every packet that left, so the primary releases the standby before
+        // it ends.
         let mut test = Test::protected();
         test.vm_ends(status);
         assert_eq!(test.until_end(), End::Vm { has_failed });

@@ -18,7 +18,8 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 const STRANGERS_MAX: usize = 32;
 const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Listens at `address`; a process that listened there may need a moment to end.
+/// Listens at `address` and returns the socket. If another process still listens there, tries for 2
+/// s. Error: [`Error::Listen`].
 pub fn bound(address: SocketAddr) -> Result<TcpListener> {
     let deadline = Instant::now() + REBIND_TIMEOUT;
     loop {
@@ -33,7 +34,9 @@ pub fn bound(address: SocketAddr) -> Result<TcpListener> {
     }
 }
 
-/// Accepts connections until `ends` is set. Reads the greeting of each in another thread.
+/// Starts a thread that accepts connections from `listener` until `ends` is set. The greeting of
+/// each is read in another thread, and the connection goes to `sender`. Error: the thread cannot be
+/// started.
 pub fn admit(
     listener: TcpListener,
     setup: &FailoverSetup,

@@ -29,7 +29,8 @@ struct DiskFile {
     disk_bytes: u64,
 }
 
-/// The VM's pages.
+/// The pages of the VM that a standby holds: RAM in the memory of the QEMU that waits, disks in
+/// files.
 pub struct StandbyImage {
     ram: PreparedRam,
     ram_pages: u64,
@@ -37,7 +38,9 @@ pub struct StandbyImage {
     disks: Vec<DiskFile>,
 }
 
-/// Locks the directory of a standby: two in one directory would overwrite each other's disks.
+/// Locks the directory `folder` of a standby, which it creates if it does not exist. Returns the
+/// lock file: the lock lasts until it is closed. Errors: [`Error::DirectoryInUse`] if another
+/// standby uses the directory; the lock file cannot be created.
 pub fn own(folder: &Path) -> Result<File> {
     let path = folder.join("lock");
     let failed = |e: io::Error| Error::file("lock", &path, e);
@@ -51,7 +54,7 @@ pub fn own(folder: &Path) -> Result<File> {
     }
 }
 
-/// Returns the files of a machine's disks.
+/// Returns the paths of the files for the machine's disks in `folder`, in the order of the disks.
 pub fn disk_paths(folder: &Path, machine: &MachineFrame) -> Vec<PathBuf> {
     let path = |(number, name): (usize, &str)| {
         folder.join("disks").join(format!("{number}-{}.raw", name_from(name)))
@@ -59,7 +62,8 @@ pub fn disk_paths(folder: &Path, machine: &MachineFrame) -> Vec<PathBuf> {
     machine.disks.iter().map(|disk| disk.name.as_str()).enumerate().map(path).collect()
 }
 
-/// Makes the files, as long as the disks are.
+/// Creates the files for the machine's disks in `folder`, each as long as its disk, and returns
+/// their paths. Existing files keep their content. Error: a file cannot be created or extended.
 pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>> {
     let failed = |path: &Path, e: io::Error| Error::file("make", path, e);
     let paths = disk_paths(folder, machine);
@@ -72,8 +76,8 @@ pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>>
 }
 
 impl StandbyImage {
-    /// Makes the image of a waiting QEMU's RAM and of the existing disk files `paths`. Fails if a
-    /// file cannot be opened.
+    /// Creates the image of the RAM `ram` of a QEMU that waits, and of the existing disk files
+    /// `paths`. Error: a file cannot be opened.
     pub fn new(ram: PreparedRam, machine: &MachineFrame, paths: &[PathBuf]) -> Result<Self> {
         let ram_pages = machine.ram.len_pages();
         let (mut at, mut disks) = (ram_pages, Vec::new());
@@ -87,17 +91,19 @@ impl StandbyImage {
         Ok(Self { ram, ram_pages, small: RwLock::default(), disks })
     }
 
-    /// Returns all pages, disks included.
+    /// Returns the number of pages of RAM and disks.
     pub fn len_pages(&self) -> u64 {
         self.disks.last().map_or(self.ram_pages, |disk| disk.pages.end().0)
     }
 
-    /// Returns true if its disks were never written to. RAM is zeros at first.
+    /// Returns true if the files of the disks have no data. RAM is zeros at first.
     pub fn disks_are_blank(&self) -> bool {
         self.disks.iter().all(|disk| disk.file.metadata().is_ok_and(|known| known.blocks() == 0))
     }
 
-    /// Applies the pages of `epochs` to RAM and disks, as a whole or not at all.
+    /// Writes the pages of `epochs` to RAM and disks: all of them, or none. Errors: a page cannot
+    /// be read or written; a page lies outside RAM and disks. If the old pages cannot be written
+    /// back after an error, the error says so.
     pub fn apply(&self, epochs: &[EpochBuffer]) -> io::Result<()> {
         let mut undo = Vec::new();
         for (page, content) in epochs.iter().flat_map(EpochBuffer::pages) {

@@ -21,39 +21,49 @@ use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The description and the device state of an epoch that is arriving. The epoch's pages arrive by
-/// the streams.
+/// The description and the device state of an epoch that is arriving. The pages of the epoch arrive
+/// over the streams.
 pub struct IncomingEpoch {
-    /// The session.
+    /// The number of its session.
     pub session: u64,
-    /// The epoch.
+    /// The number of the epoch.
     pub epoch: Epoch,
     /// Its description.
     pub head: EpochHead,
-    /// QEMU's device stream.
+    /// The device state, as QEMU's device stream.
     pub devices: Vec<u8>,
 }
 
-/// A QEMU that waits, and what belongs to it.
+/// A QEMU that waits to take the VM over, with the objects that belong to it.
 pub struct PreparedVm {
+    /// The description of the machine that the primary sent.
     pub machine: MachineFrame,
+    /// The QEMU that waits.
     pub prepared: Prepared,
+    /// The pages of the VM that this standby holds.
     pub image: Arc<StandbyImage>,
+    /// The data connections of the primary.
     pub streams: Arc<Streams>,
+    /// The disks. `None` if the VM has none.
     pub served: Option<ServedDisks>,
+    /// The gate before the VM's network.
     pub gate: Gate,
+    /// The state machine of the standby.
     pub core: Standby,
+    /// The settings of the replication that both hosts share.
     pub config: ReplicationConfig,
-    /// The device state of the epoch that is held.
+    /// The device state of the newest epoch that is held whole. `None` if there is none.
     pub devices: Option<Vec<u8>>,
-    /// The epoch that is arriving, without its pages.
+    /// The epoch that is arriving, without its pages. `None` if there is none.
     pub coming: Option<IncomingEpoch>,
+    /// The session and the epoch of the newest mark on each stream.
     pub marks: Vec<Option<(u64, Epoch)>>,
-    /// Epochs that are being applied.
+    /// The number of epochs that are being applied.
     pub applying: u32,
     /// True if no epoch was ever applied.
     pub blank: bool,
-    /// A session whose primary waits for the hashes of the pages here.
+    /// The session whose primary waits for the hashes of this standby's pages. `None` if there is
+    /// none.
     pub resync_session: Option<u64>,
 }
 

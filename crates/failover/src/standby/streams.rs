@@ -4,8 +4,8 @@
 //!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──taken, all streams at once──▶ applied ─▶ next batch
 //! ```
 //!
-//! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are against
-//! that one. Data of a session that arrives before the session's start waits for it.
+//! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are
+//! against that one. Data of a session that arrives before the session's start waits for it.
 
 use super::super::frames::{FrameKind, unmarked};
 use super::image::StandbyImage;
@@ -26,9 +26,9 @@ const SESSION_WAIT: Duration = Duration::from_secs(10);
 /// Sessions whose data may still be on its way.
 const PAST_MAX: usize = 64;
 
-/// An event of a stream.
+/// An event of one of the streams that carry pages.
 pub enum StreamEvent {
-    /// The stream has received its part of this epoch.
+    /// The stream with this number has received its part of this epoch.
     Marked { stream: usize, session: u64, epoch: Epoch },
     /// The stream has received malformed data; the text is the reason.
     Failed(String),
@@ -55,7 +55,8 @@ struct State {
     done: Vec<Option<CompleteBuffer>>,
 }
 
-/// All streams.
+/// The streams that carry a primary's pages. The pages of one epoch are kept until all streams have
+/// received their part.
 pub struct Streams {
     state: Mutex<State>,
     applied: Condvar,
@@ -63,6 +64,7 @@ pub struct Streams {
 }
 
 impl Streams {
+    /// Creates `streams` streams for the pages of `image`.
     pub fn new(streams: usize, image: Arc<StandbyImage>) -> Self {
         let state = State {
             session: None,
@@ -84,7 +86,7 @@ impl Streams {
         self.lock().done.len()
     }
 
-    /// Accepts data of this session alone.
+    /// Drops received data, and accepts only data of session number `session` from now on.
     pub fn receive(&self, session: u64) {
         self.discard();
         let mut state = self.lock();
@@ -98,14 +100,15 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// Drops received data, and accepts data only from connections with this number from now on.
+    /// Drops received data, and accepts only data from connections with the number `connection`
+    /// from now on.
     pub fn connected(&self, connection: u64) {
         self.discard();
         self.lock().connection = connection;
         self.applied.notify_all();
     }
 
-    /// Drops received data that was not taken.
+    /// Drops received data that [`Self::take`] has not returned.
     pub fn discard(&self) {
         let mut state = self.lock();
         state.dropped += 1;
@@ -114,7 +117,8 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// Returns the pages of an epoch that has arrived on all streams; `None` if it has not.
+    /// Returns the pages of an epoch that has arrived on all streams, one buffer for each stream.
+    /// Returns `None` if it has not.
     pub fn take(&self, session: u64, epoch: Epoch) -> Option<Vec<EpochBuffer>> {
         let mut state = self.lock();
         let is = |done: &Option<CompleteBuffer>| {
@@ -130,13 +134,16 @@ impl Streams {
         Some(state.done.iter_mut().map(take).collect())
     }
 
-    /// Records that the taken epoch is applied, so that the next one may be decoded.
+    /// Records that the epoch of the last [`Self::take`] is applied, so that the streams may decode
+    /// the next one.
     pub fn applied(&self) {
         self.lock().done.iter_mut().for_each(|done| *done = None);
         self.applied.notify_all();
     }
 
-    /// Reads a stream until its connection breaks.
+    /// Starts a thread that reads the stream with number `stream` from `channel`, until the
+    /// connection breaks or `ends` is set. It passes events to `tell`. `connection` is the number
+    /// of the connection.
     pub fn read(
         self: &Arc<Self>,
         (stream, connection): (usize, u64),

@@ -27,14 +27,21 @@ const RETRY_MAX: Duration = Duration::from_millis(800);
 /// How often a VM that cannot be captured is looked at, in nanoseconds.
 const RENEW_EVERY_NS: u64 = 1_000_000_000;
 
-/// The parts of the loop.
+/// The parts of the loop that captures a VM into epochs.
 pub struct LoopParts<V> {
+    /// The VM.
     pub vm: V,
+    /// The connections to the standby.
     pub wire: SharedWire,
+    /// The policy that decides when epochs are taken.
     pub policy: Box<dyn ReplicationScheduler>,
+    /// The number of the first epoch.
     pub first_epoch: Epoch,
+    /// The function that receives the loop's events.
     pub events: Box<dyn Fn(ProtectedVmEvent) + Send>,
+    /// Receives errors of captures.
     pub sink: SharedFailoverEventSink,
+    /// A monotonic clock that returns nanoseconds.
     pub clock: Box<dyn Fn() -> u64 + Send>,
 }
 
@@ -52,7 +59,7 @@ struct InFlight {
     seq: u64,
 }
 
-/// The loop's state.
+/// The loop that captures a VM into epochs.
 #[expect(clippy::struct_excessive_bools, reason = "they are independent of each other")]
 pub struct VmLoop<V> {
     pub(super) vm: V,
@@ -92,6 +99,7 @@ struct Blocked {
 }
 
 impl<V: ProtectedVm> VmLoop<V> {
+    /// Creates the loop from its parts.
     pub fn new(parts: LoopParts<V>) -> Self {
         let since_ns = (parts.clock)();
         let is_blocked = parts.vm.outdated().is_some();
@@ -130,8 +138,8 @@ impl<V: ProtectedVm> VmLoop<V> {
         }
     }
 
-    /// Handles an action, if there is one, and looks at the VM. Returns how long nothing is to be
-    /// done unless an action comes.
+    /// Handles `action`, if there is one, and looks at the VM. Returns the longest time until the
+    /// next call is due, if no action comes before.
     pub fn step(&mut self, action: Option<VmAction>) -> Duration {
         if let Some(action) = action {
             self.handle_action(action);

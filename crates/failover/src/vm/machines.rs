@@ -30,21 +30,21 @@ const GENERATION_BITS: u32 = 32;
 /// NBD_STATE_ZERO of `base:allocation`.
 const ZERO: u32 = 2;
 
-/// The parts of the VM's thread.
+/// The parts of the thread that captures the VM.
 pub struct VmParts {
-    /// The VM with all that captures it.
+    /// The VM and the objects that capture it.
     pub captured: CapturedParts,
     /// The connections to the standby.
     pub wire: SharedWire,
-    /// Decides when epochs are taken.
+    /// The policy that decides when epochs are taken.
     pub policy: Box<dyn ReplicationScheduler>,
     /// The number of the first epoch.
     pub first_epoch: Epoch,
-    /// Receives failed resumes and other errors of the VM.
+    /// Receives failed attempts to resume the VM, and its other errors.
     pub events: SharedFailoverEventSink,
 }
 
-/// The disks of a VM, as their server exports them.
+/// The disks of a VM, as their server presents them over NBD.
 #[derive(Clone, Debug)]
 pub struct DiskExports {
     /// The path of the server's socket.
@@ -53,26 +53,26 @@ pub struct DiskExports {
     pub exports: Vec<DiskExport>,
 }
 
-/// One export of a disk.
+/// One disk, as the disk server exports it over NBD.
 #[derive(Clone, Debug)]
 pub struct DiskExport {
-    /// The name of the export.
+    /// The name of the NBD export.
     pub name: String,
     /// The size of the disk in bytes.
     pub disk_bytes: u64,
 }
 
-/// The VM with all that captures it.
+/// A VM and the objects that capture it.
 pub struct CapturedParts {
     /// The VM.
     pub machines: Machines,
-    /// The capture of its RAM; `None` if it is yet to begin.
+    /// The capture of its RAM. `None` if it has not begun.
     pub ram: Option<RamCapture>,
-    /// The machine as it is described to standbys.
+    /// The description of the machine that standbys receive.
     pub description: MachineDescription,
-    /// The devices and media that its command line makes, if that is known.
+    /// The devices and media that the VM's command line creates. `None` if they are not known.
     pub shape: Option<MachineShape>,
-    /// Options of captures.
+    /// The options of captures.
     pub options: SessionOptions,
     /// The gate before its network.
     pub gate: Gate,
@@ -80,9 +80,9 @@ pub struct CapturedParts {
     pub wire: SharedWire,
     /// True if RAM is compared with the standby's at each epoch.
     pub verify: bool,
-    /// The exports of the disks; `None` if the VM has no disks.
+    /// The disks of the VM. `None` if it has none.
     pub disks: Option<DiskExports>,
-    /// Receives failed resumes and other errors of the VM.
+    /// Receives failed attempts to resume the VM, and its other errors.
     pub events: SharedFailoverEventSink,
 }
 
@@ -103,7 +103,7 @@ impl Capturing {
 /// Receives the encoder's result for each epoch.
 type ReportSink = Arc<dyn Fn(EncodeReport<SentEpoch>) + Send + Sync>;
 
-/// The VM of QEMU, captured.
+/// A VM that QEMU runs, with the objects that capture it.
 pub struct CapturedMachines {
     gated: GatedMachines,
     /// `None` until [`ProtectedVm::renew`] succeeds.
@@ -136,8 +136,8 @@ pub struct CapturedMachines {
 }
 
 impl CapturedMachines {
-    /// Creates a VM whose capture begins with the first [`ProtectedVm::renew`]. `report` gets the
-    /// encoder's result for each epoch.
+    /// Creates a VM whose capture begins with the first [`ProtectedVm::renew`]. The encoder passes
+    /// its report about each epoch to `report`.
     pub fn new(
         parts: CapturedParts,
         report: impl Fn(EncodeReport<SentEpoch>) + Send + Sync + 'static,
@@ -173,7 +173,7 @@ impl CapturedMachines {
         }
     }
 
-    /// Ends the capture and gives the VM back.
+    /// Ends the capture and returns the VM.
     pub fn end(self) -> Machines {
         if let Some(capturing) = self.capturing {
             capturing.end();

@@ -40,9 +40,9 @@ pub(super) struct Shared {
 
 #[derive(Default)]
 pub(super) struct State {
-    /// Rising, without overlap.
+    /// The tracked ranges, in rising order, without overlap.
     pub segments: Vec<Segment>,
-    /// Registered, never drained.
+    /// The ranges that are registered and were never drained.
     pub unscanned: Vec<HostRange>,
     /// The ranges of the segments that were discarded at any time.
     pub discarded: Vec<HostRange>,
@@ -93,7 +93,7 @@ impl Segment {
 }
 
 impl State {
-    /// Returns the error that ended the tracking.
+    /// Returns the error that ended the tracking. Returns `None` while it works.
     pub fn broken(&self) -> Option<io::Error> {
         self.failure.as_ref().map(|(kind, text)| io::Error::new(*kind, text.clone()))
     }
@@ -109,7 +109,7 @@ impl State {
         }
     }
 
-    /// The pages of `range` whose protection the handler did not remove.
+    /// Calls `each` with the parts of `range` whose protection the handler did not remove.
     pub fn each_closed(&self, range: HostRange, mut each: impl FnMut(HostRange)) {
         for segment in &self.segments {
             let Some(part) = intersection(segment.stretch.range, range) else { continue };
@@ -158,7 +158,7 @@ enum Answer {
 }
 
 impl Shared {
-    /// Locks the state.
+    /// Locks the state and returns the guard.
     pub fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().ignore_poison()
     }
@@ -276,8 +276,8 @@ impl Shared {
         }
     }
 
-    /// Ends the tracking of `range`, and wakes the threads that wait to write there, which then
-    /// find nothing in their way.
+    /// Ends the tracking of `range`, and wakes the threads that wait to write there; these then
+    /// write without a fault. Error: a call of userfaultfd failed.
     pub fn end_tracking(&self, range: HostRange) -> io::Result<()> {
         let ended = abi::uffd_unregister(self.uffd.as_fd(), range.start.0, range.len_bytes);
         let woken = abi::uffd_wake(self.uffd.as_fd(), range.start.0, range.len_bytes);
@@ -295,6 +295,8 @@ pub(super) struct Handler {
 const FAILED_SLEEP: Duration = Duration::from_millis(1);
 
 impl Handler {
+    /// Starts the thread that handles the faults of `shared`. Error: the thread or its eventfd
+    /// cannot be created.
     pub fn start(shared: &Arc<Shared>) -> io::Result<Self> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC)?;
         let (shared, told) = (Arc::clone(shared), stop.try_clone()?);

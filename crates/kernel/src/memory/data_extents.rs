@@ -32,9 +32,9 @@ pub(super) struct File {
 }
 
 impl File {
-    /// Opens the file behind `mapping`: by `map_files`, or, where that takes a capability we lack,
-    /// by a descriptor that the process has of it. `None` if there is no file, or neither way
-    /// leads to it.
+    /// Opens the file behind `mapping`: by `map_files`, or if that takes a capability that this
+    /// process lacks, by a descriptor that the process has of the file. Returns `None` if there is
+    /// no file, or if neither way works.
     pub fn open(process: &Process, mapping: &Mapping) -> Option<Self> {
         if mapping.inode == 0 {
             return None;

@@ -21,7 +21,7 @@ unsafe impl Send for PrefaultedBuffer {}
 unsafe impl Sync for PrefaultedBuffer {}
 
 impl PrefaultedBuffer {
-    /// Allocates and populates `len_bytes` bytes of zeros. Fails if there is no memory.
+    /// Allocates and populates `len_bytes` bytes of zeros. Error: the kernel refuses the memory.
     pub fn new(len_bytes: usize) -> Result<Self> {
         let failed = |operation, source| Error::PrefaultedBuffer {
             len_bytes: len_bytes as u64,
@@ -68,7 +68,7 @@ impl PrefaultedBuffer {
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len_bytes) }
     }
 
-    /// Returns the bytes, mutable.
+    /// Returns the bytes for writing.
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         // SAFETY: as for `as_slice`; and `self` is borrowed mutably, so that this is the only way
         // to the bytes.

@@ -25,8 +25,8 @@ unsafe impl Send for SharedMapping {}
 unsafe impl Sync for SharedMapping {}
 
 impl SharedMapping {
-    /// Maps `range`, a part of `mapping`, whose file is `file`; `None` if that is not possible
-    /// or not safe.
+    /// Maps `range`, a part of `mapping`, whose file is `file`. Returns `None` if that is not
+    /// possible or not safe.
     pub fn open(file: &File, mapping: &Mapping, range: HostRange) -> Option<Self> {
         if !mapping.shared || mapping.page_bytes != PAGE_BYTES as u64 {
             return None;

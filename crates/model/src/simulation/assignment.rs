@@ -4,7 +4,7 @@ use super::held_checkpoints::{HeldCheckpoints, TransferSizes};
 use super::{AssignmentPolicy, SimulatedInterval};
 use std::collections::BTreeSet;
 
-/// A node with a free slot.
+/// A node with a free slot, on which an interval can be simulated.
 pub struct FreeNode<'a> {
     /// The number of the node.
     pub node: usize,

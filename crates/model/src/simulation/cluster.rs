@@ -32,7 +32,7 @@ pub struct ClusterNode {
     pub speed: f64,
 }
 
-/// The link of the server that holds all checkpoints.
+/// The network link of the server that holds all checkpoints.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ClusterNetwork {
     /// Its rate for all nodes together, in bits per second; with `None` a transfer takes no time.
@@ -41,7 +41,7 @@ pub struct ClusterNetwork {
     pub latency_s: f64,
 }
 
-/// The part of a checkpoint that is sent.
+/// The part of a checkpoint that is sent to a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Transfer {
@@ -85,7 +85,7 @@ pub struct NodeFailure {
     pub back_s: Option<f64>,
 }
 
-/// The failures of a run.
+/// The failures of nodes in a simulated run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Failures {
     /// These failures. A failure of a node that is down has no effect.
@@ -119,8 +119,8 @@ pub struct Cluster {
 }
 
 impl Cluster {
-    /// Makes a cluster of `count` equal nodes with one slot each. They start at once and never fail,
-    /// and transfers take no time.
+    /// Makes a cluster of `count` equal nodes with one slot each. They start at once and never
+    /// fail, and transfers take no time.
     pub fn of(count: usize) -> Self {
         Self {
             nodes: vec![ClusterNode { slots: 1, start_s: 0.0, speed: 1.0 }; count],

@@ -108,9 +108,9 @@ struct Simulation<'a> {
     demanded_s: f64,
 }
 
-/// Simulates `intervals` on `cluster`.
+/// Simulates `intervals` on `cluster` and returns the times and the use of the nodes.
 ///
-/// Errors: see [`SimulationError`].
+/// Error: the reason why there is no outcome ([`SimulationError`]).
 pub fn simulate(
     intervals: &[SimulatedInterval],
     cluster: &Cluster,

@@ -6,8 +6,8 @@ use crate::Constants;
 /// The largest number of intervals in a run. A length that would give more is increased.
 const INTERVALS_MAX: f64 = 100_000.0;
 
-/// Cuts a run into equal intervals of about `length` seconds, so that their sum is the run. Each is
-/// ready at its end. Their checkpoints have no bytes to transfer.
+/// Divides a run into equal intervals of about `length` seconds, whose sum is the run, and returns
+/// them in order. Each is ready at its end. Their checkpoints have no bytes to transfer.
 pub fn equal_intervals(constants: &Constants, length: f64) -> Vec<SimulatedInterval> {
     let count = (constants.s_log * constants.t_vm / length).round().clamp(1.0, INTERVALS_MAX);
     let length = constants.s_log * constants.t_vm / count;

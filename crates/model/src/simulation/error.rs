@@ -1,6 +1,6 @@
 //! Errors of a simulation.
 
-/// The reason why a simulation has no outcome.
+/// The reason why the simulation of a run has no outcome.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SimulationError {

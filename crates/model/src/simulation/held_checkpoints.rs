@@ -3,7 +3,8 @@
 use super::{SimulatedInterval, Transfer};
 use std::collections::BTreeSet;
 
-/// The sizes of transfers between checkpoints.
+/// The sizes of transfers, in bytes: of a whole checkpoint to a node, or of the bytes that a node
+/// lacks of it.
 pub struct TransferSizes {
     transfer: Transfer,
     images: Vec<f64>,
@@ -11,7 +12,7 @@ pub struct TransferSizes {
     sums: Vec<f64>,
 }
 
-/// The checkpoints that a node holds.
+/// The set of checkpoints that a node holds.
 #[derive(Clone, Debug, Default)]
 pub struct HeldCheckpoints {
     intervals: BTreeSet<usize>,
@@ -38,8 +39,8 @@ impl TransferSizes {
     /// checkpoint of interval number `interval`.
     ///
     /// Two checkpoints differ by the bytes written between them, whichever is first. The nearest
-    /// held checkpoint on each side therefore gives the smallest transfer, and no transfer is larger
-    /// than the whole image.
+    /// held checkpoint on each side therefore gives the smallest transfer, and no transfer is
+    /// larger than the whole image.
     pub fn missing(&self, interval: usize, held: &HeldCheckpoints) -> f64 {
         let all = self.images[interval];
         if self.transfer == Transfer::Whole {

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The simulation of one interval.
+/// The outcome of the simulation of one interval.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct IntervalRun {
     /// The number of the node that simulated it.
@@ -41,7 +41,7 @@ pub struct NodeUsage {
     pub failures: usize,
 }
 
-/// A simulated run.
+/// The outcome of a simulated run.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SimulationOutcome {
     /// The time from the beginning of the recording to the end of the last interval, in seconds.

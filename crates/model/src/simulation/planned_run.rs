@@ -41,8 +41,8 @@ impl PlannedRun {
         Self { constants: *constants, intervals: None, sequential_s }
     }
 
-    /// Plans a run of measured `intervals`, which are `recorded_s` seconds of the recording. If
-    /// that is 0, the run counts as whole.
+    /// Plans a run of measured `intervals`, which cover `recorded_s` seconds of the recording. If
+    /// `recorded_s` is 0, they cover the whole recording.
     pub fn of_intervals(
         constants: &Constants,
         intervals: Vec<SimulatedInterval>,
@@ -64,21 +64,22 @@ impl PlannedRun {
         self.intervals.as_deref()
     }
 
-    /// Returns the time of one simulation of all, in seconds.
+    /// Returns the time of one simulation of the whole run, in seconds.
     pub fn sequential_s(&self) -> f64 {
         self.sequential_s
     }
 
-    /// Returns the shortest and the longest simulation of a measured interval, in seconds; `None`
-    /// for a run of equal intervals.
+    /// Returns the times of the shortest and the longest simulation of a measured interval, in
+    /// seconds. Returns `None` for a run of equal intervals.
     pub fn range_s(&self) -> Option<(f64, f64)> {
         let works = || self.intervals.iter().flatten().map(|interval| interval.work_s);
         let range = (works().fold(f64::INFINITY, f64::min), works().fold(0.0, f64::max));
         self.intervals.as_ref().map(|_| range)
     }
 
-    /// Simulates the run on `cluster`. The result calls that `nodes` nodes; equal intervals get the
-    /// best length for so many.
+    /// Simulates the run on `cluster`. `nodes` is the number of nodes that the result names; a run
+    /// of equal intervals gets the best length for this number. Returns the outcome beside the
+    /// prediction of the formulas.
     ///
     /// Errors: those of [`simulate`].
     pub fn on(&self, nodes: u64, cluster: &Cluster) -> Result<ClusterRun, SimulationError> {

@@ -2,7 +2,7 @@
 
 use super::ClusterNetwork;
 
-/// A slot of a node.
+/// A slot of a node, in which one interval at a time is simulated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SlotId {
     /// The number of the node, from 0.
@@ -18,7 +18,7 @@ struct Flow {
     left_bytes: f64,
 }
 
-/// The link and its running transfers.
+/// The network link of the server, and its running transfers.
 pub struct ServerLink {
     /// `None` if a transfer takes no time.
     bytes_per_s: Option<f64>,

@@ -12,22 +12,22 @@ use crate::options::Argument;
 use crate::{CommandLineError, Result};
 use std::path::PathBuf;
 
-/// The images beneath a disk's own image, as far as its line names them.
+/// The images beneath a disk's own image, as far as its command line names them.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Backing {
-    /// The images that the line names, the topmost first.
+    /// The images that the command line names, the topmost first.
     pub images: Vec<BackingImage>,
-    /// True if the line says that there is none beneath the last of them. If false, the header of
-    /// the last one tells what is beneath it.
+    /// True if the command line says that there is none beneath the last of them. If false, the
+    /// header of the last one tells what is beneath it.
     pub complete: bool,
 }
 
-/// An image beneath a disk's own.
+/// An image beneath a disk's own image.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingImage {
-    /// Its file, as the line names it.
+    /// Its file, as the command line names it.
     pub image: PathBuf,
-    /// Its format, `raw` or `qcow2`; `None` if the line leaves it to QEMU to find out.
+    /// Its format, `raw` or `qcow2`; `None` if the command line leaves it to QEMU to find out.
     pub format: Option<String>,
 }
 

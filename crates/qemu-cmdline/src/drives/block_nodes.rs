@@ -23,7 +23,7 @@ pub(super) struct BlockNodes {
     nodes: BTreeMap<usize, DriveKeys>,
     /// The names of the nodes that only served disks use.
     beneath_served: BTreeSet<String>,
-    /// The names of the disks that stay as the line says.
+    /// The names of the disks that stay as the command line says.
     left_out: BTreeSet<String>,
     /// The names of the nodes beneath those disks.
     beneath_left_out: BTreeSet<String>,
@@ -37,7 +37,7 @@ pub(super) struct NodeKeys<'a> {
 }
 
 impl<'a> NodeKeys<'a> {
-    /// The node that the whole argument defines.
+    /// Returns the node that the whole argument defines.
     pub fn whole(keys: &'a DriveKeys) -> Self {
         Self { keys, prefix: String::new() }
     }
@@ -47,7 +47,7 @@ impl<'a> NodeKeys<'a> {
         Self { keys: other.keys, prefix: other.prefix.clone() }
     }
 
-    /// The value of `key`.
+    /// Returns the value of `key` in this node. Returns `None` if the node does not have the key.
     pub fn value(&self, key: &str) -> Option<&'a str> {
         value_of(self.keys, &format!("{}{key}", self.prefix))
     }
@@ -63,13 +63,13 @@ impl<'a> NodeKeys<'a> {
 
 /// The node beneath another.
 pub(super) enum Child<'a> {
-    /// The line does not say.
+    /// The command line does not say.
     Unstated,
-    /// The line says that there is none.
+    /// The command line says that there is none.
     Absent,
     /// It has these keys.
     Node(NodeKeys<'a>),
-    /// It has this name, which no `-blockdev` of the line has.
+    /// It has this name, which no `-blockdev` of the command line has.
     Unknown(&'a str),
 }
 
@@ -92,7 +92,7 @@ impl BlockNodes {
         Ok(nodes)
     }
 
-    /// Lets the disks `names` stay as the line says, with the nodes beneath them.
+    /// Lets the disks `names` stay as the command line says, with the nodes beneath them.
     pub fn leave_out(&mut self, names: Vec<String>, arguments: &[Argument]) {
         self.left_out = names.into_iter().collect();
         self.beneath_left_out = self.beneath(self.left_out.iter().cloned());
@@ -144,7 +144,7 @@ impl BlockNodes {
         self.nodes.values().find(|keys| value_of(keys, "node-name") == Some(name))
     }
 
-    /// The node that `key` of `node` leads to.
+    /// Returns the node to which `key` of `node` leads.
     pub fn child<'a>(&'a self, node: &NodeKeys<'a>, key: &str) -> Child<'a> {
         match node.value(key) {
             Some("") => return Child::Absent,
@@ -162,8 +162,8 @@ impl BlockNodes {
         Child::Unstated
     }
 
-    /// The names of the nodes that lead to nothing but served disks. They leave the line with
-    /// their disk: a restored VM needs none of their files.
+    /// The names of the nodes that lead to nothing but served disks. They leave the command line
+    /// with their disk: a restored VM needs none of their files.
     fn only_beneath_served(&self, arguments: &[Argument]) -> BTreeSet<String> {
         let served = self.nodes.values().filter(|keys| self.is_served(keys));
         let own = |keys: &DriveKeys| value_of(keys, "node-name").unwrap_or_default().to_owned();
@@ -188,7 +188,7 @@ impl BlockNodes {
         beneath
     }
 
-    /// Decides whether the `-blockdev` at index `at` stays, changes or goes.
+    /// Returns whether the `-blockdev` at index `at` stays, changes or is removed.
     pub fn fate(&self, at: usize, argument: &Argument) -> Fate {
         let Some(keys) = self.nodes.get(&at) else { return Fate::Kept };
         let driver = value_of(keys, "driver").unwrap_or_default();

@@ -72,8 +72,8 @@ impl GeneratedNames {
         format!("{kind}-{}", *count - 1)
     }
 
-    /// Takes the unit that QEMU gives a `-drive` with these keys, and returns QEMU's own name for the
-    /// drive. `None` for a drive with an id, or without `if=virtio`.
+    /// Takes the unit that QEMU gives a `-drive` with these keys, and returns QEMU's own name for
+    /// the drive. `None` for a drive with an id, or without `if=virtio`.
     fn virtio(&mut self, keys: &DriveKeys) -> Option<String> {
         if value_of(keys, "if") != Some("virtio") {
             return None;
@@ -109,7 +109,7 @@ pub(super) fn drive_on_index(
     Fate::Disk(Box::new(Disk { name, aliases: Vec::new(), served, is_left_out: false }))
 }
 
-/// What happens to a `-drive`. `snapshot` is true if the line has `-snapshot`.
+/// What happens to a `-drive`. `snapshot` is true if the command line has `-snapshot`.
 pub(super) fn drive_fate(
     argument: &Argument,
     snapshot: bool,

@@ -4,7 +4,7 @@ use super::Drive;
 use crate::CommandLineError;
 use std::collections::BTreeSet;
 
-/// A set of disks of a line, by name.
+/// A set of disks of a command line, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum DiskNames {
     /// No disk.
@@ -38,10 +38,10 @@ impl DiskNames {
     }
 }
 
-/// A disk of a line that the guest can write to.
+/// A disk of a command line that the guest can write to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LineDrive {
-    /// The id or node name; if it has neither, a generated name that is unique in the line.
+    /// The id or node name; if it has neither, a generated name that is unique in the command line.
     pub name: String,
     /// Its other names: those of the filters above it, and the node name of a drive with an id.
     pub aliases: Vec<String>,

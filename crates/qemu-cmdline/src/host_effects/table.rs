@@ -2,7 +2,7 @@
 //!
 //! `docs/host-effects.md` shows it to users; a test compares the two.
 
-/// The treatment of an option when its line is run again.
+/// The treatment of an option when its command line is run again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Rule {
     /// QEMU appends to the file. If a process has it open, another file is written.
@@ -25,7 +25,7 @@ pub enum Rule {
     Kept,
 }
 
-/// An option, and its rules.
+/// An option with an effect on the host, and its rules.
 #[derive(Clone, Copy, Debug)]
 pub struct EffectRow {
     /// The option, as QEMU spells it.
@@ -47,7 +47,7 @@ const fn row(
     EffectRow { option, effect, restored, cloned }
 }
 
-/// All options that write, listen, lock or choose.
+/// All options that write files, listen, lock or choose something of the host.
 pub const TABLE: &[EffectRow] = &[
     row("-D FILE", "empties the file", Rule::FreshFile, Rule::Own),
     row("-qtest-log FILE", "empties the file", Rule::FreshFile, Rule::Own),

@@ -20,7 +20,7 @@ use crate::{CommandLineError, Result};
 /// Keys of `-drive` that describe the device and its errors: they move to the upper node.
 const OF_DEVICE: &[&str] = &["if", "index", "bus", "unit", "media", "id", "werror", "rerror"];
 
-/// The line with a `blkreplay` node above each medium.
+/// The command line with a `blkreplay` node above each medium.
 ///
 /// Error: [`CommandLineError::Argument`] for a node without a name.
 pub(crate) fn add_block_layers(arguments: &[Argument]) -> Result<Vec<Argument>> {

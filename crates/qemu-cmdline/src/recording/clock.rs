@@ -23,12 +23,12 @@ use jiff::tz::TimeZone;
 pub enum RecordingClock<'a> {
     /// A recording whose clock begins at this time.
     StartAt(&'a Zoned),
-    /// A replay with the clock of this recorded line (the binary first).
+    /// A replay with the clock of this recorded command line (the binary first).
     Same(&'a [String]),
 }
 
 impl RecordingClock<'_> {
-    /// The values of `-rtc` of the new line, from the user's line.
+    /// The values of `-rtc` of the new command line, from the user's line.
     pub(crate) fn values(self, user: &[Argument]) -> Vec<String> {
         let given = of(user);
         match self {
@@ -42,7 +42,7 @@ impl RecordingClock<'_> {
     }
 }
 
-/// The values of all `-rtc` of a line, which QEMU merges.
+/// The values of all `-rtc` of a command line, which QEMU merges.
 fn of(line: &[Argument]) -> Vec<&str> {
     line.iter().filter(|a| a.name() == "rtc").map(Argument::value).collect()
 }
@@ -51,8 +51,8 @@ fn has_network(line: &[Argument]) -> bool {
     line.iter().any(|a| a.name() == "netdev")
 }
 
-/// Returns true if the main loop of a QEMU with this line may run late without effect on the guest:
-/// the clock follows the guest's time, and there is no network.
+/// Returns true if the main loop of a QEMU with this command line may run late without effect on
+/// the guest: the clock follows the guest's time, and there is no network.
 pub fn may_run_late(line: &[Argument]) -> bool {
     value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm") && !has_network(line)
 }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 /// Longer than any line that the kernel takes.
 const LINE_BYTES_MAX: usize = 8 << 20;
 
-/// A QEMU's own line.
+/// A running QEMU: its binary and its command line.
 pub struct Running {
     /// The words of its command line, the binary first.
     pub words: Vec<String>,

@@ -10,11 +10,11 @@ use keyframe_qemu_cmdline::options::{Argument, escape, properties, value_of};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 
-/// The backends that the devices of a line need.
+/// The backends that the devices of a command line need.
 pub(super) struct Wanted {
     /// The ids of those that exist.
     pub known: BTreeSet<String>,
-    /// The words for those that the line lacks.
+    /// The words for those that the command line lacks.
     pub words: Vec<String>,
 }
 
@@ -70,7 +70,7 @@ pub(super) fn address(qmp: &mut Qmp, device: &PresentDevice) -> Result<Vec<(Stri
     Ok(keys)
 }
 
-/// The value of `-device` that makes this device. `Err` inside: why no line can make it.
+/// The value of `-device` that makes this device. `Err` inside: why no command line can make it.
 pub(super) fn words_of(
     qmp: &mut Qmp,
     device: &PresentDevice,
@@ -199,7 +199,7 @@ fn link(
     Ok(Ok(Some(id.to_owned())))
 }
 
-/// The words for a drive that the guest can only read. One of the line needs none.
+/// The words for a drive that the guest can only read. One of the command line needs none.
 fn drive_words(
     qmp: &mut Qmp,
     node: &str,
@@ -248,7 +248,7 @@ fn drive_words(
     Ok(Ok(()))
 }
 
-/// The words for a network backend. One of the line needs none.
+/// The words for a network backend. One of the command line needs none.
 fn netdev_words(qmp: &mut Qmp, id: &str, wanted: &mut Wanted) -> Result<Result<(), String>> {
     if wanted.known.contains(id) {
         return Ok(Ok(()));
@@ -279,7 +279,7 @@ fn netdev_words(qmp: &mut Qmp, id: &str, wanted: &mut Wanted) -> Result<Result<(
     Ok(Ok(()))
 }
 
-/// The words for a character device. One of the line needs none.
+/// The words for a character device. One of the command line needs none.
 fn chardev_words(qmp: &mut Qmp, id: &str, wanted: &mut Wanted) -> Result<Result<(), String>> {
     if wanted.known.contains(id) {
         return Ok(Ok(()));

@@ -1,7 +1,7 @@
 //! Lines of JSON over a unix socket: written and read with a deadline, without blocking calls.
 //!
-//! A reader sleeps in `poll` and does not spin. On a host with few cores a spinning reader of raised
-//! priority takes the core that QEMU's main loop needs for the answer, which then comes a
+//! A reader sleeps in `poll` and does not spin. On a host with few cores a spinning reader of
+//! raised priority takes the core that QEMU's main loop needs for the answer, which then comes a
 //! millisecond or two later.
 
 use crate::{Error, Result};
@@ -23,7 +23,7 @@ const LINE_BYTES_MAX: usize = 16 << 20;
 /// How long to wait between two attempts to connect.
 const RETRY_EVERY: Duration = Duration::from_millis(2);
 
-/// A connected monitor.
+/// A connection to the socket of QEMU's monitor.
 pub struct Transport {
     socket: OwnedFd,
     name: String,
@@ -52,7 +52,8 @@ impl Transport {
                     .map_err(Error::io(operation()))?;
             match rustix::net::connect(&socket, &address) {
                 Ok(()) => return Ok(Self::over(socket, path.display().to_string())),
-                // The socket is not there yet, or no process listens yet, or its queue is full (EAGAIN).
+                // The socket is not there yet, or no process listens yet, or its queue is full
+                // (EAGAIN).
                 Err(Errno::NOENT | Errno::CONNREFUSED | Errno::AGAIN | Errno::INTR)
                     if Instant::now() < deadline => {}
                 Err(e) => return Err(Error::io(operation())(e)),

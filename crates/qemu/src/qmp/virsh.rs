@@ -16,9 +16,10 @@
 //! repetition does not match it. libvirt puts in the ids of requests, so ours are kept here.
 //!
 //! Invariants:
-//! 1. Answers are matched by their mark: the late answer of a request that was given up is not taken for another's.
-//! 2. Both children end with us, however we end: the one sees the end of its input, the other is ended by a shell
-//!    that does.
+//! 1. Answers are matched by their mark: the late answer of a request that was given up is not
+//!    taken for another's.
+//! 2. Both children end with us, however we end: the one sees the end of its input, the other is
+//!    ended by a shell that does.
 //!
 //! Left out: libvirt's library, which would have to be there at build time; connections to other
 //! hosts, for the VM's memory must be here.

@@ -13,7 +13,8 @@ pub(super) struct Crossing {
 }
 
 impl Crossing {
-    /// `None` if the VM keeps its accelerator. Errors: those of a change that would not be exact.
+    /// Prepares a VM with `device_state` for another accelerator. Returns `None` if the plan keeps
+    /// its accelerator. Errors: the change would not be exact; `device_state` is malformed.
     pub fn of(plan: &Plan, device_state: &[u8]) -> Result<Option<Self>> {
         let Some(to) = plan.accelerator else { return Ok(None) };
         let from = accelerator_check::of_checkpoint(&plan.arguments, device_state)?;

@@ -34,7 +34,8 @@ const THREADS_MAX: usize = 16;
 pub struct Memory {
     /// A memfd that is as long as the block, or the memory of QEMU's process.
     pub file: File,
-    /// The offset of the block's first byte in `file`: 0 in a memfd, the block's address in a process.
+    /// The offset of the block's first byte in `file`: 0 in a memfd, the block's address in a
+    /// process.
     pub offset: u64,
     /// The block's number in the layout.
     pub block: usize,
@@ -45,12 +46,13 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// Makes zeroed memory for `block`.
+    /// Creates zeroed memory for the RAM block `block`, which has number `number` and the pages
+    /// `pages` of the page space. Error: the memory cannot be allocated.
     pub fn new(block: &RamBlock, number: usize, pages: PageRange) -> Result<Self> {
         Self::with_flags(block, number, pages, MemfdFlags::CLOEXEC)
     }
 
-    /// True if the block is in memory of QEMU's own, and no file holds it.
+    /// Returns true if the block is in memory of QEMU's process, and no file holds it.
     pub fn is_of_process(&self) -> bool {
         self.offset != 0
     }
@@ -61,7 +63,8 @@ impl Memory {
         Ok(Self { file: self.file.try_clone()?, offset, block, pages, name: self.name.clone() })
     }
 
-    /// Makes memory as [`Memory::new`], with these flags of the memfd.
+    /// Creates memory as [`Memory::new`] does, as a memfd with `flags`. Errors: those of
+    /// [`Memory::new`].
     pub fn with_flags(
         block: &RamBlock,
         number: usize,
@@ -83,9 +86,10 @@ struct Target<'a> {
     fresh: Option<MemfdFiller>,
 }
 
-/// Copies the checkpoint's pages into `memories` until it is done, fails, or `cancelled` is set.
-/// Returns the time that it took, in nanoseconds. Mappings of the memories in this process may
-/// outlive the call by a moment.
+/// Copies the checkpoint's pages from `source` into `memories`, until all are copied or `cancelled`
+/// is set. Returns the time that it took, in nanoseconds. Mappings of the memories in this process
+/// may outlive the call by a moment. Errors: `source` cannot be read; the memories cannot be
+/// written.
 pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool) -> Result<u64> {
     let started = Instant::now();
     let placing = fill_all(memories.iter().map(Target::new).collect(), source, cancelled)?;
@@ -96,8 +100,8 @@ pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool)
     Ok(filled_ns)
 }
 
-/// Fills memory as [`fill`], but leaves no mapping in this process: a mapped memory cannot be
-/// sealed.
+/// Fills memory as [`fill`] does, but leaves no mapping in this process, because a mapped memory
+/// cannot be sealed. Errors: those of [`fill`].
 pub fn fill_and_unmap(
     memories: &[Memory],
     source: &dyn RamSource,
@@ -177,7 +181,7 @@ fn is_cancellation(result: &Result<()>) -> bool {
     matches!(result, Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::Interrupted)
 }
 
-/// Splits `pages` into pieces of `piece_pages` pages. The last piece may be shorter.
+/// Returns `pages` in pieces of `piece_pages` pages. The last piece may be shorter.
 pub fn pieces(pages: PageRange, piece_pages: u64) -> impl Iterator<Item = PageRange> {
     (0..pages.len_pages.div_ceil(piece_pages)).map(move |k| {
         let skipped = k * piece_pages;
@@ -206,7 +210,8 @@ fn fill_piece(
     run.flush()
 }
 
-/// Fails if a source returns a page outside the requested range, which would be written elsewhere.
+/// Checks that `page`, which a source returned, lies in the requested `range`. Error: it does not,
+/// and would be written elsewhere.
 pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
     if range.first <= page && page < range.end() {
         return Ok(());
@@ -215,7 +220,7 @@ pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::InvalidData, text))
 }
 
-/// Collects neighbouring pages and writes them together.
+/// Collects consecutive pages, so that they are written together.
 pub struct PageRun<'a> {
     /// Writes bytes at an offset.
     write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>,
@@ -224,11 +229,13 @@ pub struct PageRun<'a> {
 }
 
 impl<'a> PageRun<'a> {
+    /// Creates a buffer that collects consecutive pages and passes them to `write`, with the offset
+    /// of the first byte.
     pub fn new(write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>) -> Self {
         Self { write, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) }
     }
 
-    /// Adds the page at `offset`.
+    /// Adds the page at byte `offset`. Error: that of `write`.
     pub fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
         if self.start + self.bytes.len() as u64 != offset || self.bytes.len() >= WRITE_BYTES_MAX {
             self.flush()?;
@@ -238,7 +245,7 @@ impl<'a> PageRun<'a> {
         Ok(())
     }
 
-    /// Writes the collected pages.
+    /// Passes the collected pages to `write`. Error: that of `write`.
     pub fn flush(&mut self) -> io::Result<()> {
         if !self.bytes.is_empty() {
             (self.write)(self.start, &self.bytes)?;

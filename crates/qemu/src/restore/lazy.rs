@@ -1,5 +1,5 @@
-//! Loads the RAM of a restored VM while it runs: each page when the VM touches it, and the others in
-//! the background.
+//! Loads the RAM of a restored VM while it runs: each page when the VM touches it, and the others
+//! in the background.
 //!
 //! ```text
 //!   QEMU -S, empty memfds ─▶ attach: RAM is missing ─▶ devices are loaded ─▶ cont ─▶ all is there ─▶ settle: on its own
@@ -9,11 +9,11 @@
 //! ```
 //!
 //! Invariants:
-//! 1. The VM sees only pages of the checkpoint and pages that it wrote itself. The kernel refuses to place a page over a
-//!    present one. If this process dies or a page cannot be read, the VM waits for the page and the
-//!    kernel ends it (`keyframe_kernel::missing_pages`).
-//! 2. A page is loaded from the checkpoint once. A page that was present and is missing again was discarded (balloon), and
-//!    comes back as zeros.
+//! 1. The VM sees only pages of the checkpoint and pages that it wrote itself. The kernel refuses
+//!    to place a page over a present one. If this process dies or a page cannot be read, the VM
+//!    waits for the page and the kernel ends it (`keyframe_kernel::missing_pages`).
+//! 2. A page is loaded from the checkpoint once. A page that was present and is missing again was
+//!    discarded (balloon), and comes back as zeros.
 //! 3. A page that cannot be read ends the VM only when the VM needs it.
 //!
 //! Left out: zero pages are not placed before they are touched; small blocks (ROMs) come with the
@@ -102,9 +102,10 @@ enum Job {
 }
 
 impl Lazy {
-    /// Marks the RAM of QEMU as missing and begins to serve it. QEMU is process `pid`, a child that
-    /// this thread started, with the empty `memories` as its memory backends: memfds, or memory of
-    /// QEMU's own. Error: the kernel does not let this process serve QEMU's memory.
+    /// Marks the RAM of QEMU as missing, and returns the server that provides its pages. QEMU is
+    /// process `pid`, a child that this thread started, with the empty `memories` as its memory
+    /// backends: memfds, or memory of QEMU's own. Error: the kernel does not let this process serve
+    /// QEMU's memory.
     pub fn attach(
         pid: u32,
         memories: &[Memory],

@@ -139,8 +139,8 @@ impl Plan {
         })
     }
 
-    /// Names the accelerator that wrote `device_state` alone, if the line names several: QEMU might
-    /// choose another one here.
+    /// Names the accelerator that wrote `device_state` alone, if the command line names several:
+    /// QEMU might choose another one here.
     pub(super) fn pin_accelerator(&mut self, device_state: &[u8]) -> Result<()> {
         let Some(kept) = self.choice.take() else { return Ok(()) };
         let Some(chosen) = stream::written_by(device_state)? else { return Ok(()) };
@@ -172,7 +172,7 @@ impl Plan {
     }
 }
 
-/// The words after those of the checkpoint's line: the accelerator, the clock that counts
+/// The words after those of the checkpoint's command line: the accelerator, the clock that counts
 /// instructions, and the user's arguments.
 fn added_words(
     accelerator: Option<Accelerator>,

@@ -87,7 +87,7 @@ fn start_waiting(plan: Plan, ram: &Ram<'_>) -> Result<Prepared> {
     Ok(prepared)
 }
 
-/// The main RAM of a QEMU that waits.
+/// The main RAM of a QEMU that waits for its device state.
 pub struct PreparedRam {
     parts: Vec<Memory>,
 }
@@ -168,7 +168,7 @@ impl Prepared {
     }
 
     /// Loads the device state, and from `small` the blocks outside main RAM. Then resumes the VM,
-    /// unless the plan has it paused.
+    /// unless the plan has it paused, and returns its handle.
     ///
     /// Errors: those of [`super::start`]. After an error no process is left.
     pub fn activate(mut self, small: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {

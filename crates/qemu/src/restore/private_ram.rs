@@ -1,8 +1,8 @@
-//! The RAM of a QEMU that has memory of its own, which no file holds: this process writes it through
-//! `/proc/PID/mem`.
+//! The RAM of a QEMU that has memory of its own, which no file holds: this process writes it
+//! through `/proc/PID/mem`.
 //!
-//! A machine with a device that discards RAM (balloon, virtio-mem) gets such RAM, because the kernel
-//! does not report a discard of shared memory: the VM could not be checkpointed again.
+//! A machine with a device that discards RAM (balloon, virtio-mem) gets such RAM, because the
+//! kernel does not report a discard of shared memory: the VM could not be checkpointed again.
 
 use super::fill::Memory;
 use crate::{Error, Qmp, Result, find_ram_blocks};

@@ -59,8 +59,9 @@ impl SharedRam {
     }
 }
 
-/// Restores a VM as [`super::start`], with main RAM that the VM shares with others until it writes
-/// a page. `ram` provides the small blocks. Errors: those of [`super::start`].
+/// Restores a VM as [`super::start`] does, with main RAM that the VM shares with others until it
+/// writes a page. `ram` provides the small blocks. Returns the handle of the VM. Errors: those of
+/// [`super::start`].
 pub fn start_shared(
     mut plan: Plan,
     shared: &SharedRam,

@@ -14,7 +14,7 @@ use std::path::Path;
 const PVH_ROM: &str = "pvh.bin";
 /// The name of QEMU's ROM that starts a multiboot kernel.
 const MULTIBOOT_ROM: &str = "multiboot";
-/// The place of a stand-in's path on a planned line.
+/// The place of a stand-in's path on a planned command line.
 const KERNEL: &str = "/keyframe-stand-in-kernel";
 const INITRD: &str = "/keyframe-stand-in-initrd";
 

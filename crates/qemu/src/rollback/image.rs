@@ -21,7 +21,7 @@ const CLUSTER_BYTES: u64 = 1 << CLUSTER_BITS;
 const HEAD_CLUSTERS: u64 = 7;
 /// The most clusters of the state: as many as one L2 table addresses.
 const STATE_CLUSTERS_MAX: u64 = CLUSTER_BYTES / 8;
-/// The snapshot's name.
+/// The name of the snapshot in the image from which QEMU loads a state.
 pub const SNAPSHOT: &str = "keyframe";
 /// Its id.
 const SNAPSHOT_ID: &str = "1";

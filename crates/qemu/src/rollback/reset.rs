@@ -21,8 +21,8 @@ use std::time::{Duration, Instant};
 const RESET_TIMEOUT: Duration = Duration::from_secs(30);
 
 impl Vm {
-    /// Resets the machine if `cont` would not resume it otherwise, and waits until its run state shows
-    /// the reset. Errors: QEMU refuses or does not answer; the run state stays.
+    /// Resets the machine if `cont` would not resume it otherwise, and waits until its run state
+    /// shows the reset. Errors: QEMU refuses or does not answer; the run state stays.
     pub(super) fn leave_final_state(&mut self) -> Result<()> {
         if !needs_reset(self.qmp().status()?.name()) {
             return Ok(());

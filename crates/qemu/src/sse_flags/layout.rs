@@ -4,8 +4,8 @@
 //!   offset 0: 16 general registers, rip │ ... │ flags (u16) ... MXCSR (u32) │ ... │ vendor ... model
 //! ```
 //!
-//! The distances depend on QEMU's version and compiler. [`CpuLayout::of_trials`] derives them from what
-//! the trial has seen. A file in the cache remembers them for each binary.
+//! The distances depend on QEMU's version and compiler. [`CpuLayout::of_trials`] derives them from
+//! what the trial has seen. A file in the cache remembers them for each binary.
 
 use super::firmware::CERTAIN;
 use super::search::CpuNames;
@@ -38,9 +38,9 @@ pub(super) struct CpuLayout {
     flags: usize,
     /// The flags of MXCSR for which each bit of the flags stands.
     meaning: [u8; 16],
-    /// Distance of the vendor's name.
+    /// The distance of the vendor's name, in bytes from the first register.
     pub vendor: usize,
-    /// Distance of the model's name.
+    /// The distance of the model's name, in bytes from the first register.
     pub model: usize,
 }
 
@@ -53,8 +53,8 @@ pub(super) struct Trial {
 }
 
 impl CpuLayout {
-    /// Derives the layout from `trials`, one for each division of the firmware, and the names of their
-    /// CPU model. `None` if not exactly one place agrees with all of them.
+    /// Derives the layout from `trials`, one for each division of the firmware, and the names of
+    /// their CPU model. Returns `None` if not exactly one place agrees with all trials.
     pub fn of_trials(trials: &[Trial], names: &CpuNames) -> Option<Self> {
         let len = trials.iter().map(|trial| trial.memory.len()).min()?.min(DISTANCE_MAX);
         let first = trials.first()?.memory.get(..len)?;
@@ -79,7 +79,8 @@ impl CpuLayout {
         is_known.then_some(layout)
     }
 
-    /// Remembers the layout. A cache that cannot be written costs the next start a trial.
+    /// Writes the layout to the cache. If the cache cannot be written, the next start needs another
+    /// trial.
     pub fn store(&self, cache: &Path, binary: &str) {
         let path = path(cache, binary);
         let temporary = path.with_extension(std::process::id().to_string());
@@ -93,17 +94,20 @@ impl CpuLayout {
         }
     }
 
-    /// The bytes from the first register to the last that [`CpuLayout::flags`] needs.
+    /// Returns the number of bytes from the first register to the last that [`CpuLayout::flags`]
+    /// needs.
     pub fn len_bytes(&self) -> usize {
         REGISTERS_BYTES.max(self.mxcsr + 4).max(self.flags + 2)
     }
 
-    /// MXCSR in the memory of a CPU, which may lack flags.
+    /// Returns MXCSR from `memory`, that of a CPU from its first register on. Flags may be missing
+    /// in it. Returns `None` if `memory` is too short.
     pub fn mxcsr(&self, memory: &[u8]) -> Option<u32> {
         u32_at(memory, self.mxcsr)
     }
 
-    /// The flags beside MXCSR in the memory of a CPU, as bits of MXCSR.
+    /// Returns the flags that are beside MXCSR in `memory`, that of a CPU from its first register
+    /// on, as bits of MXCSR. Returns `None` if `memory` is too short.
     pub fn flags(&self, memory: &[u8]) -> Option<u32> {
         Some(translate(u16_at(memory, self.flags)?, &self.meaning))
     }

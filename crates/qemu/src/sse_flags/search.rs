@@ -1,5 +1,5 @@
-//! Finds the virtual CPUs in a QEMU's memory: the places that hold the vendor and the model of their
-//! CPU model at the right distance.
+//! Finds the virtual CPUs in a QEMU's memory: the places that hold the vendor and the model of
+//! their CPU model at the right distance.
 
 use super::layout::CpuLayout;
 use crate::{Qmp, Result};
@@ -27,8 +27,8 @@ pub(super) struct CpuNames {
 }
 
 impl CpuNames {
-    /// Returns the names of the first virtual CPU of `qmp`'s machine. Errors: QEMU does not answer, or
-    /// says something else.
+    /// Returns the names of the first virtual CPU of `qmp`'s machine. Errors: QEMU does not answer,
+    /// or its CPU model has no vendor.
     pub fn of(qmp: &mut Qmp) -> Result<Self> {
         let answer = qmp.execute("query-cpus-fast", None)?;
         let path = answer.get(0).and_then(|cpu| cpu.get("qom-path")).cloned().unwrap_or_default();
@@ -41,7 +41,7 @@ impl CpuNames {
             .ok_or_else(|| super::trial::unknown("its CPU model has no vendor"))
     }
 
-    /// `None` if `vendor` is no vendor's name.
+    /// Creates the names. Returns `None` if `vendor` does not have the length of a vendor's name.
     pub fn new(vendor: &str, model: &str) -> Option<Self> {
         let vendor = vendor.as_bytes().try_into().ok()?;
         let mut padded = [0; MODEL_BYTES];
@@ -52,8 +52,8 @@ impl CpuNames {
     }
 }
 
-/// Returns the addresses of the registers of all virtual CPUs, which are not in `ram`. Some may be those
-/// of CPUs that are no more. Error: QEMU's memory cannot be read.
+/// Returns the addresses of the registers of all virtual CPUs, which are not in `ram`. Some may be
+/// those of CPUs that are no more. Error: QEMU's memory cannot be read.
 pub(super) fn find(
     process: &Process,
     layout: &CpuLayout,

@@ -1,7 +1,7 @@
 //! The trial: a QEMU of the same binary whose virtual CPU raises known flags, one after the other.
 //!
-//! The trial shares nothing with the user's VM but the binary and its environment. Its guest has 2 MiB
-//! of RAM and a firmware of some instructions.
+//! The trial shares nothing with the user's VM but the binary and its environment. Its guest has 2
+//! MiB of RAM and a firmware of some instructions.
 
 use super::firmware::{self, DIVISIONS};
 use super::layout::{CpuLayout, DISTANCE_MAX, Trial};
@@ -35,8 +35,8 @@ pub(super) fn unreadable(error: &keyframe_kernel::Error) -> Error {
     unknown(&format!("the memory of QEMU cannot be read: {error}"))
 }
 
-/// Finds out the layout of virtual CPUs in the QEMU binary that process `pid` runs, whose contents have
-/// the BLAKE3 hash `binary`.
+/// Finds out the layout of virtual CPUs in the QEMU binary that process `pid` runs, whose contents
+/// have the BLAKE3 hash `binary`.
 ///
 /// Errors: the binary cannot be run beside the process; no layout agrees with all divisions.
 pub(super) fn run(pid: u32, binary: &str) -> Result<CpuLayout> {
@@ -71,9 +71,9 @@ pub(super) fn run(pid: u32, binary: &str) -> Result<CpuLayout> {
 
 /// A command that runs the binary of process `pid`, whose contents have the BLAKE3 hash `binary`.
 ///
-/// A process of the same user is no danger: its environment, by which a QEMU finds its modules, counts
-/// too. The binary of another user's process runs with this user's rights only if no other user could
-/// have changed it.
+/// A process of the same user is no danger: its environment, by which a QEMU finds its modules,
+/// counts too. The binary of another user's process runs with this user's rights only if no other
+/// user could have changed it.
 fn command(pid: u32, binary: &str) -> Result<Command> {
     let path = format!("/proc/{pid}/exe");
     let process = std::fs::metadata(format!("/proc/{pid}"))
@@ -113,7 +113,8 @@ fn is_beyond_others(path: &Path) -> bool {
         })
 }
 
-/// Has the guest of the trial do all divisions. Returns its CPU after each, and the names of its model.
+/// Has the guest of the trial do all divisions. Returns its CPU after each, and the names of its
+/// model.
 fn try_divisions(mut qmp: Qmp, child: &Child) -> Result<(Vec<Trial>, CpuNames)> {
     qmp.set_timeout(TIMEOUT);
     let process = Process::open(child.id()).map_err(|error| unreadable(&error))?;

@@ -1,4 +1,5 @@
-//! The monitors that a launch adds to QEMU: their sockets, and the configuration file that names them.
+//! The monitors that a launch adds to QEMU: their sockets, and the configuration file that names
+//! them.
 
 use crate::{Error, Result};
 use keyframe_qemu_cmdline::CommandLineError;
@@ -45,7 +46,8 @@ pub(super) fn prepare_sockets(run_dir: &Path) -> Result<[(&'static str, PathBuf)
     Ok(monitors)
 }
 
-/// QMP monitors over these sockets, each with the monitor's id, in the form that `-readconfig` reads.
+/// QMP monitors over these sockets, each with the monitor's id, in the form that `-readconfig`
+/// reads.
 ///
 /// Error: a path cannot be that of a socket.
 pub(crate) fn socket_config(monitors: &[(&str, PathBuf)]) -> Result<String> {

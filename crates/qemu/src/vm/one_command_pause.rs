@@ -6,9 +6,9 @@
 //!   engine                                 └▶ device state is complete: look ┘ empties the pipe
 //! ```
 //!
-//! While QEMU waits, it serves no other client, and no device of the VM works. A `stop`, `migrate` or
-//! `dump-guest-memory` of another client is carried out after the pause, so that the pause cannot
-//! undo it. If the engine dies, the pipe has no reader any more, and QEMU resumes the VM.
+//! While QEMU waits, it serves no other client, and no device of the VM works. A `stop`, `migrate`
+//! or `dump-guest-memory` of another client is carried out after the pause, so that the pause
+//! cannot undo it. If the engine dies, the pipe has no reader any more, and QEMU resumes the VM.
 //!
 //! Invariant: the device state is complete before RAM is read, because saving a device may write to
 //! RAM. So QEMU must wait in the `write` of the last piece, which ends with the end mark.

@@ -131,8 +131,8 @@ fn an_engine_that_dies_in_a_pause_leaves_no_vm_paused() {
     thread.join().unwrap().unwrap();
 }
 
-/// QEMU ends with its guest again, at once if the guest has ended meanwhile. An engine that has left
-/// in good order has done it itself.
+/// QEMU ends with its guest again, at once if the guest has ended meanwhile. An engine that has
+/// left in good order has done it itself.
 #[test]
 fn an_engine_that_dies_leaves_no_vm_that_outlives_its_guest() {
     for (has_ended, in_pause) in [(false, false), (true, false), (false, true)] {
@@ -262,8 +262,8 @@ fn the_engine_is_told_whether_the_watchdog_fired_since_it_armed() {
     watchdog.end();
 }
 
-/// Waits until no process can read what is written to `pipe`: one that another test is starting has a
-/// copy of the pipe's other end for an instant.
+/// Waits until no process can read what is written to `pipe`: one that another test is starting has
+/// a copy of the pipe's other end for an instant.
 fn await_no_reader(pipe: &ChildStdin) {
     let mut looked = [PollFd::new(pipe, PollFlags::empty())];
     let limit = Timespec { tv_sec: 10, tv_nsec: 0 };

@@ -48,7 +48,7 @@ pub struct Watched {
     pub hold: Option<EndHold>,
 }
 
-/// The monitor of a watchdog.
+/// The monitor by which a watchdog reaches the VM.
 #[derive(Debug)]
 pub enum WatchedMonitor {
     /// A monitor of its own, at this socket.
@@ -280,8 +280,8 @@ impl Reach {
         }
     }
 
-    /// Makes QEMU end with its guest again; does nothing while the connection is shared. Error: QEMU
-    /// does not answer.
+    /// Makes QEMU end with its guest again; does nothing while the connection is shared. Error:
+    /// QEMU does not answer.
     pub fn release_end(&mut self, hold: EndHold) -> Result<()> {
         match self {
             Self::Own(qmp, _) => hold.release(qmp),
@@ -326,8 +326,8 @@ impl Shared {
     }
 }
 
-/// Returns true if an engine lives that has given a file to QEMU. The one that has just died is asked
-/// for again: its descriptors are closed a moment before the kernel shows its end.
+/// Returns true if an engine lives that has given a file to QEMU. The one that has just died is
+/// asked for again: its descriptors are closed a moment before the kernel shows its end.
 fn has_other_engine(qmp: &mut Qmp) -> Result<bool> {
     for _ in 0..ENGINE_LOOKS {
         if !statefile::has_engine(qmp)? {

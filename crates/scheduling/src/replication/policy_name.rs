@@ -9,7 +9,7 @@ const INTERVAL_NS_MIN: u64 = 1_000_000;
 /// The longest interval.
 const INTERVAL_NS_MAX: u64 = 3_600_000_000_000;
 
-/// A policy, as users name it.
+/// A replication policy, as users name it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ReplicationPolicy {
     /// [`AdaptivePolicy`].
@@ -51,7 +51,7 @@ impl fmt::Display for ReplicationPolicy {
     }
 }
 
-/// The reason why a text names no policy.
+/// The reason why a text names no replication policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnknownPolicy {
     /// There is no policy with this name.

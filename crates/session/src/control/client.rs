@@ -7,8 +7,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Sends `request` to the engine whose run directory is `run_dir`, and waits up to `wait` for the
-/// answer. Error: no engine answers in time, or it has refused the request.
+/// Sends `request` to the engine whose run directory is `run_dir`, waits up to `wait` for the
+/// answer, and returns it. Errors: no engine answers in time; it has refused the request.
 pub fn ask(run_dir: &Path, request: &EngineRequest, wait: Duration) -> Result<EngineResponse> {
     let path = run_dir.join("control.sock");
     let io = |operation| {

@@ -33,7 +33,8 @@ impl<F: Fn(Pending) -> bool + Clone + Send + 'static> Deliver for F {}
 
 /// Listens at the control socket in `run_dir` until the process ends. Answers requests for the
 /// status itself; requests that change something go to `deliver`, in the order in which their
-/// clients have made them. Error: the socket cannot be made.
+/// clients have made them. Returns the socket, which is removed when it is dropped. Error: the
+/// socket cannot be made.
 pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> io::Result<Socket> {
     let path = run_dir.join("control.sock");
     let listener = UnixListener::bind(&path)?;

@@ -5,8 +5,8 @@
 //!                                                                                     what its user wants
 //! ```
 //!
-//! The VMM is kept until the checkpoint is sealed: its disks may be read until then. A checkpoint that
-//! fails, or takes too long, does not keep the VMM from its end.
+//! The VMM is kept until the checkpoint is sealed: its disks may be read until then. A checkpoint
+//! that fails, or takes too long, does not keep the VMM from its end.
 
 use super::{CheckpointReason, Engine, Event, Ordering, Taker, channel};
 use crate::event::{Step, tell_failed};
@@ -30,8 +30,8 @@ fn tag(vm: &str, end: GuestEnd) -> String {
 }
 
 impl Engine<'_> {
-    /// Takes the last checkpoint of a guest that has just ended or failed, and has its VMM end if it
-    /// is to. Returns false if there is no such guest.
+    /// Takes the last checkpoint of a guest that has just ended or failed, and has its VMM end if
+    /// it is to. Returns false if there is no such guest.
     pub(super) fn capture_guest_end(&mut self) -> bool {
         let Some((vm, end)) = self.machines.newly_ended() else { return false };
         let tag = tag(&vm, end);

@@ -17,7 +17,8 @@ pub(super) struct EngineInputs {
 }
 
 impl EngineInputs {
-    /// The signals of this process, and the fault of `options`.
+    /// Creates the inputs from the signals of this process and the fault of `options`. Error: the
+    /// signal handlers cannot be installed.
     pub fn of_process(options: &SessionOptions) -> Result<Self> {
         let interrupted = crate::interrupt::interruption_or_hangup()?;
         let fault = options.fault.clone();

@@ -296,7 +296,8 @@ impl Engine<'_> {
         })?
     }
 
-    /// Handles the encoder's reports until `done` has an answer. Requests of clients wait meanwhile.
+    /// Handles the encoder's reports until `done` has an answer. Requests of clients wait
+    /// meanwhile.
     pub(super) fn handle_reports_until<T>(
         &mut self,
         mut done: impl FnMut(&mut Self) -> Option<T>,

@@ -36,7 +36,8 @@ pub trait ReplaySteps {
 
     /// Lets `vm` run to the next instruction at which a checkpoint may be taken, or until
     /// `interrupted` is set. `is_busy` is true if a request of a disk is under way at the present
-    /// one: then the next one is the instruction after the request's answer.
+    /// one: then the next one is the instruction after the request's answer. Returns whether the VM
+    /// stands at such an instruction.
     ///
     /// Error: the VM has ended, or departs from the recording.
     fn advance(
@@ -48,8 +49,9 @@ pub trait ReplaySteps {
 }
 
 impl Engine<'_> {
-    /// Takes a checkpoint at each instruction to which `steps` brings the VM, which stands at the
-    /// first of them.
+    /// Takes a checkpoint at each instruction to which `steps` brings the VM. The VM stands at the
+    /// first of them when this is called. Returns the result of the run. Errors: those of `steps`;
+    /// [`Error::Interrupted`]; those of the session.
     pub fn run_through<S: ReplaySteps>(mut self, steps: &mut S) -> Result<RunReport, S::Error> {
         self.tell(&Event::Started(self.greeting()));
         let followed = self.follow(steps);

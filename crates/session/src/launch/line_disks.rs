@@ -76,7 +76,9 @@ impl LineDisks<'_> {
     }
 
     /// Serves all disks that the guests can write to and that are not left out, and makes the
-    /// command lines name the server. Relative paths begin at `directory`.
+    /// command lines in `starting` name the server. Relative paths begin at `directory`. Returns
+    /// `None` if no disk is served. Errors: a disk cannot be served; two drives use one image; a
+    /// command line cannot be changed.
     pub fn serve(
         &self,
         (store, name, run_dir): (&Store, &str, &Path),

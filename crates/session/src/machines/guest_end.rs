@@ -32,14 +32,15 @@ impl Member {
 }
 
 impl Machines {
-    /// Has the VMMs stand still when their guests end, as far as that is wanted.
+    /// Makes the VMMs stand still when their guests end, for the members for which this is wanted.
     pub fn hold_ends(&mut self) {
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
             member.vm.hold_end();
         }
     }
 
-    /// Undoes [`Machines::hold_ends`]. Ends each VMM whose guest has ended. Returns the first error.
+    /// Undoes [`Machines::hold_ends`]. Ends each VMM whose guest has ended. Returns the first
+    /// error.
     pub fn release_ends(&mut self) -> Result<()> {
         let mut result = Ok(());
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {
@@ -48,20 +49,21 @@ impl Machines {
         result
     }
 
-    /// The first VM whose guest has ended or failed, whose VMM is still there, and which has no last
-    /// checkpoint yet; with its name.
+    /// Returns the first VM whose guest has ended or failed and which has no last checkpoint yet,
+    /// with its name, if its VMM is still there. Returns `None` if there is none.
     pub fn newly_ended(&self) -> Option<(String, GuestEnd)> {
         let mut ends = self.members.iter().filter(|m| m.ended.is_none() && !m.shut_down);
         ends.find_map(|m| m.guest_end.filter(|seen| !seen.is_done).map(|s| (m.name.clone(), s.end)))
     }
 
-    /// How the guest of the first VM whose guest has ended or failed did so.
+    /// Returns how a guest ended or failed: that of the first VM whose guest did so. Returns `None`
+    /// if no guest did.
     pub fn guest_end(&self) -> Option<GuestEnd> {
         self.members.iter().find_map(|member| member.guest_end.map(|seen| seen.end))
     }
 
-    /// After the last checkpoint: VMMs whose guests have ended do what their users want to happen
-    /// then. Returns the first error.
+    /// Lets the VMMs whose guests have ended do what their users want then. The caller has taken
+    /// the last checkpoint before. Returns the first error of a VMM that does not answer.
     pub fn finish_ends(&mut self) -> Result<()> {
         let mut result = Ok(());
         for member in self.members.iter_mut().filter(|m| m.ended.is_none()) {

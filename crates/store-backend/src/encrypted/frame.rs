@@ -29,12 +29,12 @@ pub const BLOCK_BYTES: u64 = 64 << 10;
 pub const HEADER_BYTES: usize = 32;
 const FRAME_BYTES: usize = 20;
 const TAG_BYTES: usize = 16;
-/// The most bytes of the plaintext that one block holds.
+/// The largest number of bytes of plaintext in one block.
 pub const PLAIN_BYTES_MAX: u64 = BLOCK_BYTES - (FRAME_BYTES + TAG_BYTES) as u64;
 const MAGIC: &[u8; 8] = b"KF:ENC\r\n";
 const LAST: u32 = 1 << 31;
 
-/// How a file is written.
+/// The way in which an encrypted file is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FileKind {
     /// At once, with a marked end.
@@ -66,7 +66,8 @@ pub struct FileHeader {
 }
 
 impl FileHeader {
-    /// Makes the header of a new file of this kind, with a random salt.
+    /// Creates the header of a new file of kind `kind`, with a random salt. Error: the system gives
+    /// no random numbers.
     pub fn fresh(kind: FileKind) -> Result<Self> {
         Ok(Self { kind, salt: random_bytes()? })
     }
@@ -81,7 +82,7 @@ impl FileHeader {
         out
     }
 
-    /// Decodes a header. `object` names the file in errors.
+    /// Decodes a header. `object` names the file in errors. Error: the bytes are not a header.
     pub fn decode(bytes: &[u8; HEADER_BYTES], object: &str) -> Result<Self> {
         let mut cursor = keyframe_bytes::ByteReader::new(bytes);
         let damaged = |problem: keyframe_bytes::ReadError| Error::damaged(object, problem);
@@ -121,20 +122,22 @@ pub struct FrameWriter {
     pub header: FileHeader,
     name: String,
     counter: u64,
-    /// The number of bytes of the plaintext so far.
+    /// The number of bytes of plaintext so far.
     pub plain: u64,
     /// The number of bytes of the encrypted file so far.
     pub sealed: u64,
 }
 
 impl FrameWriter {
-    /// Makes the writer of an empty file. The caller writes the header.
+    /// Creates the writer of the new file `name`. The caller writes the header. Errors: those of
+    /// [`FileHeader::fresh`].
     pub fn new(kind: FileKind, name: &str) -> Result<Self> {
         let header = FileHeader::fresh(kind)?;
         Ok(Self { header, name: name.into(), counter: 0, plain: 0, sealed: HEADER_BYTES as u64 })
     }
 
-    /// Returns the frames of `bytes`, for the offset that `self.sealed` had before the call.
+    /// Returns the encrypted frames of `bytes`, to be appended to the file after the frames of
+    /// earlier calls. Error: the encryption fails.
     pub fn seal(&mut self, cipher: &FileCipher, bytes: &[u8]) -> Result<Vec<u8>> {
         let mut out = Vec::with_capacity(bytes.len() + bytes.len() / 512 + 128);
         let mut rest = bytes;
@@ -192,7 +195,7 @@ impl FrameWriter {
     }
 }
 
-/// A frame in a block.
+/// An encrypted frame in a block of a file.
 #[derive(Clone, Debug)]
 pub struct EncryptedFrame {
     /// Its range in the plaintext.
@@ -203,8 +206,8 @@ pub struct EncryptedFrame {
     inside: Range<usize>,
 }
 
-/// Returns the frames of a block, up to the first whose length makes no sense. They are not
-/// authenticated yet.
+/// Returns the frames of a block, up to the first with an impossible length. The frames are not
+/// authenticated yet. `number` is the number of the block in its file.
 pub fn frames(block: &[u8], number: u64) -> Vec<EncryptedFrame> {
     let mut found = Vec::new();
     let mut at = if number == 0 { HEADER_BYTES } else { 0 };
@@ -232,7 +235,8 @@ fn frame_at(block: &[u8], at: usize) -> Option<EncryptedFrame> {
     })?
 }
 
-/// Returns the plaintext of a frame, if it is authentic for this file name and header.
+/// Decrypts a frame and returns its plaintext. Returns `None` if it is not authentic for this file
+/// name and header.
 pub fn open(
     cipher: &FileCipher,
     header: &FileHeader,

@@ -18,7 +18,7 @@ fn held<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl MemoryBackend {
-    /// Puts a file with these bytes there, or replaces it.
+    /// Creates the file `name` with these bytes, or replaces it.
     pub fn overwrite(&self, name: &str, bytes: Vec<u8>) {
         held(&self.0).insert(name.into(), Arc::new(Mutex::new(bytes)));
     }

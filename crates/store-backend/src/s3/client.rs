@@ -34,14 +34,15 @@ const CALL_MAX: Duration = Duration::from_secs(20);
 const READ_MAX: Duration = Duration::from_secs(600);
 /// The time for which a signature is valid.
 const SIGNED_FOR: Duration = Duration::from_secs(900);
-/// More than a listing of 1,000 keys, or any other answer but an object, takes.
+/// The longest answer that is accepted in bytes, apart from objects: more than a listing of 1,000
+/// keys.
 pub const ANSWER_BYTES_MAX: u64 = 16 << 20;
 /// Larger objects are uploaded in pieces of this size.
 const PIECE_BYTES: usize = 8 << 20;
 /// More pages of a listing than the largest store has.
 const PAGES_MAX: u32 = 100_000;
 
-/// An S3 server, with the bucket of one store.
+/// A client of an S3 server, for the bucket of one store.
 #[derive(Debug)]
 pub struct S3Client {
     pub location: S3Location,
@@ -56,9 +57,10 @@ pub struct S3Client {
     pub faults: super::faults::S3Faults,
 }
 
-/// The condition under which a put is executed.
+/// The condition under which an object is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precondition<'a> {
+    /// No condition.
     Always,
     /// No object has the name.
     Absent,
@@ -66,7 +68,7 @@ pub enum Precondition<'a> {
     Matches(&'a str),
 }
 
-/// The outcome of a put.
+/// The outcome of writing an object.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum S3PutOutcome {
     /// The object is stored, with this entity tag.
@@ -75,18 +77,19 @@ pub enum S3PutOutcome {
     Refused,
 }
 
-/// An object, or a range of one.
+/// The content of an object, or of a range of one.
 #[derive(Debug)]
 pub struct ReadObject {
     pub bytes: Vec<u8>,
     /// The length of the whole object, in bytes.
     pub len_bytes: u64,
     pub tag: String,
-    /// The time since it was put, by the clock of the server; none if the server does not say.
+    /// The time since the object was put, by the clock of the server. `None` if the server does not
+    /// tell.
     pub age: Option<Duration>,
 }
 
-/// An object in a listing.
+/// An object in a listing of object storage.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ListedObject {
     /// Its key, without the store's prefix.
@@ -95,7 +98,7 @@ pub struct ListedObject {
     pub tag: String,
 }
 
-/// How deep a listing goes.
+/// The depth of a listing of object storage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ListDepth {
     /// The objects directly in the folder.
@@ -140,7 +143,7 @@ impl S3Client {
         }
     }
 
-    /// Returns the name of an object in messages.
+    /// Returns the name of the object `name` in messages.
     pub fn describe(&self, name: &str) -> String {
         format!("{}/{name}", self.location.name)
     }
@@ -149,7 +152,8 @@ impl S3Client {
         format!("{}{name}", self.location.prefix)
     }
 
-    /// Puts an object, atomically and durably.
+    /// Writes the object `name` with content `bytes`, atomically and durably, if `condition` holds.
+    /// Returns whether the object was written. Errors: the service refuses or cannot be reached.
     pub fn put(
         &self,
         name: &str,
@@ -228,7 +232,8 @@ impl S3Client {
         Ok(S3PutOutcome::Done(between(&done, "<ETag>", "</ETag>").unwrap_or_default().to_owned()))
     }
 
-    /// Reads an object, or a range of it. Fails with kind `NotFound` if it does not exist.
+    /// Reads the object `name`, or the byte range `range` of it: at most `len_bytes_max` bytes.
+    /// Errors: kind `NotFound` if it does not exist; the service refuses or cannot be reached.
     pub fn get(
         &self,
         name: &str,
@@ -290,7 +295,8 @@ impl S3Client {
         }
     }
 
-    /// Returns a small object; none if it does not exist.
+    /// Returns a small object. Returns `None` if it does not exist. Errors: the service refuses or
+    /// cannot be reached.
     pub fn get_if_there(&self, name: &str) -> Result<Option<ReadObject>> {
         match self.get(name, None, ANSWER_BYTES_MAX) {
             Err(error) if error.is_not_found() => Ok(None),
@@ -298,7 +304,8 @@ impl S3Client {
         }
     }
 
-    /// Removes an object. It is no error if it does not exist.
+    /// Removes the object `name`. It is no error if it does not exist. Errors: the service refuses
+    /// or cannot be reached.
     pub fn delete(&self, name: &str) -> Result<()> {
         let key = self.key(name);
         let action =
@@ -315,7 +322,9 @@ impl S3Client {
         }
     }
 
-    /// Returns the objects whose names begin with `folder`, in rising order.
+    /// Returns the objects whose names begin with `folder`, in rising order of names: at most
+    /// `keys_max`, if given. Errors: the service refuses, cannot be reached, or sends an invalid
+    /// answer.
     pub fn list(
         &self,
         folder: &str,

@@ -111,7 +111,7 @@ impl S3Client {
     }
 }
 
-/// Returns the code and message of an error document, in one line.
+/// Returns the code and the message of an error document of S3, in one line.
 pub fn summary(text: &str) -> String {
     let code = between(text, "<Code>", "</Code>").unwrap_or_default();
     let message = between(text, "<Message>", "</Message>").unwrap_or_default();

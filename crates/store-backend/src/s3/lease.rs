@@ -37,7 +37,7 @@ struct LockText {
     renewed: u64,
 }
 
-/// A lease that is held, or was.
+/// A lock in object storage: an object that its holder renews until it releases the lock.
 #[derive(Debug)]
 pub struct Lease {
     client: Arc<S3Client>,
@@ -47,7 +47,7 @@ pub struct Lease {
     renewed_ms: AtomicU64,
 }
 
-/// Holds the lock until it is dropped.
+/// Holds a lock in object storage until it is dropped.
 #[derive(Debug)]
 pub struct LeaseGuard {
     lease: Arc<Lease>,
@@ -58,7 +58,9 @@ pub struct LeaseGuard {
 impl LockGuard for LeaseGuard {}
 
 impl Lease {
-    /// Takes the lock. Fails with [`Error::Locked`] and the holder's text if it is taken.
+    /// Takes the lock `name`, described by `holder`. Returns the lock, and the guard that holds it
+    /// until it is dropped. Errors: [`Error::Locked`] with the holder's text if it is taken; the
+    /// service refuses or cannot be reached.
     pub fn take(
         client: &Arc<S3Client>,
         name: &'static str,
@@ -96,7 +98,7 @@ impl Lease {
         Ok((lease.clone(), LeaseGuard { lease, over, renewing: Some(renewing) }))
     }
 
-    /// Fails if the lock may have been lost.
+    /// Checks that the lock is still held. Error: it may have been lost.
     pub fn check(&self) -> Result<()> {
         let since_ms = now_ms().saturating_sub(self.renewed_ms.load(Ordering::Acquire));
         let lease_ms = self.client.location.lease.as_millis() as u64;
@@ -142,14 +144,16 @@ impl Drop for LeaseGuard {
     }
 }
 
-/// Returns the text of the process that holds a lock, if any does.
+/// Returns the text of the process that holds the lock `name`. Returns `None` if the lock is free
+/// or has expired. Errors: the service refuses or cannot be reached.
 pub fn holder(client: &S3Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     let over = is_over(&object.bytes, object.age);
     Ok((!over).then(|| decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
 }
 
-/// Removes a lock of any holder; returns the holder's text.
+/// Removes the lock `name` of any holder, and returns the holder's text. Returns `None` if the lock
+/// was free. Errors: the service refuses or cannot be reached.
 pub fn break_lease(client: &S3Client, name: &str) -> Result<Option<String>> {
     let Some(object) = client.get_if_there(name)? else { return Ok(None) };
     client.delete(name)?;

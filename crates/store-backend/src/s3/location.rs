@@ -50,7 +50,8 @@ pub fn is_url(path: &Path) -> bool {
 }
 
 impl S3Location {
-    /// Parses the URL `path`; `environment` looks up the variables.
+    /// Parses the URL `path`. `environment` returns the values of environment variables. Errors:
+    /// the URL is invalid; credentials are missing.
     pub fn parse(path: &Path, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let text = path.to_string_lossy();
         let refused = |problem: &str| invalid(&text, problem);

@@ -33,7 +33,8 @@ const PART_BYTES_MAX: u64 = 64 << 20;
 /// Times that a reader lists the parts again because they were merged meanwhile.
 const LOOKS: u32 = 8;
 
-/// A pack that this process writes. Readers in this process see the bytes that are not put yet.
+/// A pack that this process writes. Readers in this process see the bytes that are not uploaded
+/// yet.
 #[derive(Debug)]
 pub struct UploadedPack {
     name: String,
@@ -89,7 +90,8 @@ fn closed(pack: &str) -> String {
     format!("{pack}/closed")
 }
 
-/// Creates a pack. Fails with kind `AlreadyExists` if its number is taken.
+/// Creates the pack `name`. Errors: kind `AlreadyExists` if its number is taken; the service
+/// refuses or cannot be reached.
 pub fn create(
     shared: &Arc<Shared>,
     name: &str,
@@ -109,7 +111,8 @@ pub fn create(
     Ok((open.clone(), Box::new(PackWriter { shared: shared.clone(), open })))
 }
 
-/// Removes a pack, from its end: a crash leaves a shorter pack.
+/// Removes the pack `name`, from its end, so that a crash leaves a shorter pack. Errors: the
+/// service refuses or cannot be reached.
 pub fn remove(shared: &Shared, name: &str) -> Result<()> {
     let objects = shared.client.list(&format!("{name}/"), ListDepth::Here, None)?;
     // `begun` and `closed` sort after the digits; `begun` is removed last.
@@ -266,7 +269,7 @@ impl Drop for PackWriter {
     }
 }
 
-/// A pack open for reading.
+/// A pack in object storage that is open for reading.
 #[derive(Debug)]
 pub struct PackReader {
     shared: Arc<Shared>,
@@ -283,7 +286,8 @@ struct PackListing {
 }
 
 impl PackReader {
-    /// Opens a pack. Fails with kind `NotFound` if it does not exist.
+    /// Opens the pack `name`. `open` is the pack if this process writes it. Errors: kind `NotFound`
+    /// if it does not exist; the service refuses or cannot be reached.
     pub fn new(shared: &Arc<Shared>, name: &str, open: Option<Arc<UploadedPack>>) -> Result<Self> {
         let this = Self { shared: shared.clone(), name: name.into(), open, seen: Mutex::default() };
         this.look()?;

@@ -9,7 +9,7 @@ const FOLDER: &str = "objects";
 const DISK_BYTES_MAX: u64 = 1 << 30;
 const MEMORY_BYTES_MAX: usize = 64 << 20;
 
-/// Parts of packs that were read.
+/// A cache of parts of packs that were read from object storage.
 #[derive(Debug)]
 pub struct PartCache {
     pieces: cache::PieceCache,
@@ -18,7 +18,8 @@ pub struct PartCache {
 }
 
 impl PartCache {
-    /// Returns the cache for the store at `place`, a name that means the same store on all hosts.
+    /// Creates the cache in the directory `folder` for the store at `place`, a name that means the
+    /// same store on all hosts.
     pub fn new(folder: Option<PathBuf>, place: &str) -> Self {
         let limits = CacheLimits::of_environment(DISK_BYTES_MAX, MEMORY_BYTES_MAX);
         Self { pieces: cache::PieceCache::new(folder, FOLDER, limits), place: place.to_owned() }
@@ -34,7 +35,7 @@ impl PartCache {
         ])
     }
 
-    /// Returns the part, if it is cached.
+    /// Returns the part `part`, if it is cached.
     pub fn get(&self, part: &ListedObject) -> Option<Arc<Vec<u8>>> {
         self.pieces.get(self.key(part)).filter(|bytes| bytes.len() as u64 == part.len_bytes)
     }

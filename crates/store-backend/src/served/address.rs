@@ -18,9 +18,9 @@ use std::path::{Path, PathBuf};
 use zeroize::Zeroizing;
 
 const SCHEME: &str = "kf://";
-/// The TCP port of an address that names none.
+/// The TCP port of a server's address that names no port.
 pub const DEFAULT_PORT: u16 = 7420;
-/// The environment variable that holds the token.
+/// The name of the environment variable that holds the token.
 pub const TOKEN_VARIABLE: &str = "KEYFRAME_TOKEN";
 const TOKEN_FILE: &str = "KEYFRAME_TOKEN_FILE";
 const FINGERPRINT: &str = "KEYFRAME_SERVE_FINGERPRINT";
@@ -58,7 +58,8 @@ pub fn is_url(path: &Path) -> bool {
 }
 
 impl ServerAddress {
-    /// Parses the URL `path`; `environment` looks up the variables.
+    /// Parses the URL `path`. `environment` returns the values of environment variables. Errors:
+    /// the URL is invalid; the token or the server's identity is missing.
     pub fn parse(path: &Path, environment: &dyn Fn(&str) -> Option<String>) -> Result<Self> {
         let text = path.to_string_lossy();
         let refused = |problem: &str| invalid(&text, problem);
@@ -102,7 +103,8 @@ impl ServerAddress {
     }
 }
 
-/// Reads a token from a file and trims white space. Fails if it is empty or longer than 512 bytes.
+/// Reads a token from a file, without white space at its ends. Errors: the file cannot be read; the
+/// token is empty or longer than 512 bytes.
 pub fn read_token(file: &Path) -> Result<Zeroizing<Vec<u8>>> {
     let failed = |source| Error::Io {
         object: file.display().to_string(),
@@ -120,7 +122,8 @@ pub fn read_token(file: &Path) -> Result<Zeroizing<Vec<u8>>> {
     Ok(Zeroizing::new(token.to_vec()))
 }
 
-/// Parses 64 hexadecimal digits, with or without colons.
+/// Parses the 64 hexadecimal digits of a fingerprint, with or without colons. Returns `None` for
+/// any other text.
 pub fn parse_fingerprint(text: &str) -> Option<Fingerprint> {
     let digits: Vec<u8> = text.bytes().filter(|c| *c != b':').collect();
     if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {

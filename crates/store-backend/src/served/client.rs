@@ -31,7 +31,7 @@ const PATIENCE_AT_FIRST: Duration = Duration::from_secs(1);
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// A checkpoint server, with the connections of this process to it.
+/// A client of a checkpoint server, with the connections of this process to it.
 #[derive(Debug)]
 pub struct ServeClient {
     pub address: ServerAddress,
@@ -65,12 +65,13 @@ impl ServeClient {
         self.patience = patience;
     }
 
-    /// Returns the name of a file in messages.
+    /// Returns the name of the file `name` in messages.
     pub fn describe(&self, name: &str) -> String {
         format!("{}/{name}", self.address.name)
     }
 
-    /// Returns the id of the served store. Asks the server if it is not known yet.
+    /// Returns the id of the served store. Connects to the server if the id is not known yet.
+    /// Errors: the server refuses or cannot be reached.
     pub fn store(&self) -> Result<[u8; 16]> {
         if let Some(store) = self.store.get() {
             return Ok(*store);
@@ -79,7 +80,8 @@ impl ServeClient {
         Ok(self.store.get().copied().unwrap_or_default())
     }
 
-    /// Sends one request and returns its answer.
+    /// Sends one request and returns its answer. `operation` and `name` are for the text of an
+    /// error. Errors: the server refuses, cannot be reached, or sends an invalid answer.
     pub fn ask(&self, operation: &'static str, name: &str, request: Request) -> Result<Answer> {
         let mut found = None;
         self.ask_all(operation, &[request], &mut |_, answer| {
@@ -93,8 +95,9 @@ impl ServeClient {
         }
     }
 
-    /// Sends many requests; `sink` gets each answer with the index of its request, in rising order.
-    /// Stops at the first error of `sink`.
+    /// Sends many requests. Passes each answer to `sink` with the index of its request, in rising
+    /// order. `operation` is for the text of an error. Errors: the server cannot be reached or
+    /// sends an invalid answer; the first error of `sink`.
     pub fn ask_all(
         &self,
         operation: &'static str,
@@ -182,7 +185,7 @@ impl ServeClient {
         }
     }
 
-    /// Returns the error for a refusal.
+    /// Returns the error for a refusal with the code `code` and the text `said`.
     pub fn refused(
         &self,
         operation: &'static str,
@@ -229,7 +232,7 @@ impl ServeClient {
         )
     }
 
-    /// Returns the error for an answer that makes no sense.
+    /// Returns the error for an invalid answer.
     pub fn strange(&self, operation: &'static str, name: &str, problem: &str) -> Error {
         let problem = format!("invalid answer: {problem}");
         let fix = Some("use the same version of keyframe on both sides".into());

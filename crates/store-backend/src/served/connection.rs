@@ -32,7 +32,7 @@ impl std::fmt::Debug for Connection {
     }
 }
 
-/// The reason why a connection failed.
+/// The reason why a connection to a checkpoint server failed.
 #[derive(Debug)]
 pub enum ConnectionError {
     /// Another attempt may succeed.
@@ -47,7 +47,8 @@ impl From<io::Error> for ConnectionError {
     }
 }
 
-/// Returns the TLS configuration that trusts this server only.
+/// Returns the TLS configuration that trusts only the server of `address`. Errors: the file of
+/// certificates cannot be read or is invalid.
 pub fn client_config(address: &ServerAddress) -> Result<Arc<ClientConfig>, ConnectionError> {
     let bad = |problem: String| {
         let fix = "KEYFRAME_SERVE_CA must name a file of certificates in PEM format";
@@ -68,7 +69,8 @@ pub fn client_config(address: &ServerAddress) -> Result<Arc<ClientConfig>, Conne
 }
 
 impl Connection {
-    /// Connects and greets the server.
+    /// Connects to the server and greets it. Errors: no connection; the server has another
+    /// identity, or refuses the token.
     pub fn new(
         address: &ServerAddress,
         config: &Arc<ClientConfig>,
@@ -128,7 +130,7 @@ impl Connection {
         }
     }
 
-    /// Sends requests. Their answers come in this order.
+    /// Sends requests. Their answers come in this order. Error: the connection failed.
     pub fn send(&mut self, requests: &[Request]) -> io::Result<()> {
         let mut bytes = Vec::new();
         for request in requests {
@@ -138,8 +140,8 @@ impl Connection {
         self.stream.flush()
     }
 
-    /// Receives the answer to the oldest unanswered request, which is `to`; and its length in
-    /// bytes.
+    /// Receives the answer to `to`, the oldest unanswered request. Returns the answer and its
+    /// length in bytes. Errors: the connection failed; the answer is invalid.
     pub fn receive(&mut self, to: &Request) -> io::Result<(Answer, u64)> {
         Answer::read(&mut self.stream, to.answer_bytes_max())
     }

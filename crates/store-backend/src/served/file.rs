@@ -28,7 +28,8 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// Small, because a VM may wait for one page; large, because each piece costs a request.
+/// The size of a piece in bytes: small, because a VM may wait for one page; large, because each
+/// piece costs a request.
 pub const PIECE_BYTES: u64 = 128 << 10;
 /// Pieces that are requested at once.
 const PIECES_MAX: usize = 64;
@@ -38,7 +39,7 @@ const STAMP_BYTES: usize = 16;
 /// A thread fetches a piece, or gives up, within this time.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// What is known of packs.
+/// The lengths and identities of packs that the server has told.
 #[derive(Debug, Default)]
 pub struct PackStats {
     /// The generation ([`Shared::generation`]) in which it was known.
@@ -48,7 +49,7 @@ pub struct PackStats {
 }
 
 impl PackStats {
-    /// Announces packs that will be opened.
+    /// Announces the packs `files`, which will be opened.
     pub fn expect(&mut self, files: &[String]) {
         self.known.retain(|_, stat| stat.is_some());
         for file in files {
@@ -103,7 +104,7 @@ impl Shared {
     }
 }
 
-/// A served file, open for reading.
+/// A file behind a checkpoint server, open for reading.
 #[derive(Debug)]
 pub struct ServedFile {
     shared: Arc<Shared>,
@@ -125,7 +126,8 @@ struct MissingPiece {
 }
 
 impl ServedFile {
-    /// Opens a file. Fails with kind `NotFound` if it does not exist.
+    /// Opens the file `name`. Errors: kind `NotFound` if it does not exist; the server cannot be
+    /// reached.
     pub fn new(shared: &Arc<Shared>, name: &str) -> Result<Self> {
         let Some(stat) = shared.stat(name)? else {
             let source = io::Error::from(io::ErrorKind::NotFound);

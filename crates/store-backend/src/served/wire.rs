@@ -21,25 +21,26 @@ pub use payload::{
 };
 pub use request::Request;
 
-/// The version of the protocol.
+/// The version of the protocol of checkpoint servers.
 pub const VERSION: u16 = 1;
 /// The first bytes of the greeting and of its answer.
 pub const MAGIC: [u8; 8] = *b"KFSERVE\n";
-/// The longest request, in bytes.
+/// The largest length of a request, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 32 << 10;
 /// The longest request of a client that has not shown its token yet, in bytes.
 pub const HELLO_BYTES_MAX: usize = 1 << 10;
-/// The longest token, in bytes.
+/// The largest length of a token, in bytes.
 pub const TOKEN_BYTES_MAX: usize = 512;
-/// The longest range, in bytes.
+/// The largest number of bytes of a file that one request can ask for.
 pub const RANGE_BYTES_MAX: u32 = 1 << 20;
-/// The largest number of files that one request asks the state of.
+/// The largest number of files in one request for states.
 pub const STATS_MAX: usize = 256;
-/// The number of bytes of a file's beginning that its state includes: the header of a pack.
+/// The number of bytes of a file's beginning that the answer about its state includes: the header
+/// of a pack.
 pub const HEAD_BYTES: usize = 64;
-/// The longest listing, in bytes.
+/// The largest length of a list of file names, in bytes.
 pub const LIST_BYTES_MAX: u64 = 256 << 20;
-/// The longest reason of a refusal, in bytes.
+/// The largest length of the text of a refusal, in bytes.
 pub const REFUSAL_BYTES_MAX: u64 = 4 << 10;
 /// The number of bytes of the head of an answer.
 pub const ANSWER_HEAD_BYTES: usize = 20;

@@ -18,9 +18,9 @@ use std::collections::{BTreeMap, BTreeSet};
 const ATTEMPTS: u32 = 4;
 
 impl Store {
-    /// Checks everything in the store. Damage is in the report; an error means that the store
-    /// cannot be read at all. If a prune removes files meanwhile, the check begins again. Calls
-    /// `progress` now and then.
+    /// Checks everything in the store, and returns the damage that it found. If a prune removes
+    /// files during the check, the check begins again. Calls `progress` now and then. Error: the
+    /// store cannot be read at all.
     pub fn check(
         &self,
         options: &CheckOptions,
@@ -253,8 +253,8 @@ impl Check<'_> {
             let mut mentioned = false;
             for map in &meta.map_chain {
                 mentioned |= *mentions.entry(*map).or_insert_with(|| {
-                    // The map was readable a moment ago. If it is not now, load the checkpoint to be
-                    // safe.
+                    // The map was readable a moment ago. If it is not now, load the checkpoint to
+                    // be safe.
                     self.inner
                         .read_map(*map)
                         .map_or(true, |run| run.refs().iter().any(|r| refs.contains_key(r)))

@@ -9,26 +9,26 @@ use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_ref::PageRef;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Bad records next to each other, with the same problem.
+/// Damaged records next to each other in a pack, with the same problem.
 #[derive(Debug)]
 pub struct PackBounds {
     pub object: String,
     pub problem: String,
-    /// The records, rising.
+    /// The places of the records, in rising order.
     pub refs: Vec<PageRef>,
-    /// True if their bytes are correct, and records that they refer to are missing. A prune may leave
-    /// such records if nothing needs them.
+    /// True if their bytes are correct, and records that they refer to are missing. A prune may
+    /// leave such records if nothing needs them.
     pub stale: bool,
 }
 
-/// The result of checking a pack.
+/// The result of the check of one pack.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// Correct records.
+    /// The number of correct records.
     pub records: u64,
-    /// Bad records, needed or not.
+    /// The damaged records, needed or not.
     pub bad: Vec<PackBounds>,
-    /// Damage that affects no record: object and problem.
+    /// Damage that affects no record: object and problem of each.
     pub harmless: Vec<(String, String)>,
     pub notes: Vec<String>,
 }
@@ -36,7 +36,8 @@ pub struct Findings {
 /// The bytes between two reports of progress.
 const TELL_BYTES: u64 = 16 << 20;
 
-/// Checks pack `number`. `wanted` are the offsets that maps refer to, rising. Calls `tell` with the
+/// Checks pack `number` and returns the findings. `wanted` are the offsets of the records that maps
+/// refer to, in rising order. If `read_data` is true, reads every page. Calls `tell` with the
 /// offset that it has reached.
 pub fn check_pack(
     inner: &OpenStore,
@@ -124,8 +125,8 @@ struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Reads `start..end`. `resume` are the offsets, rising, of known and wanted records. Returns the
-    /// number of skipped bytes that no offset in `resume` points to.
+    /// Reads `start..end`. `resume` are the offsets, rising, of known and wanted records. Returns
+    /// the number of skipped bytes that no offset in `resume` points to.
     fn run(&mut self, start: u64, end: u64, resume: &[u64]) -> u64 {
         let (mut at, mut skipped) = (start, 0);
         loop {

@@ -14,12 +14,14 @@
 //!   check once more
 //! ```
 //!
-//! Invariants: it holds the locks of writer and prune. A checkpoint that could be read before can be read
-//! after, and at every instant: each file is written as a whole, and a pack goes when no map of a
-//! remaining checkpoint refers to it. Nothing is deleted: it is in `quarantine/`. Numbers are not used
-//! again. The next repair completes an interrupted one. Repairing an intact store changes nothing.
+//! Invariants: it holds the locks of writer and prune. A checkpoint that could be read before can
+//! be read after, and at every instant: each file is written as a whole, and a pack goes when no
+//! map of a remaining checkpoint refers to it. Nothing is deleted: it is in `quarantine/`. Numbers
+//! are not used again. The next repair completes an interrupted one. Repairing an intact store
+//! changes nothing.
 //!
-//! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are advice.
+//! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are
+//! advice.
 
 use crate::check::report::{CheckOptions, CheckProgress, CheckReport};
 use crate::files::StoreFile;
@@ -50,7 +52,7 @@ use std::sync::Arc;
 const REBUILT_BYTES_MAX: u64 = 1 << 30;
 const HASH_BYTES: usize = 16;
 
-/// A file that was moved to the quarantine.
+/// A file that a repair moved to the quarantine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QuarantinedFile {
     /// Its former name.
@@ -61,7 +63,7 @@ pub struct QuarantinedFile {
     pub problem: String,
 }
 
-/// A checkpoint that is lost.
+/// A checkpoint that a repair could not save.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LostCheckpoint {
     /// Its number.
@@ -72,7 +74,7 @@ pub struct LostCheckpoint {
     pub problem: String,
 }
 
-/// The result of a repair.
+/// The result of a repair of a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RepairReport {
     /// The damage that was found.
@@ -92,7 +94,8 @@ pub struct RepairReport {
 }
 
 impl Store {
-    /// Saves what can be saved of a damaged store, and lists what cannot.
+    /// Saves the intact parts of a damaged store, and returns a report that lists the lost ones.
+    /// Calls `progress` now and then.
     ///
     /// Errors: [`Error::Locked`] if a run or a prune is at work; [`Error::OtherVersion`];
     /// [`Error::Damaged`] if `store.json` is damaged, because its key is nowhere else.

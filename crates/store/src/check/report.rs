@@ -6,14 +6,14 @@ use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 
-/// The options of a check.
+/// The options of a check of a store.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CheckOptions {
     /// True to read and verify every page. Otherwise the verified index of a closed pack is enough.
     pub read_data: bool,
 }
 
-/// The progress of a check.
+/// The progress of a check of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CheckProgress {
     /// The file being checked.
@@ -24,7 +24,7 @@ pub struct CheckProgress {
     pub total_bytes: u64,
 }
 
-/// The result of a check.
+/// The result of a check of a store.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CheckReport {
     /// The number of checkpoint files that were checked.
@@ -37,7 +37,7 @@ pub struct CheckReport {
     pub records: u64,
     /// True if every page was read.
     pub read_data: bool,
-    /// What is damaged.
+    /// The damaged objects.
     pub damages: Vec<Damage>,
     /// Observations that are not damage.
     pub notes: Vec<String>,
@@ -66,7 +66,7 @@ pub struct Damage {
     pub checkpoints: Vec<CheckpointId>,
 }
 
-/// Returns the object and the problem of `error`, which occurred while `name` was read.
+/// Returns the object and the problem of `error`, which occurred while the file `name` was read.
 pub fn explain(inner: &OpenStore, name: &str, error: Error) -> (String, String) {
     match error {
         Error::Damaged { object, problem } => (object, problem),

@@ -6,14 +6,14 @@
 //!
 //! A query takes one access to memory. With [`KEY_BITS`] for each entry, about one new page of two
 //! hundred is looked up in vain (Putze, Sanders, Singler: Cache-, Hash- and Space-Efficient Bloom
-//! Filters, 2007; the constants are those of Apache Parquet). No library, because page hashes need no
-//! further hashing, and because the bytes are part of a file format.
+//! Filters, 2007; the constants are those of Apache Parquet). No library, because page hashes need
+//! no further hashing, and because the bytes are part of a file format.
 
 use keyframe_store_format::page_hash::PageHash;
 
 /// Bits for each entry.
 const KEY_BITS: usize = 12;
-/// The size of a block, in bytes.
+/// The size of a block of the filter, in bytes.
 pub const BLOCK_BYTES: usize = 32;
 const WORDS: usize = 8;
 const SALTS: [u32; WORDS] = [
@@ -31,12 +31,12 @@ const SALTS: [u32; WORDS] = [
 #[repr(align(32))]
 struct Block([u32; WORDS]);
 
-/// A set of hashes, with false positives.
+/// A Bloom filter: a set of hashes with false positives.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Filter(Vec<Block>);
 
 impl Filter {
-    /// Creates an empty filter for this number of entries.
+    /// Creates an empty filter for `entries` hashes.
     pub fn new(entries: usize) -> Self {
         Self(vec![Block([0; WORDS]); blocks(entries)])
     }
@@ -59,7 +59,7 @@ impl Filter {
         })
     }
 
-    /// Returns its memory, in bytes.
+    /// Returns the size of its memory in bytes.
     pub fn bytes(&self) -> usize {
         self.0.capacity() * BLOCK_BYTES
     }
@@ -72,7 +72,7 @@ impl Filter {
             .for_each(|word| out.extend_from_slice(&word.to_le_bytes()));
     }
 
-    /// Makes the filter from bytes that [`Self::encode`] has made.
+    /// Creates the filter from the bytes that [`Self::encode`] appended.
     pub fn decode(bytes: &[u8]) -> Self {
         let block = |bytes: &[u8; BLOCK_BYTES]| {
             let words = bytes.as_chunks::<4>().0;
@@ -88,7 +88,7 @@ impl Filter {
     }
 }
 
-/// Returns the blocks for this number of entries.
+/// Returns the number of blocks of a filter for `entries` hashes.
 pub fn blocks(entries: usize) -> usize {
     (entries * KEY_BITS).div_ceil(BLOCK_BYTES * 8).max(1)
 }

@@ -5,8 +5,8 @@
 //!          .new-...                        one that is being written; the next writer removes a leftover
 //! ```
 //!
-//! Invariant: no content of the directory is an error. A file that cannot be read as a spill of this
-//! store is removed.
+//! Invariant: no content of the directory is an error. A file that cannot be read as a spill of
+//! this store is removed.
 
 use super::spill::{Bond, Spill, SpillWriter, TEMPORARY, memory_bytes};
 use keyframe_bytes::hex::to_hex;
@@ -16,18 +16,18 @@ use std::path::{Path, PathBuf};
 
 const SUFFIX: &str = ".index";
 
-/// A directory for spills.
+/// The directory in which a store's spills lie.
 #[derive(Clone, Debug)]
 pub struct Folder {
-    /// The path of the directory, which is made for the first spill.
+    /// The path of the directory, which is created for the first spill.
     pub path: PathBuf,
     /// The store that the spills belong to, and the key of their masks.
     pub bond: Bond,
 }
 
 impl Folder {
-    /// Returns the spills, those of the newest packs first. Their fences and filters take at most
-    /// `bytes_max`: older files that do not fit are removed.
+    /// Opens all spills, those of the newest packs first. Their fences and filters take at most
+    /// `bytes_max` bytes of memory: older files that do not fit are removed.
     pub fn spills(&self, mut bytes_max: usize) -> Vec<(PathBuf, Spill)> {
         let Ok(entries) = std::fs::read_dir(&self.path) else { return Vec::new() };
         let mut files: Vec<_> = entries
@@ -55,12 +55,13 @@ impl Folder {
         spills
     }
 
-    /// Begins a spill of at most this number of entries. Error: the file cannot be written.
+    /// Begins a spill of at most `entries_max` entries. Error: the file cannot be written.
     pub fn begin(&self, entries_max: usize) -> io::Result<SpillWriter> {
         SpillWriter::new(&self.path, &self.bond, entries_max)
     }
 
-    /// Completes a spill and gives it its name. Error: the file cannot be written.
+    /// Completes a spill that covers `packs`, and gives it its name. Returns its path. Error: the
+    /// file cannot be written.
     pub fn finish(
         &self,
         writer: SpillWriter,
@@ -73,7 +74,7 @@ impl Folder {
     }
 }
 
-/// Removes a spill. If that fails, the next writer does it.
+/// Removes the spill at `path`. If that fails, the next writer removes it.
 pub fn remove(path: &Path) {
     let _ = std::fs::remove_file(path);
 }

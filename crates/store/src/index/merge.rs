@@ -1,7 +1,7 @@
 //! Merging several spills into one.
 //!
-//! Invariant: the new spill has only entries that the index would return: none of packs that have gone,
-//! and no derived record if these are not used. So no entry comes back.
+//! Invariant: the new spill has only entries that the index would return: none of packs that have
+//! gone, and no derived record if these are not used. So no entry comes back.
 
 use super::folder::Folder;
 use super::spill::Spill;
@@ -13,18 +13,19 @@ use rustc_hash::FxHashSet;
 use std::io;
 use std::path::PathBuf;
 
-/// A spill, and which of its entries are in use.
+/// A spill that is read for a merge, with the rule which of its entries are still used.
 #[derive(Debug)]
 pub struct Source {
     pub spill: Spill,
-    /// Its packs that exist and have not changed.
+    /// The numbers of its packs that exist and have not changed.
     pub live: FxHashSet<u32>,
     /// True if its derived records are not used.
     pub plain_only: bool,
 }
 
 impl Source {
-    /// Returns the value of a hash. A derived record is unproven.
+    /// Returns the value of a hash, if its pack is still used. A derived record is marked as
+    /// unproven, because its references may be gone. Error: the spill cannot be read.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
         let value = self.spill.get(hash)?.filter(|value| self.is_used(*value));
         Ok(value.map(|value| if is_derived(value) { value | UNPROVEN } else { value }))
@@ -35,7 +36,7 @@ impl Source {
     }
 }
 
-/// The reason why a merge failed.
+/// The reason why a merge of spills failed.
 #[derive(Debug)]
 pub enum Failed {
     /// The source with this index cannot be read.
@@ -44,8 +45,9 @@ pub enum Failed {
     Target,
 }
 
-/// Writes the entries of `sources` into a new spill, in the order of the hashes. For each hash
-/// prefers a plain record to a derived one.
+/// Writes the entries of `sources` into a new spill in `folder`, in the order of the hashes. For
+/// each hash it prefers a plain record to a derived one. Returns the new spill and its path.
+/// Errors: a source cannot be read, or the new spill cannot be written; [`Failed`] tells which.
 pub fn merge(sources: &[&Source], folder: &Folder) -> Result<(PathBuf, Spill), Failed> {
     let target = |_| Failed::Target;
     let entries = sources.iter().map(|source| source.spill.entries()).sum();

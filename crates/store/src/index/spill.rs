@@ -16,9 +16,9 @@
 //! Fences, filter and packs are in memory: two bytes for each entry. A hash that passes the filter
 //! costs one read of 512 bytes.
 //!
-//! Invariants: no part is used before its checksum matches. The salt distinguishes buckets of another
-//! file, which a crash may have left in their place. Any damage is an [`io::Error`], after which the
-//! file is not used.
+//! Invariants: no part is used before its checksum matches. The salt distinguishes buckets of
+//! another file, which a crash may have left in their place. Any damage is an [`io::Error`], after
+//! which the file is not used.
 
 use super::filter::{self, Filter};
 use super::table::Slot;
@@ -33,7 +33,7 @@ use xxhash_rust::xxh3::xxh3_64_with_seed;
 
 const MAGIC: &[u8; 8] = b"KF:IDX\r\n";
 const VERSION: u32 = 1;
-/// The size of a bucket in bytes.
+/// The size of a bucket of a spill, in bytes.
 pub const BUCKET_BYTES: usize = 512;
 const ENTRY_BYTES: usize = 24;
 const BUCKET_ENTRIES: usize = (BUCKET_BYTES - CHECK_BYTES) / ENTRY_BYTES;
@@ -49,7 +49,8 @@ type Bucket = [u8; BUCKET_BYTES];
 pub struct Bond {
     /// The id of the store.
     pub store: [u8; 16],
-    /// Present in an encrypted store, where places are not written in plain text.
+    /// The key that masks the places in an encrypted store, which must not be in plain text. `None`
+    /// if the store is not encrypted.
     pub mask: Option<MaskKey>,
 }
 
@@ -77,7 +78,7 @@ impl Bond {
     }
 }
 
-/// An open spill: the parts that are in memory.
+/// An open spill. Its fences and its filter are in memory.
 #[derive(Debug)]
 pub struct Spill {
     file: File,
@@ -89,13 +90,14 @@ pub struct Spill {
     packs: Vec<(u32, PackSeal)>,
 }
 
-/// Returns the memory for this number of entries, without the packs, in bytes.
+/// Returns the size in bytes of the memory for `entries` entries, without the list of packs.
 pub fn memory_bytes(entries: usize) -> usize {
     entries.div_ceil(BUCKET_ENTRIES) * 8 + filter::blocks(entries) * filter::BLOCK_BYTES
 }
 
 impl Spill {
-    /// Opens a spill. Its fences and filter may take at most `bytes_max`.
+    /// Opens the spill at `path`. Its fences and its filter may take at most `bytes_max` bytes of
+    /// memory. Errors: the file cannot be read; it is damaged, of another store, or too large.
     pub fn open(path: &Path, bond: &Bond, bytes_max: usize) -> io::Result<Self> {
         let file = File::open(path)?;
         let len_bytes = file.metadata()?.len();
@@ -149,19 +151,20 @@ impl Spill {
         self.entries as usize
     }
 
-    /// Returns the packs that it covers.
+    /// Returns the number and the trailer checksum of each pack whose records it has.
     pub fn packs(&self) -> &[(u32, PackSeal)] {
         &self.packs
     }
 
-    /// Returns its memory, in bytes.
+    /// Returns the size of its memory in bytes.
     pub fn bytes(&self) -> usize {
         self.fences.capacity() * 8
             + self.filter.bytes()
             + self.packs.capacity() * size_of::<(u32, PackSeal)>()
     }
 
-    /// Returns the value of a hash.
+    /// Returns the value of a hash. Returns `None` if the spill does not hold the hash. Errors: the
+    /// file cannot be read; a bucket is damaged.
     pub fn get(&self, hash: PageHash) -> io::Result<Option<u64>> {
         if !self.filter.may_have(hash) {
             return Ok(None);
@@ -210,7 +213,8 @@ impl Spill {
         Ok(entries.get(..left).unwrap_or(entries))
     }
 
-    /// Returns all entries, in the order of their hashes.
+    /// Returns an iterator over all entries, in the order of their hashes. Error: the file cannot
+    /// be read.
     pub fn read(&self) -> io::Result<Entries<'_>> {
         let mut file = self.file.try_clone()?;
         file.seek(io::SeekFrom::Start(BUCKET_BYTES as u64))?;
@@ -229,7 +233,8 @@ pub struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// Returns the next entry. [`Self::pop`] removes it.
+    /// Returns the next entry, which [`Self::pop`] removes. Returns `None` after the last one.
+    /// Errors: the file cannot be read; a bucket is damaged.
     pub fn peek(&mut self) -> io::Result<Option<Slot>> {
         if self.at == self.bucket.len() && self.number < self.spill.fences.len() {
             let mut bucket = [0; BUCKET_BYTES];
@@ -251,7 +256,7 @@ impl Entries<'_> {
     }
 }
 
-/// Writes a spill.
+/// Writes a spill, entry by entry.
 pub struct SpillWriter {
     out: BufWriter<tempfile::NamedTempFile>,
     bond: Bond,
@@ -264,7 +269,8 @@ pub struct SpillWriter {
 }
 
 impl SpillWriter {
-    /// Begins a spill of at most this number of entries in `folder`, which it makes if necessary.
+    /// Begins a spill of at most `entries_max` entries in `folder`, which is created if it does not
+    /// exist. Errors: the folder or the file cannot be created; the system gives no random numbers.
     pub fn new(folder: &Path, bond: &Bond, entries_max: usize) -> io::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         std::fs::DirBuilder::new().mode(0o700).recursive(true).create(folder)?;
@@ -284,7 +290,8 @@ impl SpillWriter {
         })
     }
 
-    /// Appends an entry. Ignores one whose hash is not larger than the previous one.
+    /// Appends an entry. Ignores an entry whose hash is not larger than that of the entry before.
+    /// Error: the file cannot be written.
     pub fn push(&mut self, slot: Slot) -> io::Result<()> {
         if self.last.is_some_and(|last| last >= slot.hash) {
             return Ok(());
@@ -309,8 +316,9 @@ impl SpillWriter {
         self.out.write_all(&check)
     }
 
-    /// Completes the file under the name `path`. `packs` are the packs that it covers. Syncs
-    /// nothing, because the file is a cache.
+    /// Completes the file under the name `path`. `packs` are the numbers and checksums of the packs
+    /// that the spill covers. Does not sync, because the file is a cache. Returns the completed
+    /// spill. Error: the file cannot be written or renamed.
     pub fn finish(mut self, path: &Path, packs: Vec<(u32, PackSeal)>) -> io::Result<Spill> {
         if !self.bucket.is_empty() {
             self.end_bucket()?;
@@ -342,7 +350,7 @@ impl SpillWriter {
     }
 }
 
-/// The prefix of a file that is being written.
+/// The prefix of the name of a spill that is being written.
 pub const TEMPORARY: &str = ".new-";
 
 fn encode_header(store: [u8; 16], salt: [u8; 16]) -> Bucket {

@@ -15,13 +15,13 @@
 
 use keyframe_store_format::page_hash::PageHash;
 
-/// The size of a slot, in bytes.
+/// The size of an entry's slot in the table, in bytes.
 pub const SLOT_BYTES: usize = size_of::<Slot>();
 const HOMES_FIRST: usize = 1 << 10;
 /// The slots after the last home, for entries that do not fit into their home.
 const TAIL: usize = 1 << 10;
 
-/// A hash and its value. The slot is empty if the value is 0.
+/// An entry of the table: a hash and its value. The slot is empty if the value is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
     pub hash: PageHash,
@@ -30,7 +30,7 @@ pub struct Slot {
 
 const EMPTY: Slot = Slot { hash: PageHash([0; 2]), value: 0 };
 
-/// Entries by hash.
+/// A hash table in memory, from page hashes to values.
 pub struct Table {
     slots: Vec<Slot>,
     homes: usize,
@@ -39,7 +39,7 @@ pub struct Table {
 }
 
 impl Table {
-    /// Creates an empty table of at most `bytes_max`, and half as much more while it grows.
+    /// Creates an empty table of at most `bytes_max` bytes, and half as much more while it grows.
     pub fn new(bytes_max: usize) -> Self {
         let homes_max = (bytes_max / SLOT_BYTES).saturating_sub(TAIL).max(64);
         Self { slots: Vec::new(), homes: 0, homes_max, len: 0 }
@@ -50,22 +50,23 @@ impl Table {
         self.len
     }
 
-    /// Returns the most entries that it can hold.
+    /// Returns the largest number of entries that it can hold.
     pub fn len_max(&self) -> usize {
         room(self.homes_max)
     }
 
-    /// Returns its memory, in bytes.
+    /// Returns the size of its memory in bytes.
     pub fn bytes(&self) -> usize {
         self.slots.capacity() * SLOT_BYTES
     }
 
-    /// Returns the value of a hash.
+    /// Returns the value of `hash`. Returns `None` if the table does not have it.
     pub fn get(&self, hash: PageHash) -> Option<u64> {
         self.slots.get(self.find(hash)?).map(|slot| slot.value)
     }
 
-    /// Sets the value of a hash, which is not 0. False, without a change, if there is no room.
+    /// Sets the value of `hash`, which must not be 0. Returns false, without a change, if there is
+    /// no room.
     pub fn insert(&mut self, hash: PageHash, value: u64) -> bool {
         debug_assert!(value != 0);
         if let Some(slot) = self.find(hash).and_then(|at| self.slots.get_mut(at)) {
@@ -81,7 +82,7 @@ impl Table {
         self.put(Slot { hash, value })
     }
 
-    /// Removes a hash; true if it was in the table.
+    /// Removes `hash`. Returns true if it was in the table.
     pub fn remove(&mut self, hash: PageHash) -> bool {
         let Some(mut hole) = self.find(hash) else { return false };
         // The following entries that are not in their home move up.

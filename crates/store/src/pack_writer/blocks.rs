@@ -15,7 +15,7 @@ use keyframe_store_format::record::{Record, RecordKind};
 use keyframe_units::Page;
 
 impl PackWriter {
-    /// Prepares for the next run, which has disks or not.
+    /// Prepares the writer for the next run. `with_disks` is true if the run has disks.
     pub fn begin_run(&mut self, with_disks: bool) {
         self.bases.clear();
         if !with_disks {
@@ -29,7 +29,8 @@ impl PackWriter {
     }
 
     /// Puts a block of a disk that is not zero into the store, unless the store holds its content.
-    /// It is durable after the next [`Self::sync`]. Error: the pack cannot be written.
+    /// It is durable after the next [`Self::sync`]. Returns its record. Error: the pack cannot be
+    /// written.
     pub fn put_block(&mut self, page: &Page) -> Result<PlacedBlock> {
         let hash = PageHash::of(&self.inner.config.key, page);
         if let Some(placed) = self.known(hash, page) {

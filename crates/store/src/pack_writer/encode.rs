@@ -13,10 +13,10 @@ use keyframe_units::{Page, ZERO_PAGE};
 /// A patch of at most this many bytes is taken without compressing the page for comparison.
 const PATCH_BYTES_SMALL: usize = 512;
 
-/// A page on its way to a record.
+/// A page that is being encoded as a record.
 pub struct Item<'a> {
     pub input: PageInput<'a>,
-    /// `None` if the page is zero.
+    /// The page hash. `None` if the page is zero.
     pub hash: Option<PageHash>,
     pub base: Option<At>,
     /// True if the page was written before, so that it has a base or an earlier record.
@@ -35,7 +35,7 @@ pub struct Scratch {
 }
 
 impl Item<'_> {
-    /// Compresses the page, or makes a delta of it.
+    /// Encodes the page as a delta if it has a base in `bases`, and compresses it otherwise.
     pub fn encode(&mut self, bases: &Bases, compressor: &mut PageCompressor) {
         if self.placed.is_some() || self.hash.is_none() {
             return;
@@ -62,7 +62,7 @@ impl Item<'_> {
         }
     }
 
-    /// Stores the page without a base.
+    /// Takes the compressed content as the record's payload, without a base.
     pub fn take_alone(&mut self, (codec, payload): (Codec, &[u8])) {
         self.scratch.payload.clear();
         if codec != Codec::Raw {
@@ -86,7 +86,7 @@ impl Item<'_> {
         Some(compress_patch(payload, compressor))
     }
 
-    /// Returns the payload of the new record.
+    /// Returns the payload of the new record with this codec and kind.
     pub fn payload(&self, codec: Codec, kind: RecordKind) -> &[u8] {
         if kind == RecordKind::Page && codec == Codec::Raw {
             self.input.content
@@ -103,7 +103,8 @@ fn is_worth_it(delta_bytes: usize, alone_bytes: usize) -> bool {
     delta_bytes <= alone_bytes / 4 * 3
 }
 
-/// Compresses the patch in the payload of a delta if it is long enough.
+/// Compresses the patch in `payload`, the payload of a delta, if it is long enough. Returns the
+/// codec.
 pub fn compress_patch(payload: &mut Vec<u8>, compressor: &mut PageCompressor) -> Codec {
     if payload.len() <= DELTA_HEADER_BYTES + PATCH_BYTES_SMALL {
         return Codec::Raw;
@@ -118,7 +119,7 @@ pub fn compress_patch(payload: &mut Vec<u8>, compressor: &mut PageCompressor) ->
     codec
 }
 
-/// Hashes the pages that are not zero.
+/// Sets the hash of each page that is not zero.
 pub fn hash_items(items: &mut [Item<'_>], key: &HashKey) {
     let mut waiting = [0; LANES];
     let mut pages = [&ZERO_PAGE; LANES];
@@ -141,7 +142,7 @@ pub fn hash_items(items: &mut [Item<'_>], key: &HashKey) {
     }
 }
 
-/// Calls `work` for shares of the items, on one thread for each compressor.
+/// Divides the items among threads, one for each compressor, and calls `work` on each of them.
 pub fn side_by_side<'a, 'b>(
     items: &mut [Item<'a>],
     compressors: &mut [PageCompressor],

@@ -16,8 +16,9 @@ use keyframe_units::{PAGE_BYTES, Page};
 const WORDS_MORE_BYTES_MAX: usize = PAGE_BYTES / 12;
 
 impl PackWriter {
-    /// Writes a page; returns its record, and the record's length in bytes, or 0 if the writer knew
-    /// the content. [`Error::Damaged`] if the page does not match `hash`.
+    /// Writes a page, unless the writer knows its content. Returns its record, and the record's
+    /// length in bytes, or 0 if the content was known. Errors: [`Error::Damaged`] if the page does
+    /// not match `hash`; the pack cannot be written.
     pub fn keep(
         &mut self,
         page: &Page,
@@ -49,8 +50,8 @@ impl PackWriter {
         Ok((place, len_bytes))
     }
 
-    /// Writes a page as a derived record; returns the same as [`Self::keep`]. Error: the pack
-    /// cannot be written.
+    /// Writes a page as the derived record `derivation`. Returns the same as [`Self::keep`]. Error:
+    /// the pack cannot be written.
     pub fn keep_derived(&mut self, derivation: &Derivation, page: &Page) -> Result<(PageRef, u64)> {
         let hash = PageHash::of(&self.inner.config.key, page);
         if let Some(known) = self.index.get(hash) {
@@ -95,8 +96,8 @@ impl PackWriter {
         Ok(())
     }
 
-    /// Makes a pack without records, with a higher number than all existing ones; returns it.
-    /// Error: the pack cannot be written.
+    /// Creates a pack without records, with a higher number than all existing ones, and returns its
+    /// number. Error: the pack cannot be written.
     pub fn reserve(&mut self) -> Result<u32> {
         self.raise()?;
         let pack = self.create()?;

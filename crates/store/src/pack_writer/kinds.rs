@@ -10,8 +10,8 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_store_format::record::{KIND_AT, RecordKind};
 
 impl PackWriter {
-    /// Removes all records that are not derived from `records`, which rise. Also removes those of a
-    /// pack that cannot be read. Error: the store cannot be listed.
+    /// Removes all records that are not derived from `records`, which are in rising order. Also
+    /// removes those of packs that cannot be read. Error: the store cannot be listed.
     pub fn keep_derived_of(&self, records: &mut Vec<PageRef>) -> Result<()> {
         let mut derived = Vec::new();
         for of_pack in records.chunk_by(|a, b| a.pack() == b.pack()) {

@@ -11,12 +11,12 @@ use keyframe_store_format::moves::Moves;
 use std::sync::Arc;
 
 impl PackWriter {
-    /// Takes the index that an earlier writer saved. Reads the indexes of packs that are not in it,
-    /// the newest first, as long as there is room. Reads unfinished packs whole and syncs them,
-    /// because their records may be in the page cache only.
+    /// Creates a writer with the index that an earlier writer saved. Reads the indexes of packs
+    /// that are not in it, the newest first, as long as there is room. Reads unfinished packs whole
+    /// and syncs them, because their records may be in the page cache only.
     ///
-    /// Leaves out the packs that a prune removes, and unfinished packs while a prune is at work or
-    /// after a sync of them has failed.
+    /// Leaves out the victims of `moves`, and unfinished packs while a prune is at work or after a
+    /// sync of them has failed. Error: a pack cannot be read or synced.
     pub fn new(inner: Arc<OpenStore>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
         let mut this = Self::empty(inner, tuning)?;
         this.index = Index::new(tuning.index_bytes, this.inner.index_folder());
@@ -95,8 +95,8 @@ impl PackWriter {
             other => other?,
         }
         self.learn_others(moves)?;
-        // The packs that go exist until this writer has confirmed. So no number of theirs, and of no
-        // other pack that the prune has written, is used again.
+        // The packs that go exist until this writer has confirmed. So no number of theirs, and of
+        // no other pack that the prune has written, is used again.
         self.next_pack = self.next_pack.max(self.inner.newest_pack()? + 1);
         // The records that a derived one refers to may go.
         self.index.follow(moves);

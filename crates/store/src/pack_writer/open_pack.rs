@@ -21,7 +21,7 @@ pub struct OpenPack {
     pub synced: u64,
     /// The number of bytes that sealed checkpoints may need, durable or not.
     pub sealed: u64,
-    /// All records of the pack, rising.
+    /// The entries of all records of the pack, in rising order of offset.
     pub entries: Vec<PackEntry>,
 }
 
@@ -31,7 +31,7 @@ impl OpenPack {
         self.flushed + self.buffer.len() as u64
     }
 
-    /// Appends a record; returns its length, in bytes.
+    /// Appends a record with this hash, kind, codec and payload. Returns its length in bytes.
     pub fn append(&mut self, hash: PageHash, kind: RecordKind, payload: (Codec, &[u8])) -> u64 {
         let place = PageRef::new(self.number, self.end());
         let before = self.buffer.len();

@@ -28,8 +28,9 @@ const PAGES_PER_THREAD: usize = 32;
 /// The pages of a batch for each of several threads, which cost time to start.
 const PAGES_PER_THREAD_OF_MANY: usize = 512;
 impl PackWriter {
-    /// Puts a page of RAM into the store, unless the store holds its content; `None` if the page is
-    /// zero. It is durable after the next [`Self::sync`]. Error: the pack cannot be written.
+    /// Puts a page of RAM into the store, unless the store holds its content. Returns `None` if the
+    /// page is zero. The page is durable after the next [`Self::sync`]. Error: the pack cannot be
+    /// written.
     pub fn put(&mut self, input: PageInput<'_>) -> Result<Option<Placed>> {
         let mut placed = None;
         self.put_all(&[input], &mut |_, to| placed = to)?;

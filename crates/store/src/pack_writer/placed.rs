@@ -5,16 +5,17 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_store_format::record::RecordKind;
 use keyframe_units::{Page, PageIndex};
 
-/// A page to put.
+/// A page that is put into the store.
 #[derive(Clone, Copy, Debug)]
 pub struct PageInput<'a> {
     /// The content of the page.
     pub content: &'a Page,
-    /// The number of the page, and its record until now. Without them the page gets no base.
+    /// The number of the page in the page space, and its record until now. `None` for a page that
+    /// gets no base.
     pub home: Option<(PageIndex, PageRef)>,
 }
 
-/// The record of a page that was put.
+/// The record of a page that was put into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Placed {
     /// The store held the content, in a record of this kind.
@@ -23,7 +24,7 @@ pub enum Placed {
     New(PageRef, u64),
 }
 
-/// The record of a block that was put.
+/// The record of a disk's block that was put into the store.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacedBlock {
     /// The record of the block.

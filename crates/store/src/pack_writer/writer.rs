@@ -26,7 +26,7 @@ use std::sync::Arc;
 /// The most packs that other processes may create while this writer creates one.
 const TAKEN_MAX: u32 = 1 << 16;
 
-/// Writes the packs of a store.
+/// Writes the packs of a store, and finds content that the store holds already.
 #[derive(Debug)]
 pub struct PackWriter {
     pub(super) inner: Arc<OpenStore>,
@@ -86,7 +86,7 @@ impl PackWriter {
         })
     }
 
-    /// Leaves space on the medium in which a prune can copy.
+    /// Makes the writer leave space on the medium in which a prune can copy.
     pub fn keep_reserve(&mut self) {
         self.reserve_bytes = medium::reserve_bytes(&self.tuning, self.inner.backend.space());
     }
@@ -112,8 +112,8 @@ impl PackWriter {
         Some(Placed::Known(place, kind))
     }
 
-    /// Makes everything put so far durable, if the tuning says so. Error: the pack cannot be
-    /// written.
+    /// Makes everything put so far durable, unless the tuning leaves that to later syncs. Error:
+    /// the pack cannot be written.
     pub fn sync(&mut self) -> Result<()> {
         self.flush()?;
         if self.tuning.durability == Durability::Checkpoint {
@@ -156,7 +156,7 @@ impl PackWriter {
     }
 
     /// Closes the open pack with its trailer. If only the trailer fails, the pack stays without
-    /// one; its records are durable.
+    /// one, and its records are durable. Error: the records cannot be written.
     pub fn close(&mut self) -> Result<()> {
         self.flush()?;
         self.sync_open()?;
@@ -296,8 +296,8 @@ impl PackWriter {
     }
 
     /// Removes the packs that only an abandoned checkpoint has filled, if the medium was too full
-    /// for it. The caller needs none of its records. A prune at work takes such a pack for one without
-    /// needed records, and does not mind that it is gone.
+    /// for it. The caller needs none of their records. A prune at work takes such a pack for one
+    /// without needed records, and accepts that it is gone.
     pub fn return_space(&mut self) {
         if !std::mem::take(&mut self.is_short) || self.unsealed.is_empty() {
             return;
@@ -324,7 +324,7 @@ impl PackWriter {
         }
     }
 
-    /// Gives up the open pack. The index keeps its durable records and forgets the others.
+    /// Gives up the open pack. The index keeps the pack's durable records and forgets its others.
     pub fn retire(&mut self) {
         if let Some((number, synced)) = self.open.as_ref().map(|pack| (pack.number, pack.synced)) {
             self.forget_from(synced);
@@ -344,8 +344,8 @@ impl PackWriter {
         self.forget_relations();
     }
 
-    /// Sets how the following packs are compressed: with `dense`, they begin with its dictionary,
-    /// which compresses their pages; without it, as in a run. Error: the pack cannot be written.
+    /// Sets how the following packs are compressed: if `dense` is given, with its dictionary, which
+    /// each pack begins with; otherwise as in a run. Error: the pack cannot be written.
     pub fn set_dense(&mut self, dense: Option<DenseCompressor>) -> Result<()> {
         self.close()?;
         self.dense = dense;

@@ -9,8 +9,8 @@
 use crate::pack_shape::PackUsage;
 use std::collections::BTreeSet;
 
-/// Returns the packs to remove, the one that frees most for its copying first. Of the packs that
-/// stay, at most the part `max_unused` (0 to 1) is unused then.
+/// Returns the numbers of the packs to remove, first the one that frees most space for its copying.
+/// Of the packs that stay, at most the part `max_unused` (0 to 1) is then unused.
 pub fn choose(packs: &[PackUsage], max_unused: f64) -> Vec<u32> {
     let newest = packs.iter().map(|pack| pack.number).max();
     let may_go = |pack: &&PackUsage| {
@@ -34,8 +34,8 @@ pub fn choose(packs: &[PackUsage], max_unused: f64) -> Vec<u32> {
     victims
 }
 
-/// Returns the packs to remove in addition to `victims` because they were not recompressed yet:
-/// about `bytes_max` of them, the oldest first.
+/// Returns the numbers of packs to remove in addition to `victims` because they were not
+/// recompressed yet: about `bytes_max` bytes of packs, the oldest first.
 pub fn to_recompress(packs: &[PackUsage], victims: &[u32], bytes_max: u64) -> Vec<u32> {
     let mut left = bytes_max;
     let may_go = |pack: &&PackUsage| {
@@ -52,9 +52,9 @@ pub fn to_recompress(packs: &[PackUsage], victims: &[u32], bytes_max: u64) -> Ve
     packs.iter().filter(may_go).take_while(takes).map(|pack| pack.number).collect()
 }
 
-/// Returns the next of the victims `left`, which are in the order of [`choose`], as one round that
-/// moves at most `bytes_max` and `records_max`. An interruption costs one round. If none of them
-/// moves so little, the round has the one that moves least.
+/// Returns the victims of the next round: those of `left`, in the order of [`choose`], that move at
+/// most `bytes_max` bytes and `records_max` records together. If no pack moves so little, the round
+/// has the one that moves least. An interruption of a prune costs one round.
 pub fn next_round(
     packs: &[PackUsage],
     left: &[u32],

@@ -8,14 +8,14 @@
 //!                      visible(0) = visible(8) without those of 8, and visible(6) without those of 6
 //! ```
 //!
-//! Invariants: a record is live if a live map shows it at a visible page, or if a live derived record
-//! refers to it ([`Live::close`]). So live records are closed over references. A map of a run at work
-//! hides nothing that a later checkpoint of the run shows. The run builds upon maps of the newest
-//! checkpoint's chain, under a map with all later changes.
+//! Invariants: a record is live if a live map shows it at a visible page, or if a live derived
+//! record refers to it ([`Live::close`]). So live records are closed over references. A map of a
+//! run at work hides nothing that a later checkpoint of the run shows. The run builds upon maps of
+//! the newest checkpoint's chain, under a map with all later changes.
 //!
-//! A prune reads all maps once. It remembers which packs each refers to ([`Known`]). So a later look at
-//! few packs reads few maps: those that refer to one of them, new ones, and those above such a map whose
-//! own checkpoint is gone.
+//! A prune reads all maps once. It remembers which packs each refers to ([`Known`]). So a later
+//! look at few packs reads few maps: those that refer to one of them, new ones, and those above
+//! such a map whose own checkpoint is gone.
 
 use crate::chain::Changes;
 use crate::open_store::OpenStore;
@@ -61,7 +61,8 @@ impl Offsets {
     }
 }
 
-/// What a prune remembers of the maps that it read. It reads other maps again.
+/// The facts that a prune remembers about the maps that it has read, so that it reads only other
+/// maps again.
 #[derive(Clone, Debug, Default)]
 pub struct Known {
     /// The packs that each map refers to.
@@ -73,7 +74,7 @@ pub struct Known {
 }
 
 impl Known {
-    /// Returns true if a map may refer to one of `packs`, or to a new pack.
+    /// Returns true if map number `map` may refer to one of `packs`, or to a new pack.
     pub fn may_mention(&self, map: u64, packs: &BTreeSet<u32>) -> bool {
         let mentions = self.mentions.get(&map);
         mentions.is_none_or(|all| {
@@ -107,7 +108,9 @@ impl Live {
         Self::find_where(inner, &|_| true)
     }
 
-    /// Reads all checkpoints and the wanted maps; finds all live records that these refer to.
+    /// Reads all checkpoints and the maps for which `is_wanted` returns true, and finds all live
+    /// records that these maps refer to. Errors: a checkpoint or a map is damaged; the backend
+    /// fails.
     pub fn find_where(inner: &OpenStore, is_wanted: &dyn Fn(u64) -> bool) -> Result<Self> {
         let mut live = Self::default();
         live.find_nodes(inner)?;
@@ -173,30 +176,32 @@ impl Live {
         }
     }
 
-    /// Returns true if a checkpoint needs the map.
+    /// Returns true if a checkpoint needs map number `id`.
     pub fn has_map(&self, id: u64) -> bool {
         self.nodes.contains_key(&id)
     }
 
-    /// Returns the packs that each map refers to, of the maps that were read.
+    /// Returns the numbers of the packs to which each of the maps that were read refers, and
+    /// removes them from here.
     pub fn take_mentions(&mut self) -> BTreeMap<u64, Box<[u32]>> {
         std::mem::take(&mut self.mentions)
     }
 
-    /// Returns the offsets of the live records of a pack, rising.
+    /// Returns the offsets of the live records of pack number `pack`, in rising order.
     pub fn offsets(&self, pack: u32) -> &[u64] {
         self.wanted.get(&pack).map_or(&[], |offsets| &offsets.all)
     }
 
-    /// Returns the packs with live records.
+    /// Returns the numbers of the packs with live records.
     pub fn packs(&self) -> impl Iterator<Item = u32> + '_ {
         self.wanted.keys().copied()
     }
 
-    /// Adds the references of the live derived records of `shape`; returns these records with their
-    /// references. References are plain and lie in earlier places, so one pass over the packs in
-    /// rising order is enough. Also reads live records that `shape` does not list, which may be
-    /// unreadable for a moment only: their references must stay.
+    /// Adds the records to which the live derived records of `shape` refer. Returns these derived
+    /// records with their references. References are plain and lie in earlier places, so one pass
+    /// over the packs in rising order is enough. Also reads live records that `shape` does not
+    /// list, because these may be unreadable only for a moment and their references must stay.
+    /// Errors: a listed record is damaged; the backend fails.
     pub fn close(
         &mut self,
         inner: &OpenStore,
@@ -231,8 +236,9 @@ impl Live {
         self.wanted.values_mut().for_each(Offsets::settle);
     }
 
-    /// Calls `visit` for every wanted map, the newest first, with its visible pages. May also call
-    /// it for other maps.
+    /// Calls `visit` with every map for which `is_wanted` returns true, the newest first, and with
+    /// its visible pages. May also call it with other maps. Errors: a map is damaged; the backend
+    /// fails; an error of `visit`.
     pub fn each_map(
         &self,
         inner: &OpenStore,
@@ -281,7 +287,7 @@ impl Live {
     }
 }
 
-/// Returns true if a page or a block is visible.
+/// Returns true if `page`, a page of RAM or a block of a disk, is in `visible`.
 pub fn shows(visible: &Changes, page: PageIndex) -> bool {
     if page.0 < visible.pages.space_pages() {
         visible.pages.contains(page)

@@ -1,9 +1,9 @@
 //! Copying records of packs that go into new ones, and rewriting the maps.
 //!
-//! Invariants: a record is compared with its hash before its copy replaces it. Plain records move before
-//! the derived ones that refer to them, and new packs have higher numbers than all others. So a derived
-//! record lies after its references. A map is replaced as a whole, and loses no record that a checkpoint
-//! shows.
+//! Invariants: a record is compared with its hash before its copy replaces it. Plain records move
+//! before the derived ones that refer to them, and new packs have higher numbers than all others.
+//! So a derived record lies after its references. A map is replaced as a whole, and loses no record
+//! that a checkpoint shows.
 
 use super::live::{Live, shows};
 use crate::open_store::OpenStore;
@@ -27,7 +27,7 @@ use std::sync::Arc;
 /// A dictionary is at most this fraction of a full pack.
 const DICTIONARY_PART: u64 = 32;
 
-/// Copies records into new packs.
+/// Copies the live records of a prune's victims into new packs.
 pub struct Copier {
     inner: Arc<OpenStore>,
     tuning: Tuning,
@@ -37,7 +37,7 @@ pub struct Copier {
 }
 
 impl Copier {
-    /// Makes a copier that has written no pack yet.
+    /// Creates a copier that has written no pack yet.
     pub fn new(inner: Arc<OpenStore>, tuning: Tuning) -> Self {
         Self { inner, tuning, packs: None, reserved: BTreeSet::new(), copied_bytes: 0 }
     }
@@ -50,8 +50,8 @@ impl Copier {
         Ok(self.packs.insert(packs))
     }
 
-    /// Trains a dictionary with pages of the packs that go. Leaves out unreadable ones, which copying
-    /// reports.
+    /// Trains a dictionary with pages of the packs `victims`, and returns a compressor with it.
+    /// Leaves out unreadable pages, which the copying reports later. Error: the backend fails.
     pub fn train(&self, victims: &BTreeSet<u32>) -> Result<DenseCompressor> {
         let mut places = Vec::new();
         for victim in victims {
@@ -74,13 +74,15 @@ impl Copier {
         Ok(DenseCompressor::train(&samples, bytes_max))
     }
 
-    /// Compresses the following copies with `dense`, or as a run does.
+    /// Compresses the following copies with `dense`, or as a run does if it is `None`. Error: the
+    /// pack at work cannot be closed.
     pub fn set_dense(&mut self, dense: Option<DenseCompressor>) -> Result<()> {
         self.packs()?.set_dense(dense)
     }
 
-    /// Copies the plain records among `live` of pack `victim`. The inner error is damage, because of
-    /// which the pack must stay.
+    /// Copies the plain records of pack `victim` at the offsets `live`, and adds their new places
+    /// to `moves`. The inner error is damage, because of which the pack must stay. Error: the
+    /// backend fails.
     pub fn copy_plain(
         &mut self,
         victim: u32,
@@ -133,8 +135,9 @@ impl Copier {
         }
     }
 
-    /// Copies derived records, which rise, with the new places of their references. If one is damaged,
-    /// its pack stays, and so do the packs that it refers to.
+    /// Copies the derived records at `wanted`, which are in rising order, and gives their
+    /// references the new places of `moves`. If a record is damaged, its pack and the packs that it
+    /// refers to stay, and `damaged` gets the reason. Error: the backend fails.
     pub fn copy_derived(
         &mut self,
         wanted: &[PageRef],
@@ -198,30 +201,33 @@ impl Copier {
         found.ok_or_else(|| Error::damaged(object(), "it refers to no other record"))
     }
 
-    /// Writes a page with `hash`; returns its record.
+    /// Writes a page with its `hash`, and returns the place of its record. Error: the backend
+    /// fails.
     pub fn keep(&mut self, page: &Page, hash: PageHash, kind: RecordKind) -> Result<PageRef> {
         Ok(self.packs()?.keep(page, hash, kind)?.0)
     }
 
-    /// Makes all following copies lie after all existing records.
+    /// Makes all following copies lie after all existing records. Error: the backend fails.
     pub fn raise(&mut self) -> Result<()> {
         self.packs.as_mut().map_or(Ok(()), PackWriter::raise)
     }
 
-    /// Makes all copies durable.
+    /// Makes all copies durable. Error: the backend fails.
     pub fn close(&mut self) -> Result<()> {
         self.packs.as_mut().map_or(Ok(()), PackWriter::close)
     }
 
-    /// Makes a pack without records, so that no lower number is used again.
+    /// Creates a pack without records, so that no lower number is used again. Error: the backend
+    /// fails.
     pub fn reserve(&mut self) -> Result<()> {
         let number = self.packs()?.reserve()?;
         self.reserved.insert(number);
         Ok(())
     }
 
-    /// Removes the packs of [`Self::reserve`], except the newest pack. Leaves them to the next prune
-    /// if a writer is at work, whose next pack could get one of their numbers.
+    /// Removes the packs that [`Self::reserve`] created, except the newest pack of the store. If a
+    /// writer is at work, leaves them to the next prune, because the writer's next pack could get
+    /// one of their numbers. Error: the backend fails.
     pub fn tidy(&mut self) -> Result<()> {
         if self.inner.lock_holder()?.is_some() {
             return Ok(());
@@ -232,7 +238,9 @@ impl Copier {
     }
 }
 
-/// Rewrites the wanted maps that refer to records which move or go; returns their numbers.
+/// Rewrites the maps for which `is_wanted` returns true and that refer to records which `moves`
+/// moves or removes. Returns the numbers of these maps. Errors: a map is damaged, or needs a record
+/// that was not moved; the backend fails.
 pub fn maps(
     inner: &OpenStore,
     live: &Live,

@@ -3,8 +3,8 @@
 //! The run replaces its references to moved records. It puts again what was not moved into the open
 //! pack.
 //!
-//! Invariant: after the confirmation, neither the run nor its writer refers to anything in the packs
-//! that go. So no later checkpoint does.
+//! Invariant: after the confirmation, neither the run nor its writer refers to anything in the
+//! packs that go. So no later checkpoint does.
 
 use crate::open_store::OpenStore;
 use crate::pack_writer::{PageInput, Placed};
@@ -16,7 +16,9 @@ use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{Page, ZERO_PAGE};
 use rustc_hash::FxHashMap;
 
-/// Follows the prune at work, if there is one that the run has not followed.
+/// Follows the moves of the prune at work: gives the references of the run their new places. Does
+/// nothing if there is no prune, or if the run has followed it already. Errors: records cannot be
+/// copied or synced; the backend fails.
 pub fn follow_prune(
     store: &OpenStore,
     session: &mut Session,
@@ -43,8 +45,9 @@ pub fn follow_prune(
     Ok(())
 }
 
-/// Returns the new places of `records`, if the prune that was followed last has moved them. They
-/// come from a map of the store that may be older than the prune.
+/// Returns the new places of those of `records` that the prune followed last has moved. `records`
+/// come from a map of the store that may be older than the prune. Errors: records cannot be copied;
+/// the backend fails.
 pub fn places_after_prune(
     store: &OpenStore,
     session: &mut Session,

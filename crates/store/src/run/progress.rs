@@ -1,6 +1,7 @@
 //! The checkpoint in progress: the maps of a run in memory, and what changed since the last seal.
 //!
-//! Invariant: the maps are those of the last seal plus the puts since. [`RunProgress::undo`] leads back.
+//! Invariant: the maps are those of the last seal plus the puts since. [`RunProgress::undo`] leads
+//! back.
 
 use crate::chain::{Chain, ChainPlan, Changes};
 use crate::run::puts::{PutOutcome, Puts};
@@ -10,7 +11,7 @@ use keyframe_store_format::page_map::PageMap;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::{PageIndex, PageRange};
 
-/// The checkpoint in progress.
+/// The checkpoint in progress of a run, and the last sealed one.
 #[derive(Debug)]
 pub struct RunProgress {
     pub map: PageMap,
@@ -31,7 +32,8 @@ pub struct RunProgress {
 }
 
 impl RunProgress {
-    /// Creates a run with zero RAM of `ram_pages` and the disks of `disk_map`.
+    /// Creates the progress of a new run with RAM of `ram_pages` pages of zeros and the disks of
+    /// `disk_map`.
     pub fn new(ram_pages: u64, disk_map: DiskMap) -> Self {
         Self {
             map: PageMap::default(),
@@ -45,8 +47,8 @@ impl RunProgress {
         }
     }
 
-    /// Sets the record of a page that was put. `of_disk`: a disk brought the content into the
-    /// store.
+    /// Sets the record of `page`, which was put with the outcome `put`. `of_disk` is true if a disk
+    /// brought the content into the store.
     pub fn set_page(&mut self, page: PageIndex, to: PageRef, put: PutOutcome, of_disk: bool) {
         if let PutOutcome::Stored { bytes } = put {
             self.puts.stored_bytes += bytes;
@@ -64,7 +66,7 @@ impl RunProgress {
         }
     }
 
-    /// Sets the record of a block.
+    /// Sets the record of `block`.
     pub fn set_block(&mut self, block: PageIndex, to: PageRef) {
         let range = PageRange::new(block, 1);
         self.undo_blocks.push(self.disk_map.former(range));
@@ -72,7 +74,7 @@ impl RunProgress {
         self.changed.blocks.insert(block_numbers(range));
     }
 
-    /// Makes a range of blocks zero.
+    /// Makes the blocks of `range` zero.
     pub fn set_zero_blocks(&mut self, range: PageRange) {
         self.undo_blocks.push(self.disk_map.former(range));
         self.disk_map.set_zero(range);
@@ -81,13 +83,13 @@ impl RunProgress {
         }
     }
 
-    /// Replaces all disks, whose blocks are `all`.
+    /// Replaces the content of all disks, whose blocks are `all`, by `map`.
     pub fn replace_disks(&mut self, all: PageRange, map: DiskMap) {
         self.undo_blocks.push(self.disk_map.former(all));
         (self.disk_map, self.has_other_disks) = (map, true);
     }
 
-    /// Goes back to the last seal.
+    /// Restores the state of the last seal.
     pub fn undo(&mut self) {
         if self.is_first {
             self.map = PageMap::default();
@@ -106,7 +108,7 @@ impl RunProgress {
         self.puts.all.is_empty() && self.undo_blocks.is_empty()
     }
 
-    /// Makes the checkpoint in progress the last seal.
+    /// Records that the checkpoint in progress is sealed.
     pub fn seal(&mut self) {
         self.is_first = false;
         self.clear();
@@ -120,7 +122,7 @@ impl RunProgress {
         self.has_other_disks = false;
     }
 
-    /// Calls `show` for every record that the run refers to. It may replace the record.
+    /// Calls `show` with every reference of the run to a record. `show` may replace the reference.
     pub fn repoint(&mut self, show: &mut dyn FnMut(&mut PageRef)) {
         self.map.repoint(show);
         self.disk_map.repoint(show);
@@ -131,7 +133,8 @@ impl RunProgress {
         }
     }
 
-    /// Returns the map of the next seal, with the number `id`, and its chain, newest first.
+    /// Returns the map of the next seal, with the number `id`, and the numbers of the maps of its
+    /// chain, newest first.
     pub fn next_map(
         &self,
         chain: &Chain,

@@ -3,7 +3,7 @@
 use keyframe_store_format::meta::Counts;
 use keyframe_units::{PageIndex, PageSet};
 
-/// The outcome of a put.
+/// The outcome of a put of a page or a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PutOutcome {
     /// The page is zero: nothing is stored.
@@ -32,7 +32,7 @@ pub struct Puts {
 }
 
 impl Puts {
-    /// Makes empty sets over `space_pages` pages.
+    /// Creates empty sets over `space_pages` pages.
     pub fn new(space_pages: u64) -> Self {
         let set = || PageSet::new(space_pages);
         Self {
@@ -54,7 +54,8 @@ impl Puts {
         self.stored_bytes = 0;
     }
 
-    /// Records the outcome of a put. `of_disk`: a disk brought the content into the store.
+    /// Records the outcome `put` of a put of `page`. `of_disk` is true if a disk brought the
+    /// content into the store.
     pub fn note(&mut self, page: PageIndex, put: PutOutcome, of_disk: bool) {
         self.all.insert(page);
         if of_disk && put == PutOutcome::Dedup {
@@ -75,7 +76,7 @@ impl Puts {
         }
     }
 
-    /// Returns the pages by outcome, for the description of the checkpoint.
+    /// Returns the numbers of pages by outcome, for the description of the checkpoint.
     pub fn counts(&self) -> Counts {
         let (dirty_pages, zero_pages) = (self.all.len(), self.zero.len());
         let (dedup_pages, unchanged_pages) = (self.dedup.len(), self.unchanged.len());

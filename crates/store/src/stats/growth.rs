@@ -1,6 +1,7 @@
 //! The growth of a store: by checkpoint, and by hour.
 //!
-//! The numbers of a checkpoint were measured when it was taken. Forgotten checkpoints are not included.
+//! The numbers of a checkpoint were measured when it was taken. Forgotten checkpoints are not
+//! included.
 
 use crate::Sealed;
 use jiff::Timestamp;
@@ -50,7 +51,7 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// Computes the growth from checkpoints in rising order.
+    /// Computes the growth from the checkpoints `sealed`, which are in rising order.
     pub fn of(sealed: &[Sealed]) -> Self {
         let mut growth = Self::default();
         let mut hours = BTreeMap::<i64, HourGrowth>::new();

@@ -17,7 +17,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// What the newest checkpoint of a VM shares with others.
+/// The content that the newest checkpoint of a VM shares with other VMs and disks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ImageSharing {
     /// The VM.
@@ -39,7 +39,7 @@ pub struct ImageSharing {
     pub disk_unique_blocks: u64,
 }
 
-/// What the checkpoints of a store share.
+/// The content that the checkpoints of a store share.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Sharing {
     /// The size of the RAM of all checkpoints, each counted whole, in bytes.
@@ -55,8 +55,8 @@ pub struct Sharing {
 }
 
 impl Store {
-    /// Counts what checkpoints share. Error: [`crate::Error::Unreadable`] if the records that a
-    /// checkpoint needs are not known.
+    /// Returns the amount of content that checkpoints share. Error: [`crate::Error::Unreadable`] if
+    /// the records that a checkpoint needs are not known.
     pub fn sharing(&self) -> Result<Sharing> {
         let inner = self.inner();
         let mut sharing = Sharing::default();

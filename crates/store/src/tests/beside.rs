@@ -1,5 +1,5 @@
-//! A prune, a forget and a run at the same time. At each step of the prune, the run seals a checkpoint
-//! and others are forgotten. The same on a directory, at full speed.
+//! A prune, a forget and a run at the same time. At each step of the prune, the run seals a
+//! checkpoint and others are forgotten. The same on a directory, at full speed.
 
 use super::*;
 use crate::{PruneOptions, PruneStep, Writer};
@@ -202,8 +202,9 @@ fn checkpoints_stay_intact_if_a_run_seals_and_others_are_forgotten_during_a_prun
     }
 }
 
-/// A reader may have a removed pack open under its number, so no other pack may get it. Prunes write
-/// packs that the run does not see: copies that the run does not confirm, and packs without records.
+/// A reader may have a removed pack open under its number, so no other pack may get it. Prunes
+/// write packs that the run does not see: copies that the run does not confirm, and packs without
+/// records.
 #[test]
 fn a_run_gives_no_pack_the_number_of_a_removed_one() {
     let medium = FaultyBackend::default();
@@ -407,8 +408,8 @@ impl Concurrent {
     }
 }
 
-/// All at once on a real directory: a run that seals as fast as it can, a recompression, a forget, and
-/// a reader.
+/// All at once on a real directory: a run that seals as fast as it can, a recompression, a forget,
+/// and a reader.
 #[test]
 fn a_run_a_recompression_a_forget_and_a_reader_work_at_the_same_time() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! Damage of every byte of a store, one at a time: `check` finds it, and names exactly the checkpoints
-//! that it affects.
+//! Damage of every byte of a store, one at a time: `check` finds it, and names exactly the
+//! checkpoints that it affects.
 
 use super::*;
 use std::collections::BTreeSet;

@@ -1,5 +1,5 @@
-//! Disks in checkpoints, against a naive model: one content number for each block, or nothing if it was
-//! never written.
+//! Disks in checkpoints, against a naive model: one content number for each block, or nothing if it
+//! was never written.
 
 use super::*;
 use crate::{BaseMeta, BlockContent, DiskMeta, DiskState};

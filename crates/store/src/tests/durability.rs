@@ -1,5 +1,5 @@
-//! Checkpoints that are not synced one by one. The death of the process costs none of them. After power
-//! loss the remaining ones are intact.
+//! Checkpoints that are not synced one by one. The death of the process costs none of them. After
+//! power loss the remaining ones are intact.
 
 use super::*;
 use std::time::Duration;

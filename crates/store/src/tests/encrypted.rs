@@ -1,5 +1,5 @@
-//! An encrypted store: crashes, failing syncs, a full disk, damage of every byte. And that its files show
-//! nothing of the guest.
+//! An encrypted store: crashes, failing syncs, a full disk, damage of every byte. And that its
+//! files show nothing of the guest.
 
 use super::*;
 use crate::{Secret, SecretKind};

@@ -1,5 +1,5 @@
-//! A full disk, at any byte: sealed checkpoints stay, and once there is space the run goes on. A prune
-//! frees space on it.
+//! A full disk, at any byte: sealed checkpoints stay, and once there is space the run goes on. A
+//! prune frees space on it.
 
 use super::crash::{Known, assert_known, play, script};
 use super::*;
@@ -191,7 +191,8 @@ fn a_checkpoint_that_found_no_space_gives_back_what_it_took() {
         before = medium.used_bytes();
     }
     for _ in 0..4 {
-        // It takes more than one pack. The part of the pack in which the last sealed checkpoint ends may have been closed.
+        // It takes more than one pack. The part of the pack in which the last sealed checkpoint
+        // ends may have been closed.
         let more = medium.used_bytes().saturating_sub(before);
         assert!(more < 30_000, "{more} bytes are lost");
         assert!(!guest.take());

@@ -1,5 +1,5 @@
-//! Pruning: checkpoints stay as they were while others read and write, and if the prune is interrupted.
-//! The rest is gone.
+//! Pruning: checkpoints stay as they were while others read and write, and if the prune is
+//! interrupted. The rest is gone.
 
 use super::forget::{add_run, next_image, store_of};
 use super::*;

@@ -1,5 +1,5 @@
-//! Recompression: checkpoints stay as they were before, during and after it, and if it is interrupted. The
-//! store becomes smaller.
+//! Recompression: checkpoints stay as they were before, during and after it, and if it is
+//! interrupted. The store becomes smaller.
 
 use super::forget::{add_run, store_of};
 use super::*;

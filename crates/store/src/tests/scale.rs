@@ -1,8 +1,8 @@
-//! Maps at the size of a 64 GiB guest with a checkpoint each second: their bytes follow the dirty pages,
-//! and a reader reads few of them.
+//! Maps at the size of a 64 GiB guest with a checkpoint each second: their bytes follow the dirty
+//! pages, and a reader reads few of them.
 //!
-//! Uses the writer's rule ([`Chain`]) and files ([`MapRun`]), with references that a pack would have, and
-//! without pages. docs/design/scale.md calculates a whole day.
+//! Uses the writer's rule ([`Chain`]) and files ([`MapRun`]), with references that a pack would
+//! have, and without pages. docs/design/scale.md calculates a whole day.
 
 use super::*;
 use crate::chain::{Chain, Changes};

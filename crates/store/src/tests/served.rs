@@ -1,6 +1,6 @@
-//! The client against the server of `crates/serve`, over the loopback interface: the conformance suite of
-//! backends (writes go to a directory), caches of nodes, and servers that end or are no checkpoint
-//! servers.
+//! The client against the server of `crates/serve`, over the loopback interface: the conformance
+//! suite of backends (writes go to a directory), caches of nodes, and servers that end or are no
+//! checkpoint servers.
 
 use super::crash::script;
 use super::{TINY, assert_image, layout, put_changes, run_beside, seal};

@@ -7,12 +7,12 @@
 //!           at the end: a damaged byte of some file, repaired with crashes in between ─▶ all readable checkpoints stay readable
 //! ```
 //!
-//! Invariant: a sealed checkpoint is never lost and never changes, except those that `forget` removed and
-//! those that its durability leaves to power loss.
+//! Invariant: a sealed checkpoint is never lost and never changes, except those that `forget`
+//! removed and those that its durability leaves to power loss.
 //!
 //! `KEYFRAME_SEEDS` sets the number of seeds (200), `KEYFRAME_SEED` plays a single one, and
-//! `KEYFRAME_SOAK_SECONDS` begins no seed after that time. Several seeds are played at the same time.
-//! Each does the same every time, apart from the random key of the store.
+//! `KEYFRAME_SOAK_SECONDS` begins no seed after that time. Several seeds are played at the same
+//! time. Each does the same every time, apart from the random key of the store.
 
 mod look;
 mod world;

@@ -35,7 +35,7 @@ impl FakeControl {
         lock(&self.shared).origin = origin;
     }
 
-    /// Lets the VMM know a command that is a whole pause ([`Vmm::pause_and_save`]).
+    /// Makes the fake VMM support [`Vmm::pause_and_save`](crate::Vmm::pause_and_save).
     pub fn save_in_pause(&self) {
         lock(&self.shared).one_command = OneCommand::Ready;
     }

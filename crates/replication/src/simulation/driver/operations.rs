@@ -1,4 +1,5 @@
-//! The operations that an engine begins and that take time: on the VM, the disks and the fence hook.
+//! The operations that an engine begins and that take time: on the VM, the disks and the fence
+//! hook.
 
 use super::release;
 use crate::simulation::Mutant;

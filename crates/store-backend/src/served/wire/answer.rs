@@ -4,7 +4,7 @@ use super::{ANSWER_HEAD_BYTES, REFUSAL_BYTES_MAX};
 use keyframe_bytes::ByteReader;
 use std::io::{self, Read};
 
-/// The head of an answer.
+/// The head of an answer of a checkpoint server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AnswerHead {
     /// The kind of the answer.
@@ -19,7 +19,7 @@ pub struct AnswerHead {
     pub len_bytes: u64,
 }
 
-/// The kind of an answer.
+/// The kind of an answer of a checkpoint server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AnswerKind {
     /// The requested bytes.
@@ -39,7 +39,7 @@ pub enum AnswerEncoding {
     Zstd,
 }
 
-/// The reason why a request is refused.
+/// The reason why a checkpoint server refuses a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RefusalCode {
     /// The request is not refused.
@@ -97,7 +97,7 @@ impl AnswerHead {
         out
     }
 
-    /// Decodes a head. Error: what is malformed, as text.
+    /// Decodes a head. Error, as a text: the problem.
     pub fn decode(bytes: &[u8; ANSWER_HEAD_BYTES]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let kind = match reader.array::<1>()? {
@@ -116,7 +116,7 @@ impl AnswerHead {
     }
 }
 
-/// An answer, decoded.
+/// An answer of a checkpoint server, decoded.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Answer {
     /// The requested bytes.

@@ -4,12 +4,12 @@ use super::name::{put_name, read_name};
 use super::{HEAD_BYTES, MAGIC, VERSION};
 use keyframe_bytes::ByteReader;
 
-/// The present state of a file.
+/// The present state of a file behind a checkpoint server.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FileStat {
     /// The file's identity: see [`crate::FileStamp::identity`].
     pub identity: u64,
-    /// See [`crate::FileStamp::modified`].
+    /// A number that changes with the contents: see [`crate::FileStamp::modified`].
     pub modified: u64,
     /// The length, in bytes.
     pub len_bytes: u64,
@@ -22,8 +22,8 @@ pub fn encode_welcome(store: [u8; 16]) -> Vec<u8> {
     [&MAGIC[..], &VERSION.to_le_bytes(), &store].concat()
 }
 
-/// Decodes the answer to a greeting and returns the id of the served store. Fails with the problem
-/// as text if the peer is no checkpoint server or speaks another version of the protocol.
+/// Decodes the answer to a greeting and returns the id of the served store. Errors, as a text: the
+/// peer is no checkpoint server, or speaks another version of the protocol.
 pub fn decode_welcome(bytes: &[u8]) -> Result<[u8; 16], String> {
     let mut reader = ByteReader::new(bytes);
     if reader.array::<8>()? != MAGIC {
@@ -54,8 +54,8 @@ pub fn encode_stats(stats: &[Option<FileStat>]) -> Vec<u8> {
     out
 }
 
-/// Decodes the states of `count` files, in the order of the request; `None` for a file that does
-/// not exist. Fails with the problem as text if the bytes end early or are too many.
+/// Decodes the states of `count` files, in the order of the request. A state is `None` for a file
+/// that does not exist. Errors, as a text: the bytes end early or are too many.
 pub fn decode_stats(bytes: &[u8], count: usize) -> Result<Vec<Option<FileStat>>, String> {
     let mut reader = ByteReader::new(bytes);
     let mut stats = Vec::new();
@@ -82,8 +82,8 @@ pub fn encode_names<'a>(names: impl IntoIterator<Item = &'a str>) -> Vec<u8> {
     out
 }
 
-/// Decodes the file names that [`encode_names`] encoded. Fails with the problem as text if a name
-/// ends early or is not UTF-8.
+/// Decodes the file names that [`encode_names`] encoded. Errors, as a text: a name ends early or is
+/// not UTF-8.
 pub fn decode_names(bytes: &[u8]) -> Result<Vec<String>, String> {
     let mut reader = ByteReader::new(bytes);
     let mut names = Vec::new();

@@ -7,7 +7,7 @@ use super::{
 };
 use keyframe_bytes::ByteReader;
 
-/// A request of a client.
+/// A request of a client to a checkpoint server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Request {
     /// The greeting: always the first request.
@@ -105,7 +105,7 @@ impl Request {
         }
     }
 
-    /// Decodes a request, without its length field. Error: what is malformed, as text.
+    /// Decodes a request, without its length field. Error, as a text: the problem.
     pub fn decode(bytes: &[u8]) -> Result<Self, String> {
         let mut reader = ByteReader::new(bytes);
         let request =

@@ -7,8 +7,9 @@
 //!                                                             going: a forget of it was interrupted
 //! ```
 //!
-//! A failed seal may have left a checkpoint, if the writer died after its rename. Power loss may bring
-//! back a checkpoint whose forget was interrupted. Such a *stranger* must be as correct as others.
+//! A failed seal may have left a checkpoint, if the writer died after its rename. Power loss may
+//! bring back a checkpoint whose forget was interrupted. Such a *stranger* must be as correct as
+//! others.
 
 use super::super::{TINY, content, encrypted, init_on, layout, on, request};
 use super::Tally;
