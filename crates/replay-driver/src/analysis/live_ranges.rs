@@ -37,14 +37,14 @@ pub(super) struct LiveRanges {
     first: Sum,
     /// The other intervals.
     following: Sum,
-    /// The most items that workers had at the same time.
-    workers: usize,
+    /// The names of the workers that have made parts.
+    workers: BTreeSet<String>,
     length: u32,
 }
 
 impl LiveRanges {
     /// Looks for new parts of `intervals`, and sets the length of ranges in `queue`. Errors: the
-    /// queue or the recording cannot be read; the queue cannot be written.
+    /// recording cannot be read; the queue cannot be written.
     pub fn update(
         &mut self,
         analysis: &Analysis<'_>,
@@ -57,11 +57,11 @@ impl LiveRanges {
             }
             let Some(done) = finished_part(&analysis.out, interval) else { continue };
             self.seen.insert(interval.index);
+            self.workers.insert(done.worker);
             self.recorded.add(analysis.subject.recorded_time(interval)?.as_secs_f64());
             let took_s = done.wall_ns as f64 / 1e9;
             if done.start.is_some() { self.first.add(took_s) } else { self.following.add(took_s) }
         }
-        self.workers = self.workers.max(queue.taken()?.len());
         // Before a range had a second interval, its start is a guess: all of the first one.
         let first_s = self.first.mean();
         let run_s = if self.following.count > 0 { self.following.mean() } else { first_s / 2.0 };
@@ -70,7 +70,7 @@ impl LiveRanges {
             run_s,
             start_s: (first_s - run_s).max(0.0),
         };
-        let length = range_length(times, self.workers as u64);
+        let length = range_length(times, self.workers.len() as u64);
         if length != self.length {
             queue.set_range_length(length)?;
             self.length = length;
