@@ -18,8 +18,8 @@
 //! given, it follows from the pause: `1 + t_c/L`. Then both formulas give the same time if `N`
 //! nodes are just enough, and the best `L` follows from both.
 //!
-//! The best length follows from equation 2.1: `L_opt = sqrt(s_log^2 T_vm t_c / s_sim)`. The printed
-//! equation 2.2 does not follow from 2.1 in every term.
+//! The best length follows from equation 2.1: `L_opt = sqrt(s_log^2 T_vm t_c / s_sim)`, as equation
+//! 2.3 has it. Equation 2.2 is the speed-up `s_sim T_vm / T_ps`, with 2.1 as `T_ps`.
 //!
 //! The formulas assume equal intervals and ignore the transfer of checkpoints and nodes that start
 //! late or fail. [`simulation`] includes these.

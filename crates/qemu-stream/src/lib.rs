@@ -18,6 +18,7 @@
 //! | `writer`, `export`, `delta_stream` | write a stream: for a restore, a whole VM, some pages |
 //! | `migration_reader` | reads a whole stream that QEMU wrote |
 //! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
+//! | `comparison` | compares two device states, section by section |
 //! | `processors`, `display` | registers of the processors and of the display |
 //! | `sse_flags` | adds flags that QEMU leaves out of a processor's state |
 //! | `flash`, `run_state` | the flash chips of a state; whether its VM stands still |
@@ -32,6 +33,7 @@
 //! This crate starts no process and opens no file or socket.
 
 mod accelerator_conversion;
+mod comparison;
 mod delta_stream;
 mod display;
 mod error;
@@ -51,6 +53,7 @@ mod user_network;
 mod writer;
 
 pub use accelerator_conversion::{convert, written_by};
+pub use comparison::{DifferingSection, differing_sections};
 pub use delta_stream::{DeltaPages, write_delta};
 pub use display::{Display, display};
 pub use error::{Result, StreamError};

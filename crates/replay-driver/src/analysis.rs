@@ -29,6 +29,7 @@ pub use files::{
 };
 pub use parts::PartMaker;
 pub use range::OpenIntervals;
+pub use results::differing_files;
 
 use crate::error::{AnalysisError, Error, Result};
 use crate::event::{EventSink, ReplayEvent};

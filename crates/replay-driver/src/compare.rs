@@ -1,8 +1,10 @@
-//! Compares a replay's RAM and disks with a checkpoint, or with another replay.
+//! Compares a replay's RAM, disks, processors and devices with a checkpoint, or with another replay.
 
+mod devices;
 mod disks;
 mod ram;
 
+pub use devices::{DeviceDifference, DifferingDevice, compare_devices, device_state};
 pub use disks::{ComparedDisks, compare_disks};
 pub use ram::{compare_ram, compare_ram_with_checkpoint};
 

@@ -44,11 +44,11 @@ pub mod verification;
 
 pub use analysis::{
     Analysis, AnalysisHeader, FinishedPart, IntervalState, OpenIntervals, PartMaker,
-    interval_states, median_dispatch_ns, previous_timings,
+    differing_files, interval_states, median_dispatch_ns, previous_timings,
 };
 pub use analysis_subject::{AnalysisSubject, KnownIntervals, ReplayControl};
 pub use compare::{
-    ComparedDisks, Difference, DifferencePlace, compare_disks, compare_ram,
+    ComparedDisks, Difference, DifferencePlace, DifferingDevice, compare_disks, compare_ram,
     compare_ram_with_checkpoint,
 };
 pub use console::console;
@@ -58,6 +58,7 @@ pub use error::{AnalysisError, Error, ReplayError, Result};
 pub use event::{EventSink, NoEvents, ReplayEvent, SharedReplayEventSink};
 pub use follower_process::FollowerProcess;
 pub use job_spec::{JobSpec, OpenedSubject, RunSelection, tool};
+pub use keyframe_qemu::stream::DifferingSection;
 pub use live_recording::LiveRecording;
 pub use measurements::{MeasuredInterval, RecordingMeasurements};
 pub use paused_replay::{PauseOptions, PausedReplay, ReplayRoute};

@@ -8,8 +8,8 @@
 //! ```
 
 use crate::compare::{
-    ComparedDisks, Difference, DifferencePlace, compare_disks, compare_ram,
-    compare_ram_with_checkpoint,
+    ComparedDisks, DeviceDifference, Difference, DifferencePlace, DifferingDevice, compare_devices,
+    compare_disks, compare_ram, compare_ram_with_checkpoint, device_state,
 };
 use crate::error::{Error, Result};
 use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason};
@@ -48,6 +48,10 @@ pub struct IntervalCheck {
     pub differing_blocks: u64,
     /// The first 16 of them.
     pub first_differing_blocks: Vec<DifferencePlace>,
+    /// The processors whose registers differ.
+    pub differing_processors: Vec<DifferingDevice>,
+    /// The devices whose state differs.
+    pub differing_devices: Vec<DifferingDevice>,
     /// The reason why the replay did not get to the interval's end, at its last try.
     pub error: Option<String>,
     /// The number of times that it was tried.
@@ -106,6 +110,8 @@ pub fn check_interval(
         first_differing: difference.ram.first,
         differing_blocks: difference.disks.count,
         first_differing_blocks: difference.disks.first,
+        differing_processors: difference.devices.processors,
+        differing_devices: difference.devices.devices,
         error,
         tries: failed_tries.len() as u32 + 1,
         failed_tries,
@@ -118,11 +124,12 @@ pub fn check_interval(
 struct VmDifference {
     ram: Difference,
     disks: Difference,
+    devices: DeviceDifference,
 }
 
 impl VmDifference {
     fn is_none(&self) -> bool {
-        self.ram.count == 0 && self.disks.count == 0
+        self.ram.count == 0 && self.disks.count == 0 && self.devices.is_none()
     }
 }
 
@@ -154,7 +161,11 @@ fn replayed(
             let (difference, at) = compare_after_end(source, interval, end, &with, interrupted)?;
             Ok((difference, Some(at)))
         }
-        _ => Ok((difference, None)),
+        Some(_) => Ok((difference, None)),
+        None => {
+            let compared = compare_last_end(source, interval, &with, interrupted)?;
+            Ok(compared.map_or((difference, None), |(found, at)| (found, Some(at))))
+        }
     }
 }
 
@@ -173,9 +184,41 @@ fn compare_after_end(
         return compare_at_log_end(source, interval, end, with, interrupted);
     };
     let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
+    let difference = compare_replays(source, [interval.begin, place], at, with, interrupted)?;
+    Ok((difference, at))
+}
+
+/// Compares the end of the last interval, which no checkpoint follows: a replay from the interval's
+/// beginning and one from the checkpoint before it run to the last instruction without an event.
+/// Returns `None` if there is no such instruction in the interval.
+fn compare_last_end(
+    source: &ReplayableRecording,
+    interval: &Interval,
+    with: &ReplayOptions,
+    interrupted: &AtomicBool,
+) -> Result<Option<(VmDifference, u64)>> {
+    let at = source.log_index()?.last_unambiguous(interval.end_icount.min(source.last_stop()?));
+    if at <= interval.begin.icount {
+        return Ok(None);
+    }
+    let checkpoints = source.checkpoints()?;
+    let before = checkpoints.iter().rev().find(|one| one.icount < interval.begin.icount);
+    let begins = [interval.begin, *before.unwrap_or(&interval.begin)];
+    let difference = compare_replays(source, begins, at, with, interrupted)?;
+    Ok(Some((difference, at)))
+}
+
+/// Compares two replays at instruction `at`, which begin at the checkpoints `begins`.
+fn compare_replays(
+    source: &ReplayableRecording,
+    begins: [RecordedCheckpoint; 2],
+    at: u64,
+    with: &ReplayOptions,
+    interrupted: &AtomicBool,
+) -> Result<VmDifference> {
     let until = Until::Instruction(at);
-    let mut one = Replay::start(source, interval.begin, until, with)?;
-    let mut other = Replay::start(source, place, until, with)?;
+    let mut one = Replay::start(source, begins[0], until, with)?;
+    let mut other = Replay::start(source, begins[1], until, with)?;
     let both = [one.arrive(interrupted, &mut |_| ())?, other.arrive(interrupted, &mut |_| ())?];
     if both != [StopReason::Target; 2] {
         return Err(Error::Interrupted);
@@ -184,12 +227,13 @@ fn compare_after_end(
     let ram = compare_ram(one.restored(), other.restored(), &layout)?;
     let disks = disks_difference(
         source,
-        DisksOf { checkpoint: interval.begin.checkpoint, served: one.served() },
-        DisksOf { checkpoint: end, served: other.served() },
+        DisksOf { checkpoint: begins[0].checkpoint, served: one.served() },
+        DisksOf { checkpoint: begins[1].checkpoint, served: other.served() },
     )?;
-    let difference = VmDifference { ram, disks };
+    let devices =
+        compare_devices(&device_state(one.restored())?, &device_state(other.restored())?)?;
     one.end().and(other.end())?;
-    Ok((difference, at))
+    Ok(VmDifference { ram, disks, devices })
 }
 
 /// Compares at the log's end, for an interval without a later instruction that has no event. All
@@ -224,7 +268,8 @@ fn differing_from(
         DisksOf { checkpoint: begin, served: replay.served() },
         DisksOf { checkpoint: end, served: None },
     )?;
-    Ok(VmDifference { ram, disks })
+    let devices = compare_devices(&device_state(replay.restored())?, &expected.device_state)?;
+    Ok(VmDifference { ram, disks, devices })
 }
 
 /// One side of a comparison of disks.

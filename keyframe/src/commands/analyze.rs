@@ -11,8 +11,8 @@ use indicatif::ProgressBar;
 use keyframe_analysis::{Tool, ToolSummary, tools};
 use keyframe_replay::interval::Interval;
 use keyframe_replay_driver::{
-    Analysis, AnalysisHeader, FinishedPart, JobSpec, OpenedSubject, RunSelection, StartTimes, jobs,
-    median_dispatch_ns, tool,
+    Analysis, AnalysisHeader, FinishedPart, JobSpec, OpenedSubject, RunSelection, StartTimes,
+    differing_files, jobs, median_dispatch_ns, tool,
 };
 use keyframe_store_keys::{self as keys, KeyArg};
 use on::{Driven, Effort, OnArgs};
@@ -268,16 +268,7 @@ impl Analyze {
         })?;
         bar.finish_and_clear();
         let wall_ns = keyframe_units::elapsed_ns(began);
-        let mut differing = Vec::new();
-        for (parallel, sequential) in summary.files.iter().zip(&sequential.files) {
-            if !are_equal(parallel, sequential)? {
-                differing.push(parallel.clone());
-            }
-        }
-        if summary.files.len() != sequential.files.len() {
-            differing.extend(summary.files.iter().skip(sequential.files.len()).cloned());
-        }
-        Ok((differing, wall_ns))
+        Ok((differing_files(summary, &sequential)?, wall_ns))
     }
 
     fn tell(&self, report: &Report, differing: &[PathBuf]) -> Outcome {
@@ -343,25 +334,4 @@ fn list() -> Outcome {
         }
     }
     Ok(DONE)
-}
-
-fn are_equal(one: &Path, other: &Path) -> Result<bool, Failure> {
-    use std::io::Read;
-    let open = |path: &Path| {
-        std::fs::File::open(path).map_err(|e| Failure::new(format!("open {}: {e}", path.display())))
-    };
-    let (mut one_file, mut other_file) = (open(one)?, open(other)?);
-    let (mut a, mut b) = (vec![0; 1 << 20], vec![0; 1 << 20]);
-    loop {
-        let failed = |e: std::io::Error| {
-            Failure::new(format!("compare {} with {}: {e}", one.display(), other.display()))
-        };
-        let len = one_file.read(&mut a).map_err(failed)?;
-        if len == 0 {
-            return Ok(other_file.read(&mut b[..1]).map_err(failed)? == 0);
-        }
-        if other_file.read_exact(&mut b[..len]).is_err() || a[..len] != b[..len] {
-            return Ok(false);
-        }
-    }
 }

@@ -8,7 +8,8 @@ use crate::progress::instructions_bar;
 use indicatif::ProgressBar;
 use keyframe_replay::interval::Interval;
 use keyframe_replay_driver::{
-    CheckLimits, IntervalCheck, ReplayableRecording, check_interval, jobs,
+    CheckLimits, DifferingDevice, DifferingSection, IntervalCheck, ReplayableRecording,
+    check_interval, jobs,
 };
 use serde::Serialize;
 use std::sync::atomic::Ordering;
@@ -18,9 +19,10 @@ use std::time::Duration;
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Each interval is replayed in a QEMU of its own, from its checkpoint to the instruction of the next one. There its RAM is compared with
-that checkpoint, page by page, and so are all blocks of disks that the replay or the recording wrote. A replay that departs from its
-log stops for ever. Keyframe notices that, and reports the interval, the instruction and the processor's registers. The last
-interval ends with the log: no checkpoint follows, so it only has to reach the end.
+that checkpoint, page by page, and so are all blocks of disks that the replay or the recording wrote, all registers of the processors
+and the state of all devices. A replay that departs from its log stops for ever. Keyframe notices that, and reports the interval, the
+instruction and the processor's registers. No checkpoint follows the last interval: its end is compared with that of a second replay,
+which begins one checkpoint earlier.
 
 On a busy machine QEMU's replay sometimes stops where it does not stop the next time. An interval that did not reach its end is
 therefore tried again, and the output says so. An interval whose end differs is not tried again.
@@ -104,8 +106,8 @@ impl Verify {
                 let compared =
                     report.intervals.iter().filter(|one| one.compared_with.is_some()).count();
                 output::print_line(&format!(
-                    "all {} intervals replay exactly: {} instructions; at {compared} checkpoints 0 pages of RAM and 0 blocks of \
-                     disks differ",
+                    "all {} intervals replay exactly: {} instructions; at {compared} checkpoints 0 pages of RAM, 0 blocks of \
+                     disks, 0 processors and 0 devices differ",
                     report.intervals.len(),
                     report.instructions
                 ))?;
@@ -133,11 +135,17 @@ fn say_wrong(one: &IntervalCheck) {
         return;
     }
     let (pages, blocks) = (one.differing_pages, one.differing_blocks);
+    let (processors, devices) = (one.differing_processors.len(), one.differing_devices.len());
     eprintln!(
-        "keyframe: {which}: {pages} pages of RAM and {blocks} blocks of disks differ at its end"
+        "keyframe: {which}: {pages} pages of RAM, {blocks} blocks of disks, {processors} processors and {devices} devices differ \
+         at its end"
     );
     for place in one.first_differing.iter().chain(&one.first_differing_blocks) {
         eprintln!("keyframe:   {} at {:#x}", place.region, place.offset_bytes);
+    }
+    for DifferingDevice(section) in one.differing_processors.iter().chain(&one.differing_devices) {
+        let DifferingSection { name, instance, offset_bytes } = section;
+        eprintln!("keyframe:   {name} {instance}, byte {offset_bytes} of its state");
     }
 }
 

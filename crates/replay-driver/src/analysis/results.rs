@@ -6,6 +6,8 @@ use crate::error::{AnalysisError, Error, Result};
 use crate::event::{EventSink, ReplayEvent};
 use keyframe_analysis::{MergeContext, ToolSummary};
 use keyframe_replay::interval::Interval;
+use std::io::Read;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicBool;
 
 impl Analysis<'_> {
@@ -83,5 +85,37 @@ impl Analysis<'_> {
         std::fs::remove_dir_all(&parts)
             .and_then(|()| std::fs::remove_dir_all(self.out.join("queue")))
             .map_err(|e| Error::io(format!("remove {} and what is beside it", parts.display()), e))
+    }
+}
+
+/// Compares the result files of two runs of one tool, byte by byte. Returns the files of `one` that
+/// differ, and those that `other` lacks. Error: a file cannot be read.
+pub fn differing_files(one: &ToolSummary, other: &ToolSummary) -> Result<Vec<PathBuf>> {
+    let mut differing = Vec::new();
+    for (number, file) in one.files.iter().enumerate() {
+        let is_same = match other.files.get(number) {
+            Some(same) => are_equal(file, same)?,
+            None => false,
+        };
+        if !is_same {
+            differing.push(file.clone());
+        }
+    }
+    Ok(differing)
+}
+
+fn are_equal(one: &Path, other: &Path) -> Result<bool> {
+    let open = |path: &Path| std::fs::File::open(path).map_err(|e| Error::file("open", path, e));
+    let (mut one_file, mut other_file) = (open(one)?, open(other)?);
+    let (mut a, mut b) = (vec![0; 1 << 20], vec![0; 1 << 20]);
+    loop {
+        let len = one_file.read(&mut a).map_err(|e| Error::file("read", one, e))?;
+        if len == 0 {
+            let more = other_file.read(&mut b[..1]).map_err(|e| Error::file("read", other, e))?;
+            return Ok(more == 0);
+        }
+        if other_file.read_exact(&mut b[..len]).is_err() || a[..len] != b[..len] {
+            return Ok(false);
+        }
     }
 }
