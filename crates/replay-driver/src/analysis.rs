@@ -18,6 +18,7 @@
 //! another recording, tool or argument is another analysis.
 
 mod files;
+mod job_trial;
 mod live_ranges;
 mod parts;
 mod range;
@@ -74,6 +75,8 @@ pub struct Analysis<'a> {
     _plugins: tempfile::TempDir,
     /// The intervals whose parts an earlier run has made.
     old: BTreeSet<u32>,
+    /// The intervals whose parts a trial of this run has made.
+    tried: BTreeSet<u32>,
     _lock: Option<std::fs::File>,
 }
 
@@ -134,6 +137,7 @@ impl<'a> Analysis<'a> {
             plugin,
             _plugins: folder,
             old: BTreeSet::new(),
+            tried: BTreeSet::new(),
             _lock: None,
         })
     }
@@ -158,13 +162,12 @@ impl<'a> Analysis<'a> {
         stem.file_stem().unwrap_or_default().to_string_lossy().into_owned()
     }
 
-    /// Returns true if the part of interval `index` was there when the queue was made.
+    /// Returns true if an earlier run has made the part of interval `index`.
     pub fn is_old(&self, index: u32) -> bool {
-        self.old.contains(&index)
+        self.old.contains(&index) && !self.tried.contains(&index)
     }
 
-    /// Returns the number of instructions in the intervals whose parts were there when the queue
-    /// was made.
+    /// Returns the number of instructions in the intervals whose parts an earlier run has made.
     pub fn old_instructions(&self) -> u64 {
         self.intervals().iter().filter(|one| self.is_old(one.index)).map(Interval::len).sum()
     }

@@ -5,8 +5,35 @@ use crate::error::{AnalysisError, Result};
 use keyframe_replay::interval::Interval;
 pub use keyframe_session::interrupt::interruption;
 use std::cmp::Reverse;
+use std::str::FromStr;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// A number of concurrent replays, as `--jobs` has it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum JobCount {
+    /// `auto`: the best number, which a trial finds.
+    Auto,
+    /// This number, from 1 to 1024.
+    Number(u64),
+}
+
+/// A text is not a [`JobCount`].
+#[derive(Debug, thiserror::Error)]
+#[error("write a number from 1 to 1024, or auto")]
+pub struct InvalidJobCount;
+
+impl FromStr for JobCount {
+    type Err = InvalidJobCount;
+
+    fn from_str(text: &str) -> std::result::Result<Self, InvalidJobCount> {
+        match text.parse() {
+            _ if text == "auto" => Ok(Self::Auto),
+            Ok(number @ 1..=1024) => Ok(Self::Number(number)),
+            _ => Err(InvalidJobCount),
+        }
+    }
+}
 
 /// Returns an error if the user has asked for an end of an analysis, which can be continued later:
 /// [`AnalysisError::Interrupted`].

@@ -2,10 +2,15 @@
 //!
 //! ```text
 //!   checkpoint ─▶ replay ─▶ the interval's end ─┬─ equals the next checkpoint ──▶ exact
-//!                              │ came off       └─ differs ─▶ both replay on to an instruction
-//!                              ▼                              without an event ─▶ compared there
+//!                              │ came off       └─ the log has an event there ─▶ both replay on to an
+//!                              ▼                              instruction without ─▶ compared there
 //!                         tried again
 //! ```
+//!
+//! Compared are RAM, the blocks of disks that were written, and the state of all processors and
+//! devices. Where the log has an event at the end, usually an interrupt, the checkpoint lies before
+//! it and a replay that stops there may lie after it. No checkpoint follows the last interval: two
+//! replays from different checkpoints are compared there.
 
 use crate::compare::{
     ComparedDisks, DeviceDifference, Difference, DifferencePlace, DifferingDevice, compare_devices,
@@ -73,7 +78,8 @@ pub struct CheckLimits<'a> {
     pub tries: u32,
 }
 
-/// Replays `interval` and compares its end with the next checkpoint. Calls `progress` with the
+/// Replays `interval` and compares its end with the next checkpoint, or at the end of the log with
+/// another replay. Calls `progress` with the
 /// number of instructions that it has replayed since the last call. Errors are in the result.
 pub fn check_interval(
     source: &ReplayableRecording,
@@ -141,8 +147,12 @@ fn replayed(
 ) -> Result<(VmDifference, Option<u64>)> {
     let with = ReplayOptions { patience: limits.patience, ..ReplayOptions::default() };
     let interrupted = limits.interrupted;
-    let mut replay =
-        Replay::start(source, interval.begin, source.until(interval.end_icount)?, &with)?;
+    let after_event = after_event(source, interval)?;
+    let until = match after_event {
+        Some(at) => Until::Instruction(at),
+        None => source.until(interval.end_icount)?,
+    };
+    let mut replay = Replay::start(source, interval.begin, until, &with)?;
     let mut told = interval.begin.icount;
     let mut tell = |icount: u64| {
         progress(icount.saturating_sub(told));
@@ -150,23 +160,36 @@ fn replayed(
     };
     let reached = replay.arrive(interrupted, &mut tell)?;
     tell(interval.end_icount);
-    let difference = match (reached, interval.end) {
-        (StopReason::Interrupted, _) => return Err(Error::Interrupted),
-        (_, Some(end)) => differing_from(source, &mut replay, interval.begin.checkpoint, end)?,
-        (_, None) => VmDifference::default(),
-    };
-    replay.end()?;
-    match interval.end {
-        Some(end) if !difference.is_none() => {
-            let (difference, at) = compare_after_end(source, interval, end, &with, interrupted)?;
-            Ok((difference, Some(at)))
-        }
-        Some(_) => Ok((difference, None)),
-        None => {
-            let compared = compare_last_end(source, interval, &with, interrupted)?;
-            Ok(compared.map_or((difference, None), |(found, at)| (found, Some(at))))
-        }
+    if reached == StopReason::Interrupted {
+        return Err(Error::Interrupted);
     }
+    let Some(end) = interval.end else {
+        replay.end()?;
+        let compared = compare_last_end(source, interval, &with, interrupted)?;
+        return Ok(compared.map_or_else(Default::default, |(found, at)| (found, Some(at))));
+    };
+    if let Some(at) = after_event {
+        let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
+        let of_replay = (&mut replay, interval.begin.checkpoint);
+        let difference = compare_with_replay(source, of_replay, place, at, &with, interrupted)?;
+        replay.end()?;
+        return Ok((difference, Some(at)));
+    }
+    let difference = differing_from(source, &mut replay, interval.begin.checkpoint, end)?;
+    replay.end()?;
+    if difference.is_none() {
+        return Ok((difference, None));
+    }
+    let (difference, at) = compare_after_end(source, interval, end, &with, interrupted)?;
+    Ok((difference, Some(at)))
+}
+
+/// Returns the next instruction without an event, if the log has an event at the end of `interval`
+/// and a checkpoint is there.
+fn after_event(source: &ReplayableRecording, interval: &Interval) -> Result<Option<u64>> {
+    let (end, log_index) = (interval.end_icount, source.log_index()?);
+    let has_event = interval.end.is_some() && log_index.count(end..end.saturating_add(1)) > 0;
+    Ok(if has_event { log_index.next_unambiguous(end) } else { None })
 }
 
 /// Compares after an end at whose instruction the log has an event: an interrupt, a disk's answer.
@@ -216,23 +239,40 @@ fn compare_replays(
     with: &ReplayOptions,
     interrupted: &AtomicBool,
 ) -> Result<VmDifference> {
-    let until = Until::Instruction(at);
-    let mut one = Replay::start(source, begins[0], until, with)?;
-    let mut other = Replay::start(source, begins[1], until, with)?;
-    let both = [one.arrive(interrupted, &mut |_| ())?, other.arrive(interrupted, &mut |_| ())?];
-    if both != [StopReason::Target; 2] {
+    let mut one = Replay::start(source, begins[0], Until::Instruction(at), with)?;
+    if one.arrive(interrupted, &mut |_| ())? != StopReason::Target {
+        return Err(Error::Interrupted);
+    }
+    let of_one = (&mut one, begins[0].checkpoint);
+    let difference = compare_with_replay(source, of_one, begins[1], at, with, interrupted)?;
+    one.end()?;
+    Ok(difference)
+}
+
+/// Compares `one`, a replay that began at a checkpoint and has reached instruction `at`, with a
+/// replay from checkpoint `begin` to `at`.
+fn compare_with_replay(
+    source: &ReplayableRecording,
+    (one, checkpoint): (&mut Replay, CheckpointId),
+    begin: RecordedCheckpoint,
+    at: u64,
+    with: &ReplayOptions,
+    interrupted: &AtomicBool,
+) -> Result<VmDifference> {
+    let mut other = Replay::start(source, begin, Until::Instruction(at), with)?;
+    if other.arrive(interrupted, &mut |_| ())? != StopReason::Target {
         return Err(Error::Interrupted);
     }
     let layout = other.loaded.meta.ram.clone();
     let ram = compare_ram(one.restored(), other.restored(), &layout)?;
     let disks = disks_difference(
         source,
-        DisksOf { checkpoint: begins[0].checkpoint, served: one.served() },
-        DisksOf { checkpoint: begins[1].checkpoint, served: other.served() },
+        DisksOf { checkpoint, served: one.served() },
+        DisksOf { checkpoint: begin.checkpoint, served: other.served() },
     )?;
     let devices =
         compare_devices(&device_state(one.restored())?, &device_state(other.restored())?)?;
-    one.end().and(other.end())?;
+    other.end()?;
     Ok(VmDifference { ram, disks, devices })
 }
 

@@ -10,6 +10,7 @@ use crate::words::replay::ReplayWords;
 use indicatif::ProgressBar;
 use keyframe_analysis::{Tool, ToolSummary, tools};
 use keyframe_replay::interval::Interval;
+use keyframe_replay_driver::jobs::JobCount;
 use keyframe_replay_driver::{
     Analysis, AnalysisHeader, FinishedPart, JobSpec, OpenedSubject, RunSelection, StartTimes,
     differing_files, jobs, median_dispatch_ns, tool,
@@ -59,9 +60,10 @@ pub struct Analyze {
     /// on
     #[arg(long, value_name = "DIR", required_unless_present = "list_tools")]
     out: Option<PathBuf>,
-    /// Replays at a time [default: one for each core; one in each pilot]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
-    jobs: Option<u64>,
+    /// Replays at a time, or auto: the fastest number by a short trial [default: one for each core;
+    /// one in each pilot]
+    #[arg(long, value_name = "N")]
+    jobs: Option<JobCount>,
     /// Only intervals that end after this instruction (with --approximate: from this checkpoint
     /// on)
     #[arg(long, value_name = "ICOUNT")]

@@ -5,7 +5,7 @@ use crate::words::replay::ReplayWords;
 use indicatif::ProgressBar;
 use keyframe_cluster::slurm::{PilotStates, SlurmOptions, SlurmPrograms, SlurmRunner};
 use keyframe_cluster::{ItemSource, NewItems, Queue, QueueItem, Runner, RunnerKind, drive};
-use keyframe_replay_driver::{Analysis, jobs as replays};
+use keyframe_replay_driver::{Analysis, jobs as replays, jobs::JobCount};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -55,7 +55,7 @@ pub struct OnArgs {
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
     /// Replays at a time; `None` for a number that fits the machine.
-    pub jobs: Option<u64>,
+    pub jobs: Option<JobCount>,
     /// How often an interval is tried.
     pub tries: u32,
 }
@@ -89,7 +89,15 @@ impl OnArgs {
                     .fix("add --on slurm"));
             }
             RunnerKind::Local => {
-                let made = analysis.make_here(jobs, tries, interrupted, &ReplayWords::above(bar));
+                let words = ReplayWords::above(bar);
+                let jobs = match jobs {
+                    Some(JobCount::Auto) => {
+                        Some(analysis.best_job_count(tries, interrupted, &words)?)
+                    }
+                    Some(JobCount::Number(number)) => Some(number),
+                    None => None,
+                };
+                let made = analysis.make_here(jobs, tries, interrupted, &words);
                 bar.finish_and_clear();
                 made?;
                 return Ok(Driven::Settled);
@@ -121,9 +129,16 @@ impl OnArgs {
         &self,
         analysis: &Analysis<'_>,
         partition: Option<String>,
-        jobs: Option<u64>,
+        jobs: Option<JobCount>,
     ) -> Result<SlurmRunner, Failure> {
-        let slots = u32::try_from(jobs.unwrap_or(1)).unwrap_or(1);
+        let slots = match jobs {
+            Some(JobCount::Auto) => {
+                return Err(Failure::new("--jobs auto measures this machine, not Slurm's nodes")
+                    .fix("give the number of replays at a time in a pilot: --jobs N"));
+            }
+            Some(JobCount::Number(number)) => u32::try_from(number).unwrap_or(1),
+            None => 1,
+        };
         let worker = match &self.worker {
             Some(path) => path.clone(),
             None => std::env::current_exe()
