@@ -147,49 +147,68 @@ fn replayed(
 ) -> Result<(VmDifference, Option<u64>)> {
     let with = ReplayOptions { patience: limits.patience, ..ReplayOptions::default() };
     let interrupted = limits.interrupted;
-    let after_event = after_event(source, interval)?;
-    let until = match after_event {
-        Some(at) => Until::Instruction(at),
-        None => source.until(interval.end_icount)?,
-    };
+    let end = source.until(interval.end_icount)?;
+    let other = other_replay(source, interval)?;
+    let until = other.map_or(end, |(_, at)| Until::Instruction(at));
     let mut replay = Replay::start(source, interval.begin, until, &with)?;
     let mut told = interval.begin.icount;
     let mut tell = |icount: u64| {
         progress(icount.saturating_sub(told));
         told = icount.max(told);
     };
-    let reached = replay.arrive(interrupted, &mut tell)?;
+    let mut reached = replay.arrive(interrupted, &mut tell)?;
+    let mut compared = None;
+    if let (Some((begin, at)), StopReason::Target) = (other, reached) {
+        let of_replay = (&mut replay, interval.begin.checkpoint);
+        let found = compare_with_replay(source, of_replay, begin, at, &with, interrupted)?;
+        compared = Some((found, Some(at)));
+        if interval.end.is_none() && until != end {
+            reached = replay.go_on(end, interrupted, &mut tell)?;
+        }
+    }
     tell(interval.end_icount);
     if reached == StopReason::Interrupted {
         return Err(Error::Interrupted);
     }
-    let Some(end) = interval.end else {
-        replay.end()?;
-        let compared = compare_last_end(source, interval, &with, interrupted)?;
-        return Ok(compared.map_or_else(Default::default, |(found, at)| (found, Some(at))));
+    let (difference, at) = match (compared, interval.end) {
+        (Some(compared), _) => compared,
+        (None, None) => Default::default(),
+        (None, Some(end)) => {
+            let begin = interval.begin.checkpoint;
+            let difference = differing_from(source, &mut replay, begin, end)?;
+            if !difference.is_none() {
+                replay.end()?;
+                let found = compare_after_end(source, interval, end, &with, interrupted)?;
+                return Ok((found.0, Some(found.1)));
+            }
+            (difference, None)
+        }
     };
-    if let Some(at) = after_event {
-        let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
-        let of_replay = (&mut replay, interval.begin.checkpoint);
-        let difference = compare_with_replay(source, of_replay, place, at, &with, interrupted)?;
-        replay.end()?;
-        return Ok((difference, Some(at)));
-    }
-    let difference = differing_from(source, &mut replay, interval.begin.checkpoint, end)?;
     replay.end()?;
-    if difference.is_none() {
-        return Ok((difference, None));
-    }
-    let (difference, at) = compare_after_end(source, interval, end, &with, interrupted)?;
-    Ok((difference, Some(at)))
+    Ok((difference, at))
 }
 
-/// Returns the next instruction without an event, if the log has an event at the end of `interval`
-/// and a checkpoint is there.
-fn after_event(source: &ReplayableRecording, interval: &Interval) -> Result<Option<u64>> {
+/// Returns the replay with which the replay of `interval` is to be compared, by its checkpoint and
+/// the instruction of the comparison; `None` if the end is to be compared with its checkpoint, or
+/// cannot be compared.
+///
+/// The checkpoint at the end lies before an event of that instruction, and the replay's stop may
+/// lie after it: they are compared at the next instruction without an event. No checkpoint follows
+/// the last interval: the other replay begins one checkpoint earlier, if there is one.
+fn other_replay(
+    source: &ReplayableRecording,
+    interval: &Interval,
+) -> Result<Option<(RecordedCheckpoint, u64)>> {
     let (end, log_index) = (interval.end_icount, source.log_index()?);
-    let has_event = interval.end.is_some() && log_index.count(end..end.saturating_add(1)) > 0;
-    Ok(if has_event { log_index.next_unambiguous(end) } else { None })
+    if let Some(checkpoint) = interval.end {
+        let has_event = log_index.count(end..end.saturating_add(1)) > 0;
+        let at = if has_event { log_index.next_unambiguous(end) } else { None };
+        return Ok(at.map(|at| (RecordedCheckpoint { icount: end, checkpoint }, at)));
+    }
+    let at = log_index.last_unambiguous(end.min(source.last_stop()?));
+    let checkpoints = source.checkpoints()?;
+    let before = checkpoints.iter().rev().find(|one| one.icount < interval.begin.icount);
+    Ok(before.filter(|_| at > interval.begin.icount).map(|before| (*before, at)))
 }
 
 /// Compares after an end at whose instruction the log has an event: an interrupt, a disk's answer.
@@ -209,26 +228,6 @@ fn compare_after_end(
     let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
     let difference = compare_replays(source, [interval.begin, place], at, with, interrupted)?;
     Ok((difference, at))
-}
-
-/// Compares the end of the last interval, which no checkpoint follows: a replay from the interval's
-/// beginning and one from the checkpoint before it run to the last instruction without an event.
-/// Returns `None` if there is no such instruction in the interval.
-fn compare_last_end(
-    source: &ReplayableRecording,
-    interval: &Interval,
-    with: &ReplayOptions,
-    interrupted: &AtomicBool,
-) -> Result<Option<(VmDifference, u64)>> {
-    let at = source.log_index()?.last_unambiguous(interval.end_icount.min(source.last_stop()?));
-    if at <= interval.begin.icount {
-        return Ok(None);
-    }
-    let checkpoints = source.checkpoints()?;
-    let before = checkpoints.iter().rev().find(|one| one.icount < interval.begin.icount);
-    let begins = [interval.begin, *before.unwrap_or(&interval.begin)];
-    let difference = compare_replays(source, begins, at, with, interrupted)?;
-    Ok(Some((difference, at)))
 }
 
 /// Compares two replays at instruction `at`, which begin at the checkpoints `begins`.
