@@ -106,7 +106,7 @@ impl LruSets {
         Ok(Self { lines, ways: ways as usize, sets, mask })
     }
 
-    /// Parses the levels `BYTES:WAYS/BYTES:WAYS...`.
+    /// Parses the levels `BYTES:WAYS/BYTES:WAYS...`, at least one.
     pub fn of_levels(text: &str, line_bytes: u64) -> Result<Vec<Self>, String> {
         let levels: Result<Vec<_>, _> =
             text.split('/').map(|level| Self::new(level, line_bytes)).collect();
@@ -124,6 +124,12 @@ impl LruSets {
             Some(mask) => line & mask,
             None => line % self.sets,
         }) as usize
+    }
+
+    /// The most recent line of a set, or [`EMPTY`].
+    #[inline]
+    fn most_recent(&self, set: usize) -> u64 {
+        self.lines[set * self.ways]
     }
 
     #[inline]
@@ -239,122 +245,140 @@ struct Level {
 }
 
 impl Level {
+    fn new(sets: LruSets) -> Self {
+        Self { stale: vec![false; sets.sets as usize], sets, counts: LevelCounts::default() }
+    }
+
+    /// References `line` with certainty. If the set has room for it, it is open whether the line is
+    /// present.
+    #[inline]
+    fn reference(&mut self, line: u64, is_write: bool) -> Met {
+        self.counts[usize::from(is_write)] += 1;
+        let set = self.sets.set_of(line);
+        let met = self.sets.touch_in(set, line);
+        if matches!(met, Met::Present | Met::Full) {
+            self.stale[set] = true;
+        }
+        if met == Met::Full {
+            self.counts[2 + usize::from(is_write)] += 1;
+        }
+        met
+    }
+
+    /// Forgets the lines of the set of `line`, which level `number` may or may not reference.
+    fn forget(&mut self, line: u64, number: usize, log: &mut Vec<u64>) {
+        let set = self.sets.set_of(line);
+        if self.stale[set] {
+            self.log(set, number, log);
+        }
+        self.sets.set(set).fill(EMPTY);
+    }
+
     /// Logs the lines of `set`, from the least to the most recent one.
-    fn log(&mut self, set: usize, level: usize, log: &mut Vec<u64>) {
+    fn log(&mut self, set: usize, number: usize, log: &mut Vec<u64>) {
         let lines = self.sets.set(set).iter().rev().filter(|line| **line != EMPTY);
-        log.extend(lines.map(|&line| LogEntry::Front { line, level }.to_word()));
+        log.extend(lines.map(|&line| LogEntry::Front { line, level: number }.to_word()));
         self.stale[set] = false;
+    }
+
+    /// Logs the lines of all stale sets.
+    fn log_stale(&mut self, number: usize, log: &mut Vec<u64>) {
+        for set in 0..self.stale.len() {
+            if self.stale[set] {
+                self.log(set, number, log);
+            }
+        }
+    }
+
+    fn clear(&mut self) {
+        self.sets.clear();
+        self.stale.fill(false);
+        self.counts = LevelCounts::default();
     }
 }
 
 /// Simulates caches with unknown contents. It counts what is certain and logs the rest.
 pub struct CacheRecorder {
-    levels: Vec<Level>,
+    /// Level 1, which nearly all accesses end in.
+    first: Level,
+    further: Vec<Level>,
     /// Room for the counts of each level, then the log.
     part: Vec<u64>,
     words_max: usize,
 }
 
 impl CacheRecorder {
-    /// A recorder of `levels`, at least one, of which it knows no line.
-    pub fn new(levels: Vec<LruSets>) -> Self {
-        let level = |sets: LruSets| Level {
-            stale: vec![false; sets.sets as usize],
-            sets,
-            counts: LevelCounts::default(),
-        };
-        let levels: Vec<_> = levels.into_iter().map(level).collect();
-        let part = Self::empty_part(levels.len());
-        Self { levels, part, words_max: LOG_WORDS_MAX }
+    /// A recorder of level 1 and `further` levels, of which it knows no line.
+    pub fn new(first: LruSets, further: Vec<LruSets>) -> Self {
+        let part = Self::empty_part(further.len());
+        let further = further.into_iter().map(Level::new).collect();
+        Self { first: Level::new(first), further, part, words_max: LOG_WORDS_MAX }
     }
 
-    fn empty_part(levels: usize) -> Vec<u64> {
-        vec![0; levels * LevelCounts::default().len()]
+    fn empty_part(further_levels: usize) -> Vec<u64> {
+        vec![0; (1 + further_levels) * LevelCounts::default().len()]
+    }
+
+    /// Performs an access to a line if that is the most recent one of its set in level 1. Returns
+    /// whether it was.
+    #[inline]
+    pub fn access_most_recent(&mut self, line: u64, is_write: bool) -> bool {
+        let set = self.first.sets.set_of(line);
+        let is_most_recent = self.first.sets.most_recent(set) == line;
+        if is_most_recent {
+            self.first.counts[usize::from(is_write)] += 1;
+        }
+        is_most_recent
     }
 
     /// Performs an access to a line. Error: the log is full.
-    #[inline]
     pub fn access(&mut self, line: u64, is_write: bool) -> Result<(), LogFull> {
-        let first = &mut self.levels[0];
-        first.counts[usize::from(is_write)] += 1;
-        let set = first.sets.set_of(line);
-        match first.sets.touch_in(set, line) {
-            Met::MostRecent => Ok(()),
-            Met::Present => {
-                first.stale[set] = true;
-                Ok(())
-            }
-            Met::Full => {
-                first.stale[set] = true;
-                first.counts[2 + usize::from(is_write)] += 1;
-                self.miss(line, is_write)
-            }
-            Met::Room => self.open(line, is_write, 0),
+        match self.first.reference(line, is_write) {
+            Met::MostRecent | Met::Present => return Ok(()),
+            Met::Full => {}
+            Met::Room => return self.open(line, is_write, 0),
         }
-    }
-
-    /// Performs an access that has missed level 1 with certainty, in the further levels.
-    fn miss(&mut self, line: u64, is_write: bool) -> Result<(), LogFull> {
-        for (number, level) in self.levels.iter_mut().enumerate().skip(1) {
-            level.counts[usize::from(is_write)] += 1;
-            let set = level.sets.set_of(line);
-            match level.sets.touch_in(set, line) {
-                Met::MostRecent => return Ok(()),
-                Met::Present => {
-                    level.stale[set] = true;
-                    return Ok(());
-                }
-                Met::Full => {
-                    level.stale[set] = true;
-                    level.counts[2 + usize::from(is_write)] += 1;
-                }
-                Met::Room => return self.open(line, is_write, number),
+        for (number, level) in self.further.iter_mut().enumerate() {
+            match level.reference(line, is_write) {
+                Met::MostRecent | Met::Present => return Ok(()),
+                Met::Full => {}
+                Met::Room => return self.open(line, is_write, 1 + number),
             }
         }
         Ok(())
     }
 
-    /// Logs an access that is open from level `number` on.
+    /// Logs an access that is open from level `open` on, of which that level has learnt.
     #[cold]
-    fn open(&mut self, line: u64, is_write: bool, number: usize) -> Result<(), LogFull> {
+    fn open(&mut self, line: u64, is_write: bool, open: usize) -> Result<(), LogFull> {
         if self.part.len() > self.words_max {
             return Err(LogFull);
         }
-        for (number, level) in self.levels.iter_mut().enumerate().skip(number + 1) {
-            let set = level.sets.set_of(line);
-            if level.stale[set] {
-                level.log(set, number, &mut self.part);
-            }
-            level.sets.set(set).fill(EMPTY);
+        for (number, level) in self.further.iter_mut().enumerate().skip(open) {
+            level.forget(line, 1 + number, &mut self.part);
         }
-        self.part.push(LogEntry::Open { line, is_write, level: number }.to_word());
+        self.part.push(LogEntry::Open { line, is_write, level: open }.to_word());
         Ok(())
     }
 
     /// Ends the interval and returns its part: four counts for each level, then the log. The known
     /// lines stay known.
     pub fn end_interval(&mut self) -> Vec<u64> {
-        for (number, level) in self.levels.iter_mut().enumerate() {
-            for set in 0..level.stale.len() {
-                if level.stale[set] {
-                    level.log(set, number, &mut self.part);
-                }
-            }
+        let mut part = std::mem::replace(&mut self.part, Self::empty_part(self.further.len()));
+        let levels = std::iter::once(&mut self.first).chain(&mut self.further);
+        for (number, level) in levels.enumerate() {
+            level.log_stale(number, &mut part);
+            let counts = std::mem::take(&mut level.counts);
+            part[number * counts.len()..][..counts.len()].copy_from_slice(&counts);
         }
-        let mut part = std::mem::replace(&mut self.part, Self::empty_part(self.levels.len()));
-        let counts = self.levels.iter_mut().flat_map(|level| std::mem::take(&mut level.counts));
-        part.iter_mut().zip(counts).for_each(|(word, count)| *word = count);
         part
     }
 
     /// Forgets all lines, counts and the log.
     pub fn clear(&mut self) {
-        for level in &mut self.levels {
-            level.sets.clear();
-            level.stale.fill(false);
-            level.counts = LevelCounts::default();
-        }
-        self.part = Self::empty_part(self.levels.len());
+        self.first.clear();
+        self.further.iter_mut().for_each(Level::clear);
+        self.part = Self::empty_part(self.further.len());
     }
 }
 
@@ -363,7 +387,8 @@ mod tests {
     use super::*;
 
     fn recorder(levels: &str) -> CacheRecorder {
-        CacheRecorder::new(LruSets::of_levels(levels, 64).unwrap())
+        let mut levels = LruSets::of_levels(levels, 64).unwrap();
+        CacheRecorder::new(levels.remove(0), levels)
     }
 
     fn entries(part: &[u64], levels: usize) -> Vec<LogEntry> {

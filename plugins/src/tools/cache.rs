@@ -26,7 +26,14 @@ pub struct Table {
 impl Table {
     #[inline]
     fn access(&mut self, at: u64, size_bytes: u64, is_write: bool) {
-        let (mut line, last) = (at >> self.line_shift, (at + size_bytes - 1) >> self.line_shift);
+        let (first, last) = (at >> self.line_shift, (at + size_bytes - 1) >> self.line_shift);
+        if first != last || !self.recorder.access_most_recent(first, is_write) {
+            self.access_lines(first, last, is_write);
+        }
+    }
+
+    #[inline(never)]
+    fn access_lines(&mut self, mut line: u64, last: u64, is_write: bool) {
         loop {
             if self.recorder.access(line, is_write).is_err() {
                 log_is_full();
@@ -77,14 +84,15 @@ impl Cache {
     /// `skip` (the number of first intervals that do not count).
     pub fn of(setup: &mut Setup) -> Result<Self, String> {
         let line = line_bytes(setup)?;
-        let levels = LruSets::of_levels(&setup.arguments.text("levels")?, line)?;
+        let mut further = LruSets::of_levels(&setup.arguments.text("levels")?, line)?;
+        let first = further.remove(0);
         let skipped = setup.arguments.number("skip")?;
         let places = AccessResolver::new(setup.physical(false)?, setup.board);
         setup.reduced(Table {
             kinds: AccessKinds::new(),
             places,
             line_shift: line.trailing_zeros(),
-            recorder: CacheRecorder::new(levels),
+            recorder: CacheRecorder::new(first, further),
             skipped,
         })
     }

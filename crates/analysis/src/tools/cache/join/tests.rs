@@ -53,6 +53,11 @@ fn sets(levels: &[(usize, usize)]) -> Vec<LruSets> {
     levels.iter().map(level).collect()
 }
 
+fn recorder(levels: &[(usize, usize)]) -> CacheRecorder {
+    let mut levels = sets(levels);
+    CacheRecorder::new(levels.remove(0), levels)
+}
+
 type Access = (u64, bool);
 
 /// An interval: its accesses; whether a run begins with it, and then how many of the accesses
@@ -65,15 +70,19 @@ struct Interval {
 
 /// The parts of all intervals. Each run goes on until another one begins.
 fn parts(levels: &[(usize, usize)], intervals: &[Interval]) -> Vec<Vec<u64>> {
-    let mut recorder = CacheRecorder::new(sets(levels));
+    let mut recorder = recorder(levels);
     let run = |recorder: &mut CacheRecorder, accesses: &[Access]| {
-        accesses.iter().for_each(|&(line, is_write)| recorder.access(line, is_write).unwrap());
+        for &(line, is_write) in accesses {
+            if !recorder.access_most_recent(line, is_write) {
+                recorder.access(line, is_write).unwrap();
+            }
+        }
     };
     let mut before: &[Access] = &[];
     let mut parts = Vec::new();
     for interval in intervals {
         if let Some(dropped) = interval.begins {
-            recorder = CacheRecorder::new(sets(levels));
+            recorder = recorder(levels);
             run(&mut recorder, &before[before.len().saturating_sub(dropped)..]);
             recorder.clear();
         }
@@ -166,7 +175,7 @@ fn part_of(dir: &Path, index: u32, start: u64, words: &[u64]) -> Part {
 fn caches_are_empty_where_intervals_are_missing() {
     let dir = tempfile::tempdir().unwrap();
     let levels = [(1, 2)];
-    let mut recorder = CacheRecorder::new(sets(&levels));
+    let mut recorder = recorder(&levels);
     let mut words = || {
         recorder.clear();
         recorder.access(7, true).unwrap();
