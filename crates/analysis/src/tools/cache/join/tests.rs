@@ -53,7 +53,7 @@ fn sets(levels: &[(usize, usize)]) -> Vec<LruSets> {
     levels.iter().map(level).collect()
 }
 
-fn recorder(levels: &[(usize, usize)]) -> CacheRecorder {
+fn new_recorder(levels: &[(usize, usize)]) -> CacheRecorder {
     let mut levels = sets(levels);
     CacheRecorder::new(levels.remove(0), levels)
 }
@@ -70,7 +70,7 @@ struct Interval {
 
 /// The parts of all intervals. Each run goes on until another one begins.
 fn parts(levels: &[(usize, usize)], intervals: &[Interval]) -> Vec<Vec<u64>> {
-    let mut recorder = recorder(levels);
+    let mut recorder = new_recorder(levels);
     let run = |recorder: &mut CacheRecorder, accesses: &[Access]| {
         for &(line, is_write) in accesses {
             if !recorder.access_most_recent(line, is_write) {
@@ -82,7 +82,7 @@ fn parts(levels: &[(usize, usize)], intervals: &[Interval]) -> Vec<Vec<u64>> {
     let mut parts = Vec::new();
     for interval in intervals {
         if let Some(dropped) = interval.begins {
-            recorder = recorder(levels);
+            recorder = new_recorder(levels);
             run(&mut recorder, &before[before.len().saturating_sub(dropped)..]);
             recorder.clear();
         }
@@ -175,7 +175,7 @@ fn part_of(dir: &Path, index: u32, start: u64, words: &[u64]) -> Part {
 fn caches_are_empty_where_intervals_are_missing() {
     let dir = tempfile::tempdir().unwrap();
     let levels = [(1, 2)];
-    let mut recorder = recorder(&levels);
+    let mut recorder = new_recorder(&levels);
     let mut words = || {
         recorder.clear();
         recorder.access(7, true).unwrap();
