@@ -13,40 +13,42 @@
 //!                                                     set that it may reach forgets its lines
 //! ```
 //!
-//! A [`CacheRecorder`] simulates an interval without the contents of the caches before it. It counts
-//! what is certain and logs the rest. A join (`crates/analysis/src/tools/cache/join.rs`) applies the logs in
-//! the order of the intervals to the true contents.
+//! A [`CacheRecorder`] simulates an interval without the contents of the caches before it. It
+//! counts what is certain and logs the rest. A join (`crates/analysis/src/tools/cache/join.rs`)
+//! applies the logs in the order of the intervals to the true contents.
 //!
 //! Why this is exact. LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger, "Evaluation
-//! techniques for storage hierarchies", IBM Systems Journal 9, 1970): a set holds the last lines that
-//! were referenced, in this order, as many as it has ways. The recorder keeps, for each set, the lines
-//! referenced since the last reference of which it does not know whether it happened. These *known*
-//! lines are therefore the first ones of the true set, in the true order, and no other line can be
-//! above them. So:
+//! techniques for storage hierarchies", IBM Systems Journal 9, 1970): a set holds the last lines
+//! that were referenced, in this order, as many as it has ways. The recorder keeps, for each set,
+//! the lines referenced since the last reference of which it does not know whether it happened.
+//! These *known* lines are therefore the first ones of the true set, in the true order, and no
+//! other line can be above them. So:
 //!
 //! 1. A reference to a known line hits. If all lines are known (the set is *primed*: Laha, Patel,
-//!    Iyer, IEEE ToC 37, 1988; Wood, Hill, Kessler, SIGMETRICS 1991), a reference to another misses.
-//!    The recorder is right about both, whatever was there before.
-//! 2. Any other reference is open. It is in the log, with the first level at which it is open: above
-//!    it the recorder has counted, from there on the join simulates. As the recorder does not know
-//!    whether the reference reaches the further levels, it forgets the lines of those sets.
-//! 3. While some lines are unknown, the join's set holds the same lines as the true one: references
-//!    that the join does not see go to known lines and change only their mutual order. A line that the
-//!    join replaces is its last one, and not a known one, as fewer lines are known than there are ways.
-//!    So the join's hits and misses are the true ones.
+//!    Iyer, IEEE ToC 37, 1988; Wood, Hill, Kessler, SIGMETRICS 1991), a reference to another
+//!    misses. The recorder is right about both, whatever was there before.
+//! 2. Any other reference is open. It is in the log, with the first level at which it is open:
+//!    above it the recorder has counted, from there on the join simulates. As the recorder does not
+//!    know whether the reference reaches the further levels, it forgets the lines of those sets.
+//! 3. While some lines are unknown, the join's set holds the same lines as the true one, and below
+//!    the known ones also in the same order: references that the join does not see go to known lines
+//!    and change only their mutual order. A line that the join replaces is its last one, and not a
+//!    known one, as fewer lines are known than there are ways. So the join's hits and misses are the
+//!    true ones.
 //! 4. The mutual order of known lines matters from the moment on when they are forgotten, as then
-//!    others may come above them. In a primed set, misses also replace lines unseen by the join. A set
-//!    of which the join does not have the true order is *stale*. Before the recorder forgets a stale
-//!    set, and at the end of the interval, it logs the known lines from the least to the most recent
-//!    one; the join moves each to the front. If they fill the set, this replaces all others.
-//! 5. After the end of an interval all sets of the join are therefore true. They depend on nothing but
-//!    the references since the first interval, so the next interval's log may come from any recorder:
-//!    from this one, which goes on with its known lines, or from one that began at this interval.
+//!    others may come above them. In a primed set, misses also replace lines unseen by the join. A
+//!    set of which the join does not have the true order is *stale*. Before the recorder forgets a
+//!    stale set, and at the end of the interval, it logs the known lines from the least to the most
+//!    recent one; the join moves each to the front. If they fill the set, this replaces all others.
+//! 5. After the end of an interval all sets of the join are therefore true. They depend on nothing
+//!    but the references since the first interval, so the next interval's log may come from any
+//!    recorder: from this one, which goes on with its known lines, or from one that began at this
+//!    interval.
 //!
-//! The log is short. Level 1 gets certain references alone: each of its lines is logged at most once.
-//! Only an open reference makes a set of a further level forget, at most as many lines as it has ways.
-//! With n lines and w ways in each level, a recorder logs at most n1 open references of level 1, n2 +
-//! w2 n1 of level 2, n3 + w3 (n1 + n2 + w2 n1) of level 3, however long it runs.
+//! The log is short. Level 1 gets certain references alone: each of its lines is logged at most
+//! once. Only an open reference makes a set of a further level forget, at most as many lines as it
+//! has ways. With n lines and w ways in each level, a recorder logs at most n1 open references of
+//! level 1, n2 + w2 n1 of level 2, n3 + w3 (n1 + n2 + w2 n1) of level 3, however long it runs.
 //!
 //! Not modelled: instruction fetches, prefetching, devices.
 
@@ -175,8 +177,8 @@ impl LruSets {
 /// An entry of the log, one word: `line << 4 | code`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogEntry {
-    /// An access whose outcome is open from level `level` (counted from 0) on, where it is a certain
-    /// reference.
+    /// An access whose outcome is open from level `level` (counted from 0) on, where it is a
+    /// certain reference.
     Open {
         /// The number of the line.
         line: u64,

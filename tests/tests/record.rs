@@ -78,7 +78,8 @@ fn is_analyzed_and_planned(env: &TestEnv, begin: &str) {
     is_simulated_on_a_cluster(env, &found);
 }
 
-/// Simulated caches keep their contents from one interval to the next, in parallel replays as in one.
+/// Simulated caches keep their contents from one interval to the next, in parallel replays as in
+/// one.
 fn caches_go_on(env: &TestEnv, begin: &str) {
     let (_, out) = analyzed(env, "cache", "l3=2M:8", begin);
     let table = std::fs::read_to_string(out.join("cache.csv")).expect("read cache.csv");

@@ -1,5 +1,5 @@
-//! `cache-bounds`: the caches of `cache`, but counted in each interval alone, approximated by warm-up,
-//! with bounds.
+//! `cache-bounds`: the caches of `cache`, but counted in each interval alone, approximated by
+//! warm-up, with bounds.
 //!
 //! ```text
 //!   access ──▶ level 1 ── miss ──▶ level 2 ── miss ──▶ level 3 ── miss ──▶ memory       a miss fills all levels on its way

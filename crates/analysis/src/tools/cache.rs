@@ -6,9 +6,9 @@
 //! ```
 //!
 //! The caches are empty at the begin of the first interval, and where intervals are missing. With a
-//! warm-up, each interval's caches are empty at the begin of an earlier interval instead, in a run of
-//! one interval as in a run of all. So it is in an analysis of separate intervals, which nothing
-//! warms up.
+//! warm-up, each interval's caches are empty at the begin of an earlier interval instead, in a run
+//! of one interval as in a run of all. In an analysis of separate intervals nothing warms them
+//! up.
 
 mod bounds;
 mod join;

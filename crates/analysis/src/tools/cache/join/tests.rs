@@ -95,7 +95,8 @@ fn parts(levels: &[(usize, usize)], intervals: &[Interval]) -> Vec<Vec<u64>> {
 
 fn a_line() -> impl Strategy<Value = u64> {
     // Some lines are frequent, some return rarely, some share a set of any level.
-    prop_oneof![4 => 0..6_u64, 3 => 0..40_u64, 2 => 0..300_u64, 1 => (0..8_u64).prop_map(|n| n * 840)]
+    let shared = (0..8_u64).prop_map(|n| n * 840);
+    prop_oneof![4 => 0..6_u64, 3 => 0..40_u64, 2 => 0..300_u64, 1 => shared]
 }
 
 fn an_interval() -> impl Strategy<Value = Interval> {
