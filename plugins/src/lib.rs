@@ -29,10 +29,12 @@
 //! Not here: result files for users (`crates/analysis` makes them from the parts), symbols, and the
 //! choice of intervals.
 
+mod access_kinds;
 mod api;
 mod arguments;
 pub mod board;
 mod cut;
+pub mod exact_cache;
 mod part;
 mod physical;
 mod record_stream;

@@ -2,6 +2,7 @@
 
 mod baseline;
 mod cache;
+mod cache_bounds;
 mod counts;
 mod icount;
 mod memtrace;
@@ -128,6 +129,7 @@ fn by_name(name: &str, setup: &mut Setup) -> Result<Installed, String> {
         "watch" => prepare(watch::Watch::new(setup)?),
         "syscalls" => prepare(syscalls::Syscalls::new(setup)?),
         "cache" => prepare(cache::Cache::of(setup)?),
+        "cache-bounds" => prepare(cache_bounds::CacheBounds::of(setup)?),
         "nothing" => prepare(baseline::Nothing),
         "callback" => prepare(baseline::Callback),
         "text" => prepare(baseline::Text::new(setup)?),

@@ -110,6 +110,15 @@ impl AccessResolver {
         unsafe { State::<Translations>::of(self.known.data()) }.is_known(vaddr, place)
     }
 
+    /// The target of the access at `place`, which lies in memory, if its translation is cached, for
+    /// an instruction that does not remap.
+    #[inline]
+    pub fn known_target(&self, vaddr: u64, place: u64) -> Option<u64> {
+        // SAFETY: its own data, on the vCPU's thread; no other reference exists while this one
+        // lives.
+        unsafe { State::<Translations>::of(self.known.data()) }.known(vaddr, place)
+    }
+
     #[cold]
     fn learn(&self, known: &mut Translations, info: MemoryInfo, vaddr: u64, store: bool) -> u64 {
         let at = self.physical.of_access(info, vaddr);
@@ -145,13 +154,12 @@ impl Translations {
             self.cuts_seen = cuts;
             self.forget();
         }
-        self.known(vaddr, store)
+        self.known(vaddr, place(vaddr, store))
     }
 
     /// As [`Translations::find`], but finds nothing after a cut until `find` has been called.
     #[inline]
-    fn known(&self, vaddr: u64, store: bool) -> Option<u64> {
-        let place = place(vaddr, store);
+    fn known(&self, vaddr: u64, place: u64) -> Option<u64> {
         self.is_known(vaddr, place).then(|| self.entries[number(place)].at | vaddr & PAGE_MASK)
     }
 

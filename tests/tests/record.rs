@@ -38,6 +38,7 @@ fn each_interval_replays_exactly_and_tools_see_the_same_in_parallel() {
 
         let begin = number(&all[all.len() - 3], "begin").to_string();
         is_analyzed_and_planned(&env, &begin);
+        caches_go_on(&env, &begin);
 
         // The image must be the one that the recording began with.
         std::fs::write(&image, &before[1..]).expect("change the image");
@@ -75,6 +76,22 @@ fn is_analyzed_and_planned(env: &TestEnv, begin: &str) {
     assert!(number(&plan["measured"], "checkpoints") >= 9, "{plan:#}");
     assert!(plan["speed_up"].as_f64().is_some_and(|speed_up| speed_up > 0.0), "{plan:#}");
     is_simulated_on_a_cluster(env, &found);
+}
+
+/// Simulated caches keep their contents from one interval to the next, in parallel replays as in
+/// one.
+fn caches_go_on(env: &TestEnv, begin: &str) {
+    let (_, out) = analyzed(env, "cache", "l3=2M:8", begin);
+    let table = std::fs::read_to_string(out.join("cache.csv")).expect("read cache.csv");
+    let (header, rows) = table.split_once('\n').expect("a header");
+    assert_eq!(header, "interval,start_icount,level,reads,writes,read_misses,write_misses");
+    // In the first interval level 3 fills. After that, most lines are still there.
+    let misses = |row: &str| -> u64 {
+        row.split(',').skip(5).map(|cell| cell.parse::<u64>().expect("a number")).sum()
+    };
+    let level_3: Vec<_> =
+        rows.lines().filter(|row| row.split(',').nth(2) == Some("3")).map(misses).collect();
+    assert!(level_3.len() >= 3 && level_3[1..].iter().all(|later| *later < level_3[0]), "{table}");
 }
 
 /// `keyframe plan --simulate` has as many intervals as the analysis `found`.

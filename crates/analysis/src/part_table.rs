@@ -48,6 +48,11 @@ impl PartTable {
         Ok(Self { words, columns })
     }
 
+    /// Returns the numbers of all rows in order.
+    pub fn words(&self) -> &[u64] {
+        &self.words
+    }
+
     /// Returns the rows in order, each with the table's number of columns.
     pub fn rows(&self) -> impl Iterator<Item = &[u64]> {
         self.words.chunks_exact(self.columns)

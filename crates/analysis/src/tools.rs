@@ -57,6 +57,11 @@ pub trait Tool: Send + Sync {
         0
     }
 
+    /// Tells the tool, before its first run, that no interval ends in the state in which the next
+    /// one begins: they are simulations of a run that was not recorded. A tool whose state goes on
+    /// from one interval to the next then finds what it can in each interval alone.
+    fn expect_separate_intervals(&mut self) {}
+
     /// Returns whether the tool reads the guest's RAM, which must then be complete before the VM
     /// runs.
     fn reads_ram(&self) -> bool {

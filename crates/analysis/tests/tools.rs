@@ -16,7 +16,7 @@ const WORK: &str = "hash+dirty kf.mib=4 kf.hash.pause_ms=5";
 
 /// The tools, each with arguments and a line that its result has in any guest that runs, but for
 /// digits.
-const TOOLS: [(&str, &[&str], &str); 10] = [
+const TOOLS: [(&str, &[&str], &str); 12] = [
     ("icount", &[], "instructions: # user, # kernel"),
     ("memtrace", &[], "accesses, # bytes, #.# each"),
     ("hot", &["symbols=MAP"], "# % of instructions: block #x"),
@@ -26,6 +26,8 @@ const TOOLS: [(&str, &[&str], &str); 10] = [
     ("watch", &["addr=0x1000000", "len=16M", "space=physical"], "writes by # instructions"),
     ("syscalls", &["symbols=KERNEL"], "# by kfguest (thread # of #)"),
     ("cache", &["l1=4K:2", "l2=256K:8", "l3=none"], "level #: # accesses, # misses"),
+    ("cache", &["l1=48K:12", "line=32"], "level #: # accesses, # misses"),
+    ("cache", &["l1=4K:2", "l2=256K:8", "l3=none", "warmup=1"], "level #: # accesses, # misses"),
     // Larger than what an interval fills: the bounds are apart.
     ("cache", &["l3=256M:16", "warmup=0"], "level #: # accesses, # misses"),
 ];

@@ -64,16 +64,21 @@ impl OpenedSubject {
 }
 
 /// Returns the tool with this name. A name that ends with `.toml` is the path of the manifest of a
-/// third party's tool. Errors: there is no such tool; it does not take the arguments; the manifest
-/// cannot be read.
-pub fn tool(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
+/// third party's tool. `is_approximate` tells that the intervals to analyse are simulated
+/// ([`AnalysisSubject::is_approximate`]), so that none goes on where the one before ends. Errors:
+/// there is no such tool; it does not take the arguments; the manifest cannot be read.
+pub fn tool(name: &str, arguments: &[String], is_approximate: bool) -> Result<Box<dyn Tool>> {
     let is_manifest = Path::new(name).extension().is_some_and(|extension| extension == "toml");
     let tool = if is_manifest {
         ThirdPartyTool::read(Path::new(name), arguments).map(|tool| Box::new(tool) as Box<dyn Tool>)
     } else {
         tools::by_name(name, arguments)
     };
-    tool.map_err(Error::from)
+    let mut tool = tool.map_err(Error::from)?;
+    if is_approximate {
+        tool.expect_separate_intervals();
+    }
+    Ok(tool)
 }
 
 impl JobSpec {

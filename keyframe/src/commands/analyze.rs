@@ -159,7 +159,7 @@ impl Analyze {
         else {
             return Err(Failure::new("REC, --tool and --out are needed"));
         };
-        let tool = tool(name, &self.tool_arg)?;
+        let tool = tool(name, &self.tool_arg, self.approximate)?;
         // Columns of a trace are taken and freed all the time.
         keyframe_kernel::malloc::keep_freed_memory();
         let job_spec = self.job_spec(recording)?;

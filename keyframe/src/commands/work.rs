@@ -38,7 +38,7 @@ impl Work {
         keyframe_kernel::malloc::keep_freed_memory();
         let interrupted = jobs::interruption()?;
         let (job_spec, head) = (JobSpec::read(&out)?, AnalysisHeader::read(&out)?);
-        let tool = tool(&head.tool, &head.arguments)?;
+        let tool = tool(&head.tool, &head.arguments, head.is_approximate)?;
         let opened = job_spec
             .open(&KeyArg::of_file(job_spec.key_file.clone()), Arc::new(ReplayWords::default()))?;
         let analysis = job_spec.join(&opened, head, &*tool, &out)?;

@@ -16,13 +16,14 @@
 //! comparisons, four loads of counters and three stores.
 
 use super::{Setup, Tool, fail};
-use crate::api::{self, Block, MemoryInfo};
+use crate::access_kinds::AccessKinds;
+use crate::api::{Block, MemoryInfo};
 use crate::board::Record;
 use crate::physical::UNKNOWN;
 use crate::record_stream::RecordStream;
 use crate::slots::Slots;
 use crate::state::State;
-use crate::translations::{AccessResolver, ENTRIES, PAGE_MASK, STORE, place_of_read};
+use crate::translations::{AccessResolver, ENTRIES, PAGE_MASK, place_of_read};
 use layout::{INSTRUCTION, PAGE_BITS, PHYSICAL, PLACES, SIZE_BITS, VIRTUAL};
 use std::ffi::{c_uint, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -57,7 +58,7 @@ static TOOL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// The tool.
 pub struct Memtrace {
-    kinds: Kinds,
+    kinds: AccessKinds,
     stream: RecordStream,
     places: AccessResolver,
     instructions: Slots<u64>,
@@ -69,7 +70,7 @@ impl Memtrace {
     /// Argument: `ram`.
     pub fn new(setup: &mut Setup) -> Result<Self, String> {
         let places = AccessResolver::new(setup.physical(false)?, setup.board);
-        let (kinds, stream) = (Kinds::new(), RecordStream::new(setup.board)?);
+        let (kinds, stream) = (AccessKinds::new(), RecordStream::new(setup.board)?);
         // No page has this address.
         let told = vec![[u64::MAX; 2]; PLACES].into();
         Ok(Self { kinds, stream, places, instructions: Slots::new(), told })
@@ -108,47 +109,6 @@ impl Memtrace {
     }
 }
 
-/// A decoded description of an access.
-#[derive(Clone, Copy)]
-struct Kind {
-    info: MemoryInfo,
-    /// The logarithm of the size.
-    size: u32,
-    /// [`STORE`] for a write, 0 for a read.
-    store: u64,
-}
-
-/// A cache of decoded descriptions, of which there are about a dozen.
-struct Kinds([Kind; 1 << Kinds::BITS]);
-
-impl Kinds {
-    const BITS: u32 = 6;
-
-    fn new() -> Self {
-        // No description has all bits set.
-        Self([Kind { info: MemoryInfo::MAX, size: 0, store: 0 }; 1 << Self::BITS])
-    }
-
-    #[inline]
-    fn entry(info: MemoryInfo) -> usize {
-        // The multiplier of Fibonacci hashing (Knuth, The Art of Computer Programming 3, 6.4).
-        (info.wrapping_mul(0x9e37_79b9) >> (MemoryInfo::BITS - Self::BITS)) as usize
-    }
-
-    #[inline]
-    fn known(&self, info: MemoryInfo) -> Option<Kind> {
-        let kind = self.0[Self::entry(info)];
-        (kind.info == info).then_some(kind)
-    }
-
-    fn learn(&mut self, info: MemoryInfo) -> Kind {
-        let size = api::size_bytes(info).checked_ilog2().unwrap_or(0) & ((1 << SIZE_BITS) - 1);
-        let kind = Kind { info, size, store: if api::is_store(info) { STORE } else { 0 } };
-        self.0[Self::entry(info)] = kind;
-        kind
-    }
-}
-
 /// For an instruction that does not remap ([`AccessResolver::on_memory`]): the fast path of nearly
 /// all accesses, without a call.
 extern "C" fn on_access(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void) {
@@ -157,7 +117,7 @@ extern "C" fn on_access(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c
     if let Some(kind) = tool.kinds.known(info) {
         let place = place_of_read(vaddr) | kind.store;
         if tool.places.is_known(vaddr, place)
-            && tool.stream.push_below_mark(tool.record(place, data, kind.size))
+            && tool.stream.push_below_mark(tool.record(place, data, kind.size_log2))
         {
             return;
         }
@@ -176,15 +136,15 @@ extern "C" fn on_other_access<const REMAPS: bool>(
 ) {
     // SAFETY: as above; the other reference is no longer used.
     let tool = unsafe { State::<Memtrace>::of(TOOL.load(Ordering::Relaxed)) };
-    let kind = tool.kinds.known(info).unwrap_or_else(|| tool.kinds.learn(info));
-    let physical = tool.places.of_access::<REMAPS>(info, vaddr, kind.store != 0);
+    let kind = tool.kinds.of(info);
+    let physical = tool.places.of_access::<REMAPS>(info, vaddr, kind.is_store());
     let mut place = place_of_read(vaddr) | kind.store;
     if REMAPS || !tool.places.is_known(vaddr, place) {
-        let of_no_entry = ENTRIES as u64 + u64::from(kind.store != 0);
+        let of_no_entry = ENTRIES as u64 + u64::from(kind.is_store());
         place = of_no_entry << PAGE_BITS | vaddr & PAGE_MASK;
     }
     tool.tell((place >> PAGE_BITS) as usize, vaddr, physical);
-    let record = tool.record(place, data, kind.size);
+    let record = tool.record(place, data, kind.size_log2);
     tool.stream.push(record);
 }
 

@@ -1,17 +1,24 @@
 //! `cache`: hits and misses of a hierarchy of data caches, by interval.
 //!
-//! The contents of the caches at an interval's begin are approximated by warm-up: the caches are
-//! empty at the beginning of an earlier interval and filled from there on, both in a run of one
-//! interval and in a run of all. For each level the tool reports the least and the largest number
-//! of misses that any earlier contents would give (`plugins/src/tools/cache.rs`).
+//! ```text
+//!   without warmup   part: certain counts, log of open accesses ─▶ join.rs: exact, as in one replay of all intervals
+//!   warmup=N         part: counts, certain and open misses ──────▶ bounds.rs: least and most misses of each interval
+//! ```
+//!
+//! The caches are empty at the begin of the first interval, and where intervals are missing. With a
+//! warm-up, each interval's caches are empty at the begin of an earlier interval instead, in a run
+//! of one interval as in a run of all. In an analysis of separate intervals nothing warms them
+//! up.
+
+mod bounds;
+mod join;
 
 use super::table_run::TableRun;
 use super::{Tool, ToolArguments, ToolDescription, ToolRun};
 use crate::context::{MergeContext, RunContext, ToolSummary};
-use crate::error::Result;
-use crate::part_table::PartTable;
-use crate::result_file::CsvFile;
-use std::collections::BTreeMap;
+use crate::error::{Error, Result};
+use join::CacheJoin;
+use keyframe_plugins::exact_cache::LruSets;
 use std::fmt::Write as _;
 
 pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
@@ -22,25 +29,27 @@ pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
         ("l2", "of level 2 (default 1M:16), or none"),
         ("l3", "of level 3 (default 16M:16), or none"),
         ("line", "bytes of a line (default 64)"),
-        ("warmup", "intervals before each one that fill the caches, 0 to 16 (default 1)"),
+        (
+            "warmup",
+            "approximate: intervals before each one that fill its caches, 0 to 16 (default: exact, \
+             the caches keep their contents)",
+        ),
     ],
     results: &[(
         "cache.csv",
-        "interval, first instruction, level, reads, writes, read misses, write misses, least and \
-         most misses for any cache contents before the warm-up",
+        "interval, first instruction, level, reads, writes, read misses, write misses; with warmup \
+         also least and most misses for any cache contents before the warm-up",
     )],
 };
 
-const KIND: &str = "cache";
-const COLUMNS: usize = 7;
-const WARM_UP_DEFAULT: u64 = 1;
 const WARM_UP_MAX: u64 = 16;
 
 struct Cache {
     /// The levels as the plugin's argument: BYTES:WAYS/BYTES:WAYS/...
     levels: String,
     line_bytes: u64,
-    warm_up: u64,
+    /// The number of warm-up intervals; none for exact counts.
+    warm_up: Option<u64>,
 }
 
 pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
@@ -70,7 +79,7 @@ pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
         let separator = if levels.is_empty() { "" } else { "/" };
         let _ = write!(levels, "{separator}{bytes}:{ways}");
     }
-    let warm_up = arguments.number("warmup", 0, WARM_UP_MAX)?.unwrap_or(WARM_UP_DEFAULT);
+    let warm_up = arguments.number("warmup", 0, WARM_UP_MAX)?;
     Ok(Box::new(Cache { levels, line_bytes, warm_up }))
 }
 
@@ -80,58 +89,40 @@ impl Tool for Cache {
     }
 
     fn warm_up_intervals(&self) -> usize {
-        self.warm_up as usize
+        self.warm_up.unwrap_or(0) as usize
+    }
+
+    fn expect_separate_intervals(&mut self) {
+        self.warm_up.get_or_insert(0);
     }
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
-        let arguments = vec![
+        let mut arguments = vec![
             ("ram", run.ram.argument()),
             ("line", self.line_bytes.to_string()),
             ("levels", self.levels.clone()),
-            ("warmup", self.warm_up.to_string()),
-            ("intervals", if run.has_many_cuts() { u64::MAX } else { 1 }.to_string()),
         ];
-        TableRun::begin(run, "cache", &[KIND], arguments)
+        let Some(warm_up) = self.warm_up else {
+            arguments.push(("skip", u64::from(run.warm_up.is_some()).to_string()));
+            return TableRun::begin(run, "cache", &[join::KIND], arguments);
+        };
+        arguments.push(("warmup", warm_up.to_string()));
+        // More may come than this run knows: hierarchies that warm up for them are then filled.
+        let intervals = if run.has_many_cuts() { u64::MAX } else { 1 };
+        arguments.push(("intervals", intervals.to_string()));
+        TableRun::begin(run, "cache-bounds", &[bounds::KIND], arguments)
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
-        let header = "interval,start_icount,level,reads,writes,read_misses,write_misses,\
-                      misses_least,misses_most";
-        let mut csv = CsvFile::create(&merge.out, "cache.csv", header)?;
-        let mut sums: BTreeMap<u64, [u64; 4]> = BTreeMap::new();
-        for part in &merge.parts {
-            let (index, start) = (part.interval.index, part.interval.start.0);
-            for row in PartTable::read(&part.file(KIND, "part"), KIND, COLUMNS)?.rows() {
-                let &[level, reads, writes, read_misses, write_misses, least, open] = row else {
-                    continue;
-                };
-                let most = least.saturating_add(open);
-                csv.row((
-                    index,
-                    start,
-                    level,
-                    reads,
-                    writes,
-                    read_misses,
-                    write_misses,
-                    least,
-                    most,
-                ))?;
-                let (accesses, misses) =
-                    (reads.saturating_add(writes), read_misses.saturating_add(write_misses));
-                let sum = sums.entry(level).or_default().iter_mut();
-                sum.zip([accesses, misses, least, most])
-                    .for_each(|(sum, one)| *sum = sum.saturating_add(one));
-            }
+        if self.warm_up.is_some() {
+            return bounds::merge(merge);
         }
-        let lines = sums.iter().map(|(level, &[accesses, misses, least, most])| {
-            let percent = |misses: u64| 100.0 * misses as f64 / accesses.max(1) as f64;
-            let [share, low, high] = [misses, least, most].map(percent);
-            format!(
-                "level {level}: {accesses} accesses, {misses} misses ({share:.2} %); for any cache \
-                 contents before the warm-up {least} to {most} misses ({low:.2} to {high:.2} %)"
-            )
-        });
-        Ok(ToolSummary { lines: lines.collect(), files: vec![csv.finish()?] })
+        let levels = LruSets::of_levels(&self.levels, self.line_bytes);
+        let levels = levels.map_err(|problem| Error::Argument {
+            tool: DESCRIPTION.name.into(),
+            argument: self.levels.clone(),
+            problem,
+        })?;
+        join::merge(merge, CacheJoin::new(levels))
     }
 }
