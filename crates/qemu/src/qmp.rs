@@ -367,6 +367,11 @@ impl Qmp {
     }
 
     /// Returns the run state of the VM. Error: QEMU refuses the command or does not answer.
+    /// Forgets that [`Qmp::stop`] stopped the VM, which stands still for another reason now.
+    pub(crate) fn forget_stop(&mut self) {
+        self.pause = None;
+    }
+
     pub fn status(&mut self) -> Result<RunStatus> {
         let answer = self.execute("query-status", None)?;
         match answer.get("status").and_then(Value::as_str) {

@@ -194,6 +194,10 @@ impl Vmm for Vm {
         Ok(self.roll_back(target, scratch)?)
     }
 
+    fn stands_in(&self, device_state: &[u8]) -> bool {
+        crate::standstill::stood_still(device_state).is_some()
+    }
+
     fn exit(&mut self) -> Result<Option<VmExit>, VmmError> {
         Ok(self.ended()?)
     }

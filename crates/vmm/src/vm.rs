@@ -262,6 +262,13 @@ pub trait Vmm: Send {
     /// After an error the VM is in an unknown state: it must not run before another rollback
     /// succeeds.
     fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
+    /// Returns true if the VM of a checkpoint with `device_state` stood still although no client had
+    /// paused it. A VM that is put back to the checkpoint stands still in the same run state.
+    fn stands_in(&self, device_state: &[u8]) -> bool {
+        let _ = device_state;
+        false
+    }
+
         let _ = (target, scratch);
         Err(Unsupported {
             vmm: self.kind(),

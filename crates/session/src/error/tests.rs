@@ -121,6 +121,7 @@ fn rollback() -> Vec<String> {
         RollbackError::Before(CheckpointError::Ending.into()),
         step(),
         differ(),
+        RollbackError::FirmwareWrote,
         RollbackError::Unharmed(Box::new(step())),
         RollbackError::CanRun { why: Box::new(step()), state: crate::control::VmState::Shutdown },
         RollbackError::Lost {
