@@ -113,6 +113,10 @@ impl Vmm for Vm {
         Ok(self.discards_ram()?)
     }
 
+    fn pins_ram(&mut self) -> Result<bool, VmmError> {
+        Ok(self.pins_ram()?)
+    }
+
     fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool), VmmError> {
         Ok(self.ram_layout_and_discards()?)
     }
@@ -190,12 +194,12 @@ impl Vmm for Vm {
         Ok(self.check_rollback(device_state)?)
     }
 
-    fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
-        Ok(self.roll_back(target, scratch)?)
-    }
-
     fn stands_in(&self, device_state: &[u8]) -> bool {
         crate::standstill::stood_still(device_state).is_some()
+    }
+
+    fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
+        Ok(self.roll_back(target, scratch)?)
     }
 
     fn exit(&mut self) -> Result<Option<VmExit>, VmmError> {

@@ -168,6 +168,12 @@ pub trait Vmm: Send {
     /// zero without a write. Error: the VMM refuses or does not answer.
     fn discards_ram(&mut self) -> Result<bool, VmmError>;
 
+    /// Returns whether the kernel writes into pinned pages of guest RAM while the VM runs, as it does
+    /// for disks with direct I/O. Error: the VMM refuses or does not answer.
+    fn pins_ram(&mut self) -> Result<bool, VmmError> {
+        Ok(false)
+    }
+
     /// Returns the results of [`Vmm::ram_layout`] and [`Vmm::discards_ram`], in one request if the
     /// VMM allows that. Error: the VMM refuses or does not answer.
     fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool), VmmError> {
@@ -256,12 +262,6 @@ pub trait Vmm: Send {
         Ok(())
     }
 
-    /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may
-    /// grow as large as the pages.
-    ///
-    /// After an error the VM is in an unknown state: it must not run before another rollback
-    /// succeeds.
-    fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
     /// Returns true if the VM of a checkpoint with `device_state` stood still although no client had
     /// paused it. A VM that is put back to the checkpoint stands still in the same run state.
     fn stands_in(&self, device_state: &[u8]) -> bool {
@@ -269,6 +269,12 @@ pub trait Vmm: Send {
         false
     }
 
+    /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may
+    /// grow as large as the pages.
+    ///
+    /// After an error the VM is in an unknown state: it must not run before another rollback
+    /// succeeds.
+    fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
         let _ = (target, scratch);
         Err(Unsupported {
             vmm: self.kind(),

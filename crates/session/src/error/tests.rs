@@ -51,6 +51,7 @@ fn session() -> Vec<String> {
         Error::CopyThreads(boxed("out of threads")),
         Error::CopyOnWriteTracker,
         Error::NoCopyOnWrite,
+        Error::ScansInPauses { option: "--strategy" },
         Error::BudgetWithoutInterval,
         Error::MissingFeatures { missing: vec![(name, detail), other], fix: None },
         Error::NotCheckpointable(vec![finding("vfio-pci", "remove it")]),
