@@ -7,8 +7,10 @@
 mod changes;
 mod disk_outage;
 mod ending;
+mod first_status;
 mod guest_end;
 mod inputs;
+mod lost_log;
 mod outcome;
 mod report;
 mod rollback;
@@ -16,6 +18,7 @@ mod stepping;
 #[cfg(test)]
 mod tests;
 
+use first_status::first_status;
 pub use report::{RunEnd, RunReport, Verdict};
 pub use stepping::{ReplaySteps, Step};
 
@@ -27,15 +30,15 @@ use super::encoder_thread::EncoderThread;
 use super::event::{self, Event, SessionStart, tell_failed};
 use super::flight_recorder::FlightRecorder;
 use super::launch::PreparedSession;
-use super::machines::{Machines, Member};
+use super::machines::Machines;
 use super::memory_limits;
 use super::ram_capture::RamCapture;
 use super::recompressor::Recompressor;
 use super::store_sink::{CheckpointLabel, CheckpointReason, MachineDescriptions, StoreSink};
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{
-    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, MemberStatus, OnExit,
-    Strategy, VmState,
+    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, OnExit, Strategy,
+    VmState,
 };
 use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
 use crate::run_dir::RunDir;
@@ -160,6 +163,7 @@ impl<'a> Engine<'a> {
         let inputs = EngineInputs::of_process(&options)?;
         // All that the VM needs has been started: it does not inherit this.
         let volunteered = memory_limits::volunteer_as_victim();
+    said_log_lost: Option<Instant>,
         tell_failed(&*options.events, event::Step::VolunteerAsVictim, volunteered);
         Self::assemble(store, parts, options, inputs)
     }
@@ -234,6 +238,7 @@ impl<'a> Engine<'a> {
     pub fn run(mut self) -> Result<RunReport> {
         self.tell(&Event::Started(self.greeting()));
         if let Err(error) = self.begin() {
+            said_log_lost: None,
             return self.finish(Err(BrokenRun { error, has_begun: false }));
         }
         let end = self.until_end().map_err(|error| BrokenRun { error, has_begun: true });
@@ -263,7 +268,9 @@ impl<'a> Engine<'a> {
             .try_for_each(|m| m.vm.begin_standstill().map(drop));
         match paused {
             // A failure has been told as an event.
-            Ok(()) if !self.given_up => drop(self.capture(CheckpointReason::End, None, None)),
+            Ok(()) if self.takes_checkpoints() => {
+                drop(self.capture(CheckpointReason::End, None, None));
+            }
             Ok(()) => {}
             Err(error) => self.tell(&Event::NoFinalCheckpoint { error: error.into() }),
         }
@@ -321,7 +328,7 @@ impl<'a> Engine<'a> {
     /// Whether a checkpoint is due. A paused VM needs none: it has not changed.
     fn is_due(&self) -> bool {
         let due = self.cadence.as_ref().is_some_and(|c| c.due_ns() <= elapsed_ns(self.born));
-        due && self.machines.run() && !self.given_up
+        due && self.machines.run() && self.takes_checkpoints()
     }
 
     /// Whether a checkpoint may begin while others are being encoded.
@@ -343,7 +350,7 @@ impl<'a> Engine<'a> {
 
     fn patience(&self) -> Duration {
         match &self.cadence {
-            Some(cadence) if self.machines.run() && !self.given_up => {
+            Some(cadence) if self.machines.run() && self.takes_checkpoints() => {
                 let due =
                     Duration::from_nanos(cadence.due_ns().saturating_sub(elapsed_ns(self.born)));
                 // A due checkpoint that may not begin waits for a report.
@@ -367,6 +374,7 @@ impl<'a> Engine<'a> {
     }
 
     /// Ends the checkpoints of a group that has lost a member.
+        self.look_at_log();
     fn check_lost_members(&mut self) {
         if !self.given_up
             && let Some(name) = self.machines.lost()
@@ -416,6 +424,9 @@ impl<'a> Engine<'a> {
         &mut self,
         reason: CheckpointReason,
         tag: Option<&str>,
+        if self.has_lost_log() {
+            return Err(CheckpointError::LogLost.into());
+        }
         strategy: Option<Strategy>,
     ) -> Result<u64, NotCaptured> {
         let now_ns = elapsed_ns(self.born);
@@ -532,53 +543,4 @@ fn encode(
         let _ = inbox.send(EngineMessage::Report(Box::new(report)));
     };
     EncoderThread::start(sink, space_pages, Box::new(watch), report)
-}
-
-fn first_status(store: &Store, parts: &PreparedSession, options: &SessionOptions) -> EngineStatus {
-    let members: Vec<_> = parts
-        .machines
-        .members()
-        .iter()
-        .enumerate()
-        .map(|member| member_status(member, parts))
-        .collect();
-    EngineStatus {
-        vm: parts.name.clone(),
-        state: if parts.machines.run() { VmState::Running } else { VmState::Paused },
-        qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
-        engine_pid: std::process::id(),
-        store: store.absolute_path().unwrap_or_else(|_| store.path().into()).display().to_string(),
-        interval_ns: options.interval.map(duration_ns),
-        tuned: None,
-        sealed: 0,
-        failed: 0,
-        last_error: None,
-        backlog_ns: 0,
-        phase: CaptureState::Idle,
-        encoder: EncoderState::Sealed,
-        queued: 0,
-        last: None,
-        last_age_ns: None,
-        qmp: members.first().map_or_else(String::new, |m| m.qmp.clone()),
-        members: if parts.machines.is_group() { members } else { Vec::new() },
-        recorder: None,
-        recompressor: None,
-        replication: None,
-    }
-}
-
-/// A member and the monitor that its engine uses.
-fn member_status((number, member): (usize, &Member), parts: &PreparedSession) -> MemberStatus {
-    let path = if member.vm.is_attached() {
-        member.vm.monitor().cloned()
-    } else if parts.machines.is_group() {
-        Some(parts.run_dir.path().join(number.to_string()).join("qmp.sock"))
-    } else {
-        Some(parts.run_dir.path().join("qmp.sock"))
-    };
-    MemberStatus {
-        name: member.name.clone(),
-        qemu_pid: member.vm.pid(),
-        qmp: path.map_or_else(String::new, |path| path.display().to_string()),
-    }
 }

@@ -98,6 +98,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             );
             (Always, text)
         }
+        Event::LogLost => (Always, format!("{}; the VM runs on", CheckpointError::LogLost)),
         Event::GuestEnded { vm, end, last } => (Usual, guest_ended(vm, *end, last.as_ref())),
         Event::NoFinalCheckpoint { error } => {
             (Always, format!("no checkpoint at the recording's end: {}", chain(&**error)))

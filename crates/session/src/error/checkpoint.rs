@@ -67,6 +67,12 @@ pub enum CheckpointError {
     /// The machine was changed during each try.
     #[error("the machine is being changed (devices or media come and go)")]
     KeepsChanging,
+    /// QEMU has lost parts of the recording's log.
+    #[error(
+        "QEMU has lost parts of the recording's log, which had no space: the recording ends there, \
+         and no more checkpoints are taken"
+    )]
+    LogLost,
     /// The changed machine could not be looked at.
     #[error("look at the changed machine")]
     LookAtMachine(#[source] BoxError),

@@ -90,6 +90,7 @@ fn checkpoint() -> Vec<String> {
         CheckpointError::NoNetwork(CaptureError::Torn),
         CheckpointError::MachineChanged(vec![finding()]),
         CheckpointError::KeepsChanging,
+        CheckpointError::LogLost,
         CheckpointError::LookAtMachine(boxed("no answer")),
         CheckpointError::GivenUp,
         CheckpointError::Ending,
