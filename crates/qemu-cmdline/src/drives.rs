@@ -150,7 +150,8 @@ struct Served {
 impl Disk {
     fn line_drive(self) -> LineDrive {
         let Self { name, aliases, served, .. } = self;
-        LineDrive { name, aliases, drive: served.map(|served| served.drive) }
+        let devices = Vec::new();
+        LineDrive { name, aliases, devices, drive: served.map(|served| served.drive) }
     }
 }
 
@@ -179,7 +180,7 @@ pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
 /// Error: [`CommandLineError::Argument`] for a node that is malformed JSON.
 pub fn line_drives(arguments: &[Argument]) -> Result<Vec<LineDrive>> {
     let disks = fates(arguments, &DiskNames::None)?.into_iter().filter_map(|fate| match fate {
-        Fate::Disk(disk) => Some(disk.line_drive()),
+        Fate::Disk(disk) => Some(disk.line_drive().with_devices(arguments)),
         Fate::Kept | Fate::Removed => None,
     });
     Ok(disks.collect())

@@ -48,6 +48,16 @@ impl WritableNode {
 
     pub(crate) fn of(block: &Value) -> Option<Self> {
         let inserted = block.get("inserted")?;
+    /// Returns the id of the device that uses it; `None` if that has none.
+    pub fn device_id(&self) -> Option<&str> {
+        let id = match self.qdev.strip_prefix("/machine/peripheral/") {
+            Some(within) => within.split('/').next()?,
+            None if self.qdev.starts_with('/') => return None,
+            None => &self.qdev,
+        };
+        Some(id).filter(|id| !id.is_empty())
+    }
+
         // What is not said to be read-only is not.
         if inserted.get("ro").and_then(Value::as_bool) == Some(true) {
             return None;
@@ -176,7 +186,20 @@ mod tests {
             backing: Backing::default(),
             slice: None,
         };
-        LineDrive { name: name.into(), aliases: Vec::new(), drive: Ok(drive) }
+        let (aliases, devices) = (Vec::new(), Vec::new());
+        LineDrive { name: name.into(), aliases, devices, drive: Ok(drive) }
+    }
+
+    #[test]
+    fn a_device_is_known_by_its_id_whatever_part_of_it_has_the_disk() {
+        let id = |qdev: &str| {
+            let node = WritableNode { qdev: qdev.into(), ..node("", "a") };
+            node.device_id().map(str::to_owned)
+        };
+        assert_eq!(id("scsi0-0").unwrap(), "scsi0-0");
+        assert_eq!(id("/machine/peripheral/virtio-disk0/virtio-backend").unwrap(), "virtio-disk0");
+        assert_eq!(id("/machine/peripheral-anon/device[0]/virtio-backend"), None);
+        assert_eq!(id(""), None);
     }
 
     #[test]

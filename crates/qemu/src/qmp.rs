@@ -38,6 +38,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use transport::Transport;
 use virsh::Virsh;
+pub(crate) use virsh::domain_xml;
 
 /// How long an answer may take, unless [`Qmp::set_timeout`] says otherwise.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -366,12 +367,12 @@ impl Qmp {
         self.pause.as_ref().is_some_and(|pause| pause.was_running)
     }
 
-    /// Returns the run state of the VM. Error: QEMU refuses the command or does not answer.
     /// Forgets that [`Qmp::stop`] stopped the VM, which stands still for another reason now.
     pub(crate) fn forget_stop(&mut self) {
         self.pause = None;
     }
 
+    /// Returns the run state of the VM. Error: QEMU refuses the command or does not answer.
     pub fn status(&mut self) -> Result<RunStatus> {
         let answer = self.execute("query-status", None)?;
         match answer.get("status").and_then(Value::as_str) {

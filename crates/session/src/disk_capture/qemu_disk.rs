@@ -20,6 +20,8 @@ pub struct QemuDisk {
     pub meta: DiskMeta,
     /// Its other names on the command line.
     pub aliases: Vec<String>,
+    /// The id of its device, and the name that libvirt gives it.
+    pub device_names: Vec<String>,
     /// The reason why no server could open it, so that no restore could bring it back.
     pub refused: Option<CommandLineError>,
     /// The image.
@@ -34,6 +36,16 @@ pub struct QemuDisk {
     pub slice: Option<Slice>,
     /// True if checkpoints leave it out.
     pub left_out: bool,
+}
+
+impl QemuDisk {
+    /// Returns its name with the names of its device, for the user.
+    pub fn all_names(&self) -> String {
+        match &self.device_names[..] {
+            [] => self.meta.name.clone(),
+            others => format!("{} ({})", self.meta.name, others.join(", ")),
+        }
+    }
 }
 
 /// The captured disks at one time.

@@ -35,7 +35,8 @@ pub enum DiskError {
     UnknownDisk {
         /// The name.
         name: String,
-        /// The names of the disks that the guest can write to.
+        /// The names of the disks that the guest can write to, those of their devices in
+        /// parentheses.
         disks: Vec<String>,
     },
     /// The format of a disk's image is unknown.
