@@ -29,7 +29,7 @@ pub use backing::{Backing, BackingImage};
 use crate::options::{self, Argument, is_on, value_of};
 use crate::{CommandLineError, Result};
 use block_nodes::BlockNodes;
-pub(crate) use block_nodes::flattened_keys;
+pub(crate) use block_nodes::{child_names, flattened_keys};
 use drive_option::{GeneratedNames, drive_fate, drive_on_index};
 use serde_json::Value;
 use std::collections::BTreeMap;

@@ -30,6 +30,8 @@ pub struct WritableNode {
     pub driver: String,
     /// The size of the disk in bytes.
     pub disk_bytes: u64,
+    /// True if QEMU reads it by direct I/O.
+    pub is_direct: bool,
     /// True if the image has internal snapshots, to which the VM's user can go back (`loadvm`).
     pub has_snapshots: bool,
 }
@@ -46,8 +48,6 @@ impl WritableNode {
         !self.qdev.is_empty() && self.device == other.device && self.qdev == other.qdev
     }
 
-    pub(crate) fn of(block: &Value) -> Option<Self> {
-        let inserted = block.get("inserted")?;
     /// Returns the id of the device that uses it; `None` if that has none.
     pub fn device_id(&self) -> Option<&str> {
         let id = match self.qdev.strip_prefix("/machine/peripheral/") {
@@ -58,6 +58,8 @@ impl WritableNode {
         Some(id).filter(|id| !id.is_empty())
     }
 
+    pub(crate) fn of(block: &Value) -> Option<Self> {
+        let inserted = block.get("inserted")?;
         // What is not said to be read-only is not.
         if inserted.get("ro").and_then(Value::as_bool) == Some(true) {
             return None;
@@ -72,6 +74,7 @@ impl WritableNode {
             file: text(inserted, "file"),
             driver: text(inserted, "drv"),
             disk_bytes: inserted.get("image")?.get("virtual-size")?.as_u64()?,
+            is_direct: inserted.pointer("/cache/direct").and_then(Value::as_bool) == Some(true),
             has_snapshots: inserted.pointer("/image/snapshots/0").is_some(),
         })
     }

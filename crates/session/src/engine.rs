@@ -59,8 +59,9 @@ use std::time::{Duration, Instant};
 /// wakes it.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// How often a capture is tried while the machine's user changes the machine.
-const CAPTURES_MAX: u32 = 3;
+/// How often a capture is tried while the machine's user changes the machine. Three are needed if a
+/// disk was unplugged: a new run begins, and then the command line follows.
+const CAPTURES_MAX: u32 = 5;
 
 const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
 
@@ -82,6 +83,14 @@ enum Taker {
     Client(Sender<EngineResponse>),
     /// The engine itself.
     Engine(Sender<Result<CheckpointId, CheckpointFailure>>),
+}
+
+/// What a try to capture a checkpoint has led to.
+enum Captured {
+    /// A checkpoint with this number, which is not sealed yet.
+    Checkpoint(u64),
+    /// A new run, because the disks differ from those of the present one.
+    NewRun,
 }
 
 /// How a run ended.
@@ -154,6 +163,7 @@ pub struct Engine<'a> {
     space_looked_at: Option<Instant>,
     sealed_at: Option<Instant>,
     said_late: Option<Instant>,
+    said_log_lost: Option<Instant>,
 }
 
 impl<'a> Engine<'a> {
@@ -163,7 +173,6 @@ impl<'a> Engine<'a> {
         let inputs = EngineInputs::of_process(&options)?;
         // All that the VM needs has been started: it does not inherit this.
         let volunteered = memory_limits::volunteer_as_victim();
-    said_log_lost: Option<Instant>,
         tell_failed(&*options.events, event::Step::VolunteerAsVictim, volunteered);
         Self::assemble(store, parts, options, inputs)
     }
@@ -229,6 +238,7 @@ impl<'a> Engine<'a> {
             space_looked_at: None,
             sealed_at: None,
             said_late: None,
+            said_log_lost: None,
             options,
         })
     }
@@ -238,7 +248,6 @@ impl<'a> Engine<'a> {
     pub fn run(mut self) -> Result<RunReport> {
         self.tell(&Event::Started(self.greeting()));
         if let Err(error) = self.begin() {
-            said_log_lost: None,
             return self.finish(Err(BrokenRun { error, has_begun: false }));
         }
         let end = self.until_end().map_err(|error| BrokenRun { error, has_begun: true });
@@ -365,6 +374,7 @@ impl<'a> Engine<'a> {
         self.machines.look();
         self.look_at_disks();
         self.look_for_space();
+        self.look_at_log();
         let state = match (self.is_blind, self.machines.run()) {
             (true, _) => VmState::Unknown,
             (_, true) => VmState::Running,
@@ -374,7 +384,6 @@ impl<'a> Engine<'a> {
     }
 
     /// Ends the checkpoints of a group that has lost a member.
-        self.look_at_log();
     fn check_lost_members(&mut self) {
         if !self.given_up
             && let Some(name) = self.machines.lost()
@@ -415,18 +424,18 @@ impl<'a> Engine<'a> {
         if self.given_up {
             return Err(CheckpointError::GivenUp.into());
         }
+        if self.has_lost_log() {
+            return Err(CheckpointError::LogLost.into());
+        }
         self.capture(CheckpointReason::Take, tag, strategy)
     }
 
     /// Captures one checkpoint; its seal is reported later. If the machine was changed, the capture
-    /// is tried again with a command line that makes it.
+    /// is tried again, with a command line that makes it or in a new run.
     fn capture(
         &mut self,
         reason: CheckpointReason,
         tag: Option<&str>,
-        if self.has_lost_log() {
-            return Err(CheckpointError::LogLost.into());
-        }
         strategy: Option<Strategy>,
     ) -> Result<u64, NotCaptured> {
         let now_ns = elapsed_ns(self.born);
@@ -449,7 +458,11 @@ impl<'a> Engine<'a> {
                 ..CheckpointLabel::default()
             };
             match self.capture_labelled(label, strategy)? {
-                Ok(seq) => return Ok(seq),
+                Ok(Captured::Checkpoint(seq)) => return Ok(seq),
+                Ok(Captured::NewRun) => {}
+                Err(CaptureError::OtherRam) if !self.machines.any_has_ended() => {
+                    self.follow_ram()?;
+                }
                 Err(_) if self.machines.are_changed() => self.follow_changes()?,
                 Err(error) => return Err(self.capture_failed(error)),
             }
@@ -462,9 +475,11 @@ impl<'a> Engine<'a> {
         &mut self,
         label: CheckpointLabel,
         strategy: Option<Strategy>,
-    ) -> Result<Result<u64, CaptureError>, NotCaptured> {
-        let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
-        let cut = cut.map_err(|e| self.disks_failed(e))?;
+    ) -> Result<Result<Captured, CaptureError>, NotCaptured> {
+        let cut = match self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose() {
+            Ok(cut) => cut,
+            Err(error) => return self.follow_disks(error).map(|()| Ok(Captured::NewRun)),
+        };
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|e| CheckpointError::Strategy(Box::new(e)))?;
@@ -496,7 +511,7 @@ impl<'a> Engine<'a> {
                 audit.captured(*seq);
             }
         }
-        Ok(result)
+        Ok(result.map(Captured::Checkpoint))
     }
 
     fn greeting(&self) -> SessionStart {

@@ -79,20 +79,18 @@ fn checkpoint() -> Vec<String> {
     let restart = Box::new(Error::NoVm);
     let errors = [
         CheckpointError::Disks(boxed("no space")),
-        CheckpointError::OtherDisks(Box::new(DiskError::OtherSize)),
         strategy(),
         CheckpointError::Capture(CaptureError::Torn),
         CheckpointError::VmEnded(CaptureError::Torn),
-        CheckpointError::OtherRam(CaptureError::OtherRam),
         CheckpointError::NoNewRun { capture: CaptureError::OtherRam, restart },
         CheckpointError::MonitorLost { pid: 4711 },
         CheckpointError::NoWatchdog(CaptureError::Torn),
         CheckpointError::NoNetwork(CaptureError::Torn),
         CheckpointError::MachineChanged(vec![finding()]),
         CheckpointError::KeepsChanging,
-        CheckpointError::LogLost,
         CheckpointError::LookAtMachine(boxed("no answer")),
         CheckpointError::GivenUp,
+        CheckpointError::LogLost,
         CheckpointError::Ending,
     ];
     let failure = |lost, is_final| {
@@ -156,6 +154,8 @@ fn disks() -> Vec<String> {
         DiskError::UnknownDisk { name: "vdb".into(), disks: vec![disk(), "virtio1".into()] },
         DiskError::UnknownFormat(disk()),
         DiskError::Changed { disk: disk(), file: "a.qcow2".into() },
+        DiskError::OtherSize,
+        DiskError::OtherDisks,
         DiskError::Unplugged { disk: disk(), file: "a.qcow2".into() },
         DiskError::NoScratchSpace { folder: "/store/disks".into(), free_bytes: 4096 },
         DiskError::ReadTimeout { seconds: 60 },
