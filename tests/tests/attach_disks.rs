@@ -332,13 +332,15 @@ fn a_throttled_disk_in_an_iothread_is_refused_where_qemu_would_abort() {
 fn a_disk_is_left_out_only_where_it_is_said_and_so_it_is_restored() {
     let env = TestEnv::new();
     let image = image(&env);
-    let mut vm =
-        foreign(&env, &shell_guest(&distribution_qemu(), &as_strs(&virtio_disk(&image, "raw"))));
+    let drive = format!("file={},format=raw,if=none,id=d", image.display());
+    let words = ["-drive", &drive, "-device", "virtio-blk-pci,drive=d,id=virtio-disk0"];
+    let mut vm = foreign(&env, &shell_guest(&distribution_qemu(), &words));
     let monitor = vm.socket("a");
     let refused =
         env.attach_args(&["--qmp", &monitor], vm.console.pid(), &["--leave-out-disk", "other"]);
-    env.refused(&as_strs(&refused), 1, &["other", "its disks are d"]);
-    let mut attached = attach(&env, &vm, &["--interval", "none", "--leave-out-disk", "d"]);
+    env.refused(&as_strs(&refused), 1, &["other", "its disks are d (virtio-disk0)"]);
+    let leave_out = ["--interval", "none", "--leave-out-disk", "virtio-disk0"];
+    let mut attached = attach(&env, &vm, &leave_out);
     let id = take_checkpoint(&env);
     env.ok(&["stop", "--name", "guest"]);
     assert!(attached.wait().success(), "{}", attached.report());
@@ -384,13 +386,14 @@ fn a_disk_that_cannot_be_served_is_left_out_under_run_and_comes_back_as_the_line
     let mut words = as_strs(&served);
     words.extend(["-object", "throttle-group,id=g,x-iops-total=10000", "-blockdev", &node]);
     words.extend(["-blockdev", "throttle,node-name=t,throttle-group=g,file=n"]);
-    words.extend(["-device", "virtio-blk-pci,drive=t"]);
+    words.extend(["-device", "virtio-blk-pci,drive=t,id=b1"]);
     let boot = shell_guest(&distribution_qemu(), &words);
     let (store, line) = (env.store(), boot.command());
     let run = [&["run", "--store", &store, "--leave-out-disk", "x", "--"][..], &as_strs(&line)];
-    env.refused(&run.concat(), 1, &["--leave-out-disk x", "its disks are d, n"]);
-    // The name of the filter above it stands for the disk.
-    let options = ["--interval", "none", "--leave-out-disk", "t"];
+    env.refused(&run.concat(), 1, &["--leave-out-disk x", "its disks are d, n (b1)"]);
+    // The id of its device stands for the disk, and so does the name of the filter above it.
+    let name = "b1";
+    let options = ["--interval", "none", "--leave-out-disk", name];
     let mut vm = start_guest(&env, &options, &boot);
     let write = |disk: &str, byte: &str| {
         format!("tr '\\0' {byte} </dev/zero | dd of={disk} bs=4k count=4 conv=notrunc,fsync")

@@ -15,6 +15,8 @@ mod commit;
 mod crash;
 mod cycles;
 mod dashboard;
+mod direct_io;
+mod disk_changes;
 mod disk_server;
 mod disks;
 mod encrypt;

@@ -63,12 +63,6 @@ fn disks_that_cannot_be_served_are_refused_before_the_guest_runs() {
         &["vmdk", "qemu-img convert", "readonly=on", "fix:"],
     );
     run_refused(&env, &drive("format=qcow2,if=virtio"), 1, &["disk.raw", "qcow2"]);
-    run_refused(
-        &env,
-        &drive("format=raw,if=virtio,readonly=on,cache=none"),
-        1,
-        &["direct", "cache"],
-    );
     let remote = small().with(&["-drive", "file=nbd://127.0.0.1:1/x,format=raw,if=virtio"]);
     run_refused(&env, &remote, 1, &["nbd", "fix:"]);
     // The scan for disks does not know this way of giving one; the audit finds it.

@@ -61,6 +61,28 @@ impl CaptureContext<'_> {
         Ok(())
     }
 
+    /// Scans for all pages that the checkpoint must hold, while the VM is paused and is to run on.
+    /// [`Self::copy_scanned`] copies them. Error: [`CaptureError::Scan`].
+    pub(crate) fn scan_paused(&mut self) -> Result<PageSet, CaptureError> {
+        self.log.drain_paused(true).map_err(CaptureError::Scan)
+    }
+
+    /// Copies the pages of [`Self::scan_paused`] as a round, while the guest runs again.
+    /// `started`: when the pause of the scan began. Errors: the pages could not be copied, or the
+    /// encoder has ended.
+    pub(crate) fn copy_scanned(
+        &mut self,
+        set: &PageSet,
+        started: Instant,
+    ) -> Result<(), CaptureError> {
+        let reader = Arc::clone(self.reader);
+        self.log.mark_unfrozen_copies(set);
+        self.copy_running(set, &*reader, self.is_complete)?;
+        let duration_ns = elapsed_ns(started);
+        self.timeline.rounds.push(Round { pages: set.len(), duration_ns });
+        Ok(())
+    }
+
     /// Estimates how many pages the checkpoint will hold, once per checkpoint and before the pause.
     /// Returns `None` if the tracker cannot count cheaply.
     pub fn expected_pages(&mut self) -> Option<u64> {

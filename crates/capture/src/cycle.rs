@@ -177,10 +177,11 @@ impl CaptureCycle {
         label: L,
     ) -> Result<u64, CaptureError> {
         // All of RAM is dirty before the first checkpoint: too much for a pause, so pre-copy is
-        // used whatever the strategy.
+        // used whatever the strategy, unless scans have to be in pauses.
         let is_complete = self.sealed_pause.is_none() && self.in_flight.is_empty();
         let mut precopy = PrecopyStrategy::default();
-        let strategy = if is_complete { &mut precopy } else { strategy };
+        let by_precopy = is_complete && !strategy.scans_in_pauses();
+        let strategy = if by_precopy { &mut precopy } else { strategy };
         let generation = self.generation;
         let captured = loop {
             let (mut handed_over, lacked_pages) = (false, self.lacked_pages);
@@ -276,6 +277,11 @@ impl CaptureCycle {
             expected: OnceCell::new(),
             outlet,
         };
+        let scan_pause_ns = if strategy.wants_scan_pause(&mut context) {
+            scan_in_pause(machine, &mut context)?
+        } else {
+            0
+        };
         strategy.before(&mut context)?;
         let mut look = LastLook { context: &mut context, observer, strategy, ram: &ram };
         let paused = machine.pause(&mut look);
@@ -284,6 +290,7 @@ impl CaptureCycle {
         }
         let paused = paused?;
         record_pause(&mut context.timeline, &paused, previous_pause);
+        context.timeline.pause_ns += scan_pause_ns;
         let collecting = Instant::now();
         strategy.collect(&mut context)?;
         context.timeline.collect_ns = elapsed_ns(collecting);
@@ -304,6 +311,25 @@ impl CaptureCycle {
             timeline,
         })
     }
+}
+
+/// Pauses the VM for a scan, and copies the found pages once it runs again. Returns how long the
+/// guest stood still, in nanoseconds.
+fn scan_in_pause<M: Machine>(
+    machine: &mut M,
+    context: &mut CaptureContext<'_>,
+) -> Result<u64, CaptureError> {
+    let started = Instant::now();
+    let mut found = None;
+    machine.stand_still(&mut || {
+        found = Some(context.scan_paused()?);
+        Ok(())
+    })?;
+    let stood_ns = elapsed_ns(started);
+    if let Some(found) = found {
+        context.copy_scanned(&found, started)?;
+    }
+    Ok(stood_ns)
 }
 
 /// Enters the times of a pause into the timeline. `previous_pause`: when the previous one began.

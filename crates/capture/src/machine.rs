@@ -65,6 +65,22 @@ pub trait Machine: Send {
     /// Fails if a step or the look fails, or if the VM ran during the pause
     /// ([`CaptureError::Torn`]). The VM is released in every case.
     fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError>;
+
+    /// Pauses the VM for `work` alone, without saving anything, and lets it run again if it ran.
+    /// No input or output of the VM's devices is under way meanwhile. By default a machine cannot do
+    /// that.
+    ///
+    /// # Errors
+    ///
+    /// Fails if the VM cannot be paused, if it does not run again, or if `work` fails.
+    fn stand_still(
+        &mut self,
+        work: &mut dyn FnMut() -> Result<(), CaptureError>,
+    ) -> Result<(), CaptureError> {
+        let _ = work;
+        let source = "this machine is paused for whole checkpoints alone".into();
+        Err(CaptureError::Machine { operation: "pause the VM for a scan", source })
+    }
 }
 
 /// The steps of a pause, for a machine that has a command for each.

@@ -6,6 +6,7 @@
 //!   precopy     rounds: drain, copy   drain, copy the rest
 //!   pre-scan    drain                 drain, copy all
 //!   cow                               drain                        copy all, each page before its first write
+//!   paused-scan   a pause: drain; copy   drain, copy the rest
 //!   fork                              drain, fork                  copy all from the child process
 //! ```
 //!
@@ -16,12 +17,14 @@
 mod auto;
 mod cow;
 mod fork;
+mod paused_scan;
 mod precopy;
 mod stop_copy;
 
 pub use auto::AutoStrategy;
 pub use cow::CopyOnWriteStrategy;
 pub use fork::ForkStrategy;
+pub use paused_scan::PausedScanStrategy;
 pub use precopy::{PrecopyStrategy, PrescanStrategy};
 pub use stop_copy::StopCopyStrategy;
 
@@ -34,6 +37,19 @@ pub trait CopyStrategy: Send {
     /// Returns the strategy's name on the command line. A strategy that chooses among others names
     /// the one of the last checkpoint.
     fn name(&self) -> &'static str;
+
+    /// Returns true if the strategy scans while the VM is paused, and never while it runs. Then it
+    /// copies the first checkpoint too.
+    fn scans_in_pauses(&self) -> bool {
+        false
+    }
+
+    /// Returns true if the VM is to be paused for a scan of its own, after which the found pages are
+    /// copied while the guest runs. Called before [`CopyStrategy::before`].
+    fn wants_scan_pause(&self, context: &mut CaptureContext<'_>) -> bool {
+        let _ = context;
+        false
+    }
 
     /// Does the strategy's work before the pause, while the guest runs. An error fails the
     /// checkpoint; its pages stay owed.

@@ -100,7 +100,7 @@ fn of_share(open: &[QueueItem], share: Share) -> Option<QueueItem> {
         is_in_share
     })?;
     let (item, previous) = (open[at], at.checked_sub(1).map(|at| open[at].index));
-    let is_untouched = item.index == 0 || previous.is_some_and(|index| index + 1 == item.index);
+    let is_untouched = previous.is_none_or(|index| index + 1 == item.index);
     is_untouched.then_some(item)
 }
 

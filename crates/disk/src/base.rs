@@ -4,6 +4,7 @@
 //! clusters, an external data file). Encrypted images, other formats and unknown features are
 //! refused with the cause.
 
+use crate::chain::{self, BackingReference};
 use crate::disk::ReadNow;
 use crate::overlay::medium::{flock, read_now, read_or_zero};
 use crate::{Error, Result, commit};
@@ -11,6 +12,7 @@ use imago::file::File as ImageFile;
 use imago::format::Format;
 use imago::format::gate::ImplicitOpenGate;
 use imago::qcow2::Qcow2;
+use imago::raw::Raw;
 use imago::{FormatAccess, FormatDriverBuilder, Mapping, StorageOpenOptions};
 use rustix::fs::{FlockOperation, SeekFrom};
 use rustix::io::Errno;
@@ -142,10 +144,7 @@ impl Base {
                 (Image::Raw(file), bytes)
             }
             ImageFormat::Qcow2 => {
-                not_encrypted(path).map_err(|e| refusal(&name, &e))?;
-                let builder = Qcow2::<ImageFile>::builder_path(path).write(false);
-                let image =
-                    builder.open(BackingFileGate::default()).map_err(|e| refusal(&name, &e))?;
+                let image = open_qcow2(path, BackingFileGate::default())?;
                 let image = FormatAccess::new(image);
                 let bytes = image.size();
                 (Image::Qcow2(Box::new(image)), bytes)
@@ -293,6 +292,46 @@ impl BackingFileGate {
     pub(crate) fn for_writing() -> Self {
         Self { writes: true, ..Self::default() }
     }
+
+    fn below(self) -> Self {
+        Self { depth: self.depth + 1, writes: false }
+    }
+}
+
+/// Opens the qcow2 image at `path`, with the images beneath it.
+pub(crate) fn open_qcow2(path: &Path, gate: BackingFileGate) -> Result<Qcow2<ImageFile>> {
+    let name = path.display().to_string();
+    not_encrypted(path).map_err(|e| refusal(&name, &e))?;
+    let builder = Qcow2::<ImageFile>::builder_path(path).write(gate.writes);
+    // `imago` takes any other reference for the name of a file.
+    let described = chain::backing(path)?.filter(|backing| !backing.is_plain);
+    let builder = match described {
+        Some(_) if gate.depth >= BACKING_MAX => {
+            let problem = format!("it has more than {BACKING_MAX} backing files above it");
+            return Err(convert(&name, &problem));
+        }
+        Some(BackingReference { path, format, .. }) => {
+            let format = format.map_or_else(|| ImageFormat::probe(&path), Ok)?;
+            builder.backing(Some(open_backing(&path, format, gate.below())?))
+        }
+        None => builder,
+    };
+    builder.open(gate).map_err(|e| unreadable_qcow2(&name, &e))
+}
+
+fn open_backing(
+    path: &Path,
+    format: ImageFormat,
+    gate: BackingFileGate,
+) -> Result<FormatAccess<ImageFile>> {
+    match format {
+        ImageFormat::Qcow2 => open_qcow2(path, gate).map(FormatAccess::new),
+        ImageFormat::Raw => {
+            let name = path.display().to_string();
+            let raw = Raw::<ImageFile>::builder_path(path).write(false).open(gate);
+            raw.map(FormatAccess::new).map_err(|e| refusal(&name, &e))
+        }
+    }
 }
 
 impl ImplicitOpenGate<ImageFile> for BackingFileGate {
@@ -313,10 +352,15 @@ impl ImplicitOpenGate<ImageFile> for BackingFileGate {
         }
         match F::FORMAT {
             Format::Raw => {}
-            Format::Qcow2 => path.as_deref().map_or(Ok(()), not_encrypted)?,
+            Format::Qcow2 => {
+                if let Some(path) = path {
+                    let image = open_qcow2(&path, self.below()).map_err(as_io)?;
+                    return Ok(FormatAccess::new(image));
+                }
+            }
             _ => return unsupported(format!("its backing file {name} is neither raw nor qcow2")),
         }
-        let driver = builder.write(false).open(Self { depth: self.depth + 1, writes: false })?;
+        let driver = builder.write(false).open(self.below())?;
         Ok(FormatAccess::new(driver))
     }
 
@@ -334,6 +378,26 @@ fn not_encrypted(path: &Path) -> io::Result<()> {
         return Err(io::Error::new(io::ErrorKind::Unsupported, problem));
     }
     Ok(())
+}
+
+fn as_io(error: Error) -> io::Error {
+    let kind = match &error {
+        Error::Io { source, .. } => source.kind(),
+        _ => io::ErrorKind::Other,
+    };
+    io::Error::new(kind, error)
+}
+
+/// The error of an image that `imago` does not open, although QEMU may do so.
+fn unreadable_qcow2(name: &str, error: &io::Error) -> Error {
+    match refusal(name, error) {
+        Error::Refused { object, problem, fix } => Error::Refused {
+            object,
+            problem,
+            fix: format!("let QEMU open the disk (--disk bitmap), or {fix}"),
+        },
+        other => other,
+    }
 }
 
 fn refusal(name: &str, error: &io::Error) -> Error {

@@ -1,8 +1,10 @@
 //! The files that make up an image: itself, its external data file, its backing files, and theirs.
 
+mod reference;
+
 use crate::overlay::medium::read_or_zero;
 use crate::{Error, ImageFormat, Result};
-use serde_json::Value;
+pub use reference::BackingReference;
 use std::collections::BTreeSet;
 use std::fs::File;
 use std::io;
@@ -27,8 +29,8 @@ const EXTENSIONS_MAX: usize = 64;
 /// Returns the files of the image at `path`: the image first, then its backing files and data
 /// files.
 ///
-/// Errors: a file of the chain cannot be read; [`Error::Refused`] for more than [`FILES_MAX`]
-/// files.
+/// Errors: a file of the chain cannot be read; [`Error::Refused`] for more than [`FILES_MAX`], and
+/// for a backing image that is no file.
 pub fn image_files(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
     let mut files = vec![path.to_owned()];
     for below in chain(path, format)? {
@@ -52,7 +54,13 @@ fn chain(path: &Path, format: ImageFormat) -> Result<Vec<Below>> {
     let mut next = (format != ImageFormat::Raw).then(|| path.to_owned());
     while let Some(image) = next.take().filter(|image| seen.insert(image.clone())) {
         let name = image.display().to_string();
-        let below = below(&image).map_err(Error::io(&name, "read"))?;
+        let named = named_in(&image).map_err(Error::io(&name, "read"))?;
+        let backing = backing_of(&image, &named)?;
+        let below = Below {
+            is_raw: backing.as_ref().is_some_and(|b| b.format == Some(ImageFormat::Raw)),
+            backing: backing.map(|backing| backing.path),
+            data_file: named.data_file,
+        };
         next = below.backing.clone().filter(|_| !below.is_raw);
         chain.push(below);
         let files = chain.iter().map(Below::files).sum::<usize>() + 1;
@@ -67,8 +75,43 @@ fn chain(path: &Path, format: ImageFormat) -> Result<Vec<Below>> {
     Ok(chain)
 }
 
-/// The files that an image names.
+/// Returns the image that the qcow2 image at `path` names as its backing image, with the format that
+/// the reference or the header tells. `None` if it has none, or is no qcow2 image.
+///
+/// Errors: the image cannot be read; [`Error::Refused`] if the backing image is no file that Keyframe
+/// reads.
+pub fn backing(path: &Path) -> Result<Option<BackingReference>> {
+    let name = path.display().to_string();
+    backing_of(path, &named_in(path).map_err(Error::io(&name, "read"))?)
+}
+
+fn backing_of(path: &Path, named: &Named) -> Result<Option<BackingReference>> {
+    let Some(name) = &named.backing else { return Ok(None) };
+    let folder = path.parent().unwrap_or(Path::new("/"));
+    let found = BackingReference::parse(name, folder).map_err(|reason| {
+        let image = path.display();
+        Error::refused(
+            image.to_string(),
+            format!("its backing image {name} {reason}"),
+            format!(
+                "let QEMU open the disk (--disk bitmap), or make one image of it: qemu-img convert \
+                 -O qcow2 {image} NEW.qcow2"
+            ),
+        )
+    })?;
+    let of_header = named.backing_format.as_deref().and_then(ImageFormat::named);
+    Ok(Some(BackingReference { format: found.format.or(of_header), ..found }))
+}
+
+/// What the header of an image names.
 #[derive(Default)]
+struct Named {
+    data_file: Option<PathBuf>,
+    backing: Option<String>,
+    backing_format: Option<String>,
+}
+
+/// The files that an image names.
 struct Below {
     data_file: Option<PathBuf>,
     backing: Option<PathBuf>,
@@ -82,22 +125,22 @@ impl Below {
     }
 }
 
-/// The files that the qcow2 image at `path` names. None for another file.
-fn below(path: &Path) -> io::Result<Below> {
+/// What the header of the qcow2 image at `path` names. Nothing for another file.
+fn named_in(path: &Path) -> io::Result<Named> {
     let file = File::open(path)?;
     let mut header = [0u8; HEADER_BYTES];
     read_or_zero(&file, 0, &mut header)?;
     if !header.starts_with(MAGIC) {
-        return Ok(Below::default());
+        return Ok(Named::default());
     }
     let folder = path.parent().unwrap_or(Path::new("/"));
     let number = |at: usize, len: usize| {
         header[at..at + len].iter().fold(0u64, |n, b| n << 8 | u64::from(*b))
     };
-    let mut below = Below::default();
+    let mut named = Named::default();
     let (offset, len) = (number(8, 8), number(16, 4));
     if offset != 0 && len != 0 && len <= NAME_BYTES_MAX {
-        below.backing = Some(folder.join(path_in(&text_at(&file, offset, len)?)));
+        named.backing = Some(text_at(&file, offset, len)?);
     }
     let mut at = if number(4, 4) >= 3 { number(100, 4) } else { HEADER_2_BYTES };
     for _ in 0..EXTENSIONS_MAX {
@@ -112,42 +155,23 @@ fn below(path: &Path) -> io::Result<Below> {
             match kind {
                 DATA_FILE => {
                     let name = text_at(&file, at + 8, len.into())?;
-                    below.data_file = Some(folder.join(path_in(&name)));
+                    named.data_file = Some(folder.join(name));
                 }
                 BACKING_FORMAT => {
-                    below.is_raw = text_at(&file, at + 8, len.into())? == "raw";
+                    named.backing_format = Some(text_at(&file, at + 8, len.into())?);
                 }
                 _ => {}
             }
         }
         at = at.saturating_add(8 + u64::from(len).next_multiple_of(8));
     }
-    Ok(below)
+    Ok(named)
 }
 
 fn text_at(file: &File, offset: u64, len: u64) -> io::Result<String> {
     let mut text = vec![0; len as usize];
     file.read_exact_at(&mut text, offset)?;
     Ok(String::from_utf8_lossy(&text).into_owned())
-}
-
-/// The path in the name of a backing file, which may be a `json:` description of local files.
-fn path_in(name: &str) -> String {
-    let plain = |name: &str| name.strip_prefix("file:").unwrap_or(name).to_owned();
-    let Some(json) = name.strip_prefix("json:") else { return plain(name) };
-    let Ok(mut node) = serde_json::from_str::<Value>(json) else { return plain(name) };
-    // serde_json bounds the depth.
-    loop {
-        for key in ["filename", "file.filename"] {
-            if let Some(path) = node.get(key).and_then(Value::as_str) {
-                return plain(path);
-            }
-        }
-        match node.get_mut("file").map(Value::take) {
-            Some(inner) if inner.is_object() => node = inner,
-            _ => return plain(name),
-        }
-    }
 }
 
 #[cfg(test)]
@@ -180,8 +204,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let at = |name: &str| dir.path().join(name);
         image(&at("top"), "middle", &[(DATA_FILE, "top.data"), (BACKING_FORMAT, "qcow2")]);
-        let json = r#"json:{"driver":"raw","file":{"driver":"file","filename":"base"}}"#;
-        image(&at("middle"), json, &[(BACKING_FORMAT, "raw"), (DATA_FILE, "/abs.data")]);
+        let json = format!(
+            r#"json:{{"driver":"raw","file":{{"driver":"file","filename":"{}"}}}}"#,
+            at("base").display()
+        );
+        image(&at("middle"), &json, &[(DATA_FILE, "/abs.data")]);
         image(&at("base"), "not-read", &[]);
         let files = image_files(&at("top"), ImageFormat::Qcow2).unwrap();
         let expected = [at("top"), at("top.data"), at("middle"), "/abs.data".into(), at("base")];

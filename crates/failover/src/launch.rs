@@ -27,7 +27,7 @@ use keyframe_session::ram_capture::RamCapture;
 use keyframe_session::rights;
 use keyframe_session::run_dir::RunDir;
 use keyframe_session::session_vm::SessionVm;
-use keyframe_session::{SessionOptions, machine_meta, refuse};
+use keyframe_session::{SessionOptions, machine_meta, refuse_running_scans};
 use keyframe_units::{Epoch, PAGE_BYTES};
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
@@ -229,7 +229,7 @@ fn start_first(
 ) -> Result<primary::PrimaryEngine> {
     let end_on_error = EndOnError::new(&launched);
     let LaunchedVm { mut vm, identity, directory, served, gate, .. } = launched;
-    refuse(&mut vm, &*setup.events)?;
+    refuse_running_scans(&mut vm, &*setup.events)?;
     let options = session_options(&setup);
     sessions::follow_sse_flags(&mut vm, &*options.events);
     let ram = RamCapture::start(&mut [(&*context.name, &mut vm)], false, &options)?;

@@ -243,7 +243,7 @@ fn ranges(blocks: &[HostBlock]) -> Vec<HostRange> {
 /// Returns the note for an audit finding. A finding means that some writes to RAM are not counted;
 /// `None` for a finding about disks, which does not affect RAM.
 fn note(finding: &AuditFinding) -> Option<String> {
-    let about_ram = finding.severity == Severity::Refused
+    let about_ram = finding.severity != Severity::Warning
         && !finding.reason.starts_with("disks that the guest can write");
     about_ram
         .then(|| format!("pages may be counted too low: {}: {}", finding.subject, finding.reason))

@@ -29,7 +29,7 @@ pub use backing::{Backing, BackingImage};
 use crate::options::{self, Argument, is_on, value_of};
 use crate::{CommandLineError, Result};
 use block_nodes::BlockNodes;
-pub(crate) use block_nodes::flattened_keys;
+pub(crate) use block_nodes::{child_names, flattened_keys};
 use drive_option::{GeneratedNames, drive_fate, drive_on_index};
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -150,7 +150,8 @@ struct Served {
 impl Disk {
     fn line_drive(self) -> LineDrive {
         let Self { name, aliases, served, .. } = self;
-        LineDrive { name, aliases, drive: served.map(|served| served.drive) }
+        let devices = Vec::new();
+        LineDrive { name, aliases, devices, drive: served.map(|served| served.drive) }
     }
 }
 
@@ -180,7 +181,7 @@ pub fn drives(arguments: &[Argument]) -> Result<Vec<Drive>> {
 /// Error: [`CommandLineError::Argument`] for a node that is malformed JSON.
 pub fn line_drives(arguments: &[Argument]) -> Result<Vec<LineDrive>> {
     let disks = fates(arguments, &DiskNames::None)?.into_iter().filter_map(|fate| match fate {
-        Fate::Disk(disk) => Some(disk.line_drive()),
+        Fate::Disk(disk) => Some(disk.line_drive().with_devices(arguments)),
         Fate::Kept | Fate::Removed => None,
     });
     Ok(disks.collect())

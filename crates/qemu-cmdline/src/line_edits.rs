@@ -10,6 +10,7 @@
 //!
 //! Left out: devices and media that a file of `-readconfig` defines.
 
+use crate::drives::{child_names, flattened_keys};
 use crate::options::{self, Argument, escape, joined, properties, value_of};
 use serde_json::Value;
 
@@ -49,6 +50,8 @@ pub struct LineEdits {
     pub removed: Vec<String>,
     /// Ids of objects that leave the command line.
     pub removed_objects: Vec<String>,
+    /// The drives of devices that leave the command line. One that no other device uses opens no image.
+    pub unused_drives: Vec<String>,
     /// Keys that devices of the command line get: their present addresses.
     pub pinned: Vec<(LineDevice, Vec<(String, Value)>)>,
     /// Media that were changed.
@@ -114,6 +117,9 @@ impl LineEdits {
         edited.retain(|argument| !is_gone(argument));
         edited.extend(added);
         edited.extend(options::parse(&self.appended).ok()?);
+        for drive in &self.unused_drives {
+            close_unused(&mut edited, drive);
+        }
         Some(edited)
     }
 }
@@ -172,6 +178,39 @@ impl MediumEdit {
 
 fn is_drive_of_a_device(line: &[Argument], node: &str) -> bool {
     options::devices(line).any(|keys| value_of(&keys, "drive") == Some(node))
+}
+
+/// Takes the image of the drive or node `name` from the line, and the nodes beneath that nothing else
+/// uses. The line keeps a node of that name.
+fn close_unused(line: &mut Vec<Argument>, name: &str) {
+    let is_used = |line: &[Argument], name: &str| {
+        let uses = |argument: &Argument| {
+            let keys = flattened_keys(argument.value()).unwrap_or_default();
+            let is_own = |key: &str| key == "id" || key == "node-name";
+            keys.iter().any(|(key, value)| !is_own(key) && value == name)
+        };
+        line.iter().any(uses)
+    };
+    if is_used(line, name) {
+        return;
+    }
+    line.retain(|argument| {
+        let keys = properties(argument.value(), "file").unwrap_or_default();
+        argument.name() != "drive" || value_of(&keys, "id") != Some(name)
+    });
+    let mut open = vec![name.to_owned()];
+    while let Some(node) = open.pop() {
+        let is_this = |a: &Argument| a.name() == "blockdev" && is_node(a, &node);
+        let Some(at) = line.iter().position(is_this) else { continue };
+        let keys = line.get(at).and_then(|a| flattened_keys(a.value())).unwrap_or_default();
+        if node == name {
+            line.splice(at..=at, [null_node(name)]);
+        } else {
+            line.remove(at);
+        }
+        let beneath = child_names(&keys).map(str::to_owned);
+        open.extend(beneath.filter(|child| !is_used(line, child)));
+    }
 }
 
 /// A node without contents, which takes the place of one whose image may be gone.
@@ -385,6 +424,30 @@ mod tests {
             .unwrap(),
             r#"-device {"addr":"4.0","driver":"e1000","id":"n0"} -device a -device virtserialport,id=p,nr=1 -device b,addr=6.0 -object x,id=r0 -device usb-tablet,id=u"#
         );
+    }
+
+    #[test]
+    fn the_drive_of_an_unplugged_device_opens_no_image() {
+        let edits = |drive: &str, appended: &[&str]| LineEdits {
+            removed: vec!["b0".into()],
+            unused_drives: vec![drive.into()],
+            appended: appended.iter().map(|&word| word.to_owned()).collect(),
+            ..LineEdits::default()
+        };
+        let text = "-drive file=a.img,if=none,id=d -device virtio-blk,drive=d,id=b0 -m 1";
+        assert_eq!(edited(&edits("d", &[]), text).unwrap(), "-m 1");
+        let text = r#"-blockdev file,node-name=f,filename=a -blockdev file,node-name=g,filename=b
+            -blockdev {"driver":"qcow2","node-name":"q","file":"f","backing":"g"} -m 1
+            -blockdev throttle,node-name=t,file=q -device virtio-blk,drive=t,id=b0
+            -blockdev raw,node-name=r,file=g -device virtio-blk,drive=r"#;
+        assert_eq!(
+            edited(&edits("t", &[]), text).unwrap(),
+            "-blockdev file,node-name=g,filename=b -m 1 \
+             -blockdev driver=null-co,size=512,read-zeroes=on,read-only=on,node-name=t \
+             -blockdev raw,node-name=r,file=g -device virtio-blk,drive=r"
+        );
+        let again = edited(&edits("t", &["-device", "virtio-blk-pci,drive=t,id=b0"]), text);
+        assert!(again.unwrap().contains("-blockdev throttle,node-name=t,file=q"));
     }
 
     #[test]

@@ -3,7 +3,7 @@
 //! | what | why |
 //! |---|---|
 //! | a disk that the guest can write to and Keyframe does not capture | a checkpoint without the disk's contents at that instant is torn |
-//! | direct disk I/O | the kernel writes into pinned guest pages; a scan meanwhile makes it unseen |
+//! | direct disk I/O (refused unless scans are in pauses) | the kernel writes into pinned guest pages; a scan meanwhile makes it unseen |
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
 //! | a device of `unsavable_devices.tsv` | QEMU ends when it saves the device, and with it the VM |
@@ -31,6 +31,9 @@ const FOREIGN: &[(&str, &str)] = &[
     ("x-pci-proxy-dev", "the device runs in another process, which writes into guest RAM unseen"),
     ("xen-pci-passthrough", "the device is hardware, which writes into guest RAM unseen"),
 ];
+
+/// Block drivers that map or register guest RAM when they open a device, and not for each request.
+const MAPPING: &[&str] = &["nvme", "io_uring", "virtio-blk-"];
 
 /// Types of devices that discard guest RAM.
 const DISCARDING: &[&str] = &["virtio-balloon", "virtio-mem"];
@@ -67,6 +70,9 @@ pub(crate) fn audit(
         Some(blocks) => blocks.iter().for_each(|block| drive(block, (disks, minded), &mut found)),
         None => return Err(qmp.unexpected("query-block", &blocks)),
     }
+    let nodes = block_nodes(qmp)?;
+    found.extend(nodes.iter().filter_map(mapping));
+    found.extend(direct_files(&nodes).iter().map(|file| direct_io(file)));
     let memdevs = qmp.execute("query-memdev", None)?;
     let shared = memdevs
         .as_array()
@@ -249,12 +255,59 @@ fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec
         };
         found.push(refused(&what, reason, fix));
     }
-    if inserted.get("cache").and_then(|c| c.get("direct")).and_then(Value::as_bool) == Some(true) {
-        found.push(refused(
-            what,
-            "with direct I/O the kernel writes into pinned guest pages, which write protection does not see",
+}
+
+/// All nodes of the block layer.
+fn block_nodes(qmp: &mut Qmp) -> Result<Vec<Value>> {
+    match qmp.execute("query-named-block-nodes", Some(json!({ "flat": true })))? {
+        Value::Array(nodes) => Ok(nodes),
+        other => Err(qmp.unexpected("query-named-block-nodes", &other)),
+    }
+}
+
+/// A finding about a node whose driver gives guest RAM to a device, or to the kernel, for good.
+fn mapping(node: &Value) -> Option<AuditFinding> {
+    let driver = node.get("drv").and_then(Value::as_str)?;
+    let file = node.get("file").and_then(Value::as_str).unwrap_or_default();
+    MAPPING.iter().any(|prefix| driver.starts_with(prefix)).then(|| {
+        refused(
+            format!("image {file} (driver {driver})"),
+            "the driver gives guest RAM to a device or to the kernel, which write into it unseen",
+            "use the driver file or host_device",
+        )
+    })
+}
+
+/// Whether QEMU reads an image by direct I/O.
+pub(crate) fn reads_directly(qmp: &mut Qmp) -> Result<bool> {
+    Ok(!direct_files(&block_nodes(qmp)?).is_empty())
+}
+
+/// The images that QEMU reads by direct I/O.
+fn direct_files(nodes: &[Value]) -> Vec<String> {
+    let is_direct = |node: &&Value| {
+        let direct = node.get("cache").and_then(|cache| cache.get("direct"));
+        direct.and_then(Value::as_bool) == Some(true)
+    };
+    let text = |node: &Value, key: &str| {
+        node.get(key).and_then(Value::as_str).unwrap_or_default().to_owned()
+    };
+    let mut files: Vec<String> =
+        nodes.iter().filter(is_direct).map(|node| text(node, "file")).collect();
+    files.sort_unstable();
+    files.dedup();
+    files
+}
+
+fn direct_io(file: &str) -> AuditFinding {
+    AuditFinding {
+        severity: Severity::ScansInPauses,
+        ..refused(
+            format!("image {file}"),
+            "with direct I/O the kernel writes into pinned guest pages, and write protection does not \
+             see that while the VM runs",
             "use the page cache: cache=writeback, or cache.direct=off",
-        ));
+        )
     }
 }
 
@@ -377,10 +430,28 @@ mod tests {
     }
 
     #[test]
-    fn each_reason_is_told_of_the_same_drive() {
-        let block = json!({"device": "ide0-hd0", "inserted": {"ro": false, "file": "a.img", "cache": {"direct": true}}});
+    fn images_with_direct_io_are_found_and_drivers_that_map_ram_are_refused() {
+        let node = |driver: &str, file: &str, direct: bool| json!({ "drv": driver, "file": file, "cache": { "direct": direct } });
+        let nodes = [
+            node("qcow2", "a", true),
+            node("file", "a", true),
+            node("raw", "b", false),
+            node("file", "c", true),
+        ];
+        assert_eq!(direct_files(&nodes), ["a", "c"]);
+        assert!(nodes.iter().all(|node| mapping(node).is_none()));
+        for driver in ["nvme", "nvme-io_uring", "io_uring", "virtio-blk-vfio-pci"] {
+            let found = mapping(&node(driver, "a", true)).unwrap();
+            assert_eq!(found.severity, Severity::Refused);
+        }
+        assert_eq!(direct_io("a").severity, Severity::ScansInPauses);
+    }
+
+    #[test]
+    fn a_drive_that_no_checkpoint_holds_is_told() {
+        let block = json!({"device": "ide0-hd0", "inserted": {"ro": false, "file": "a.img"}});
         let found = of(|f| drive(&block, (Disks::Launched(None), &[]), f));
-        assert_eq!(found.len(), 2);
+        assert_eq!(found.len(), 1);
         assert!(found.iter().all(|r| r.subject.contains("ide0-hd0")
             && r.subject.contains("a.img")
             && !r.fix.is_empty()));

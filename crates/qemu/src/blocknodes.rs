@@ -30,6 +30,8 @@ pub struct WritableNode {
     pub driver: String,
     /// The size of the disk in bytes.
     pub disk_bytes: u64,
+    /// True if QEMU reads it by direct I/O.
+    pub is_direct: bool,
     /// True if the image has internal snapshots, to which the VM's user can go back (`loadvm`).
     pub has_snapshots: bool,
 }
@@ -44,6 +46,16 @@ impl WritableNode {
     /// Returns true if `other` is in the same place of the machine, perhaps over another image.
     pub fn is_in_same_place(&self, other: &Self) -> bool {
         !self.qdev.is_empty() && self.device == other.device && self.qdev == other.qdev
+    }
+
+    /// Returns the id of the device that uses it; `None` if that has none.
+    pub fn device_id(&self) -> Option<&str> {
+        let id = match self.qdev.strip_prefix("/machine/peripheral/") {
+            Some(within) => within.split('/').next()?,
+            None if self.qdev.starts_with('/') => return None,
+            None => &self.qdev,
+        };
+        Some(id).filter(|id| !id.is_empty())
     }
 
     pub(crate) fn of(block: &Value) -> Option<Self> {
@@ -62,6 +74,7 @@ impl WritableNode {
             file: text(inserted, "file"),
             driver: text(inserted, "drv"),
             disk_bytes: inserted.get("image")?.get("virtual-size")?.as_u64()?,
+            is_direct: inserted.pointer("/cache/direct").and_then(Value::as_bool) == Some(true),
             has_snapshots: inserted.pointer("/image/snapshots/0").is_some(),
         })
     }
@@ -176,7 +189,20 @@ mod tests {
             backing: Backing::default(),
             slice: None,
         };
-        LineDrive { name: name.into(), aliases: Vec::new(), drive: Ok(drive) }
+        let (aliases, devices) = (Vec::new(), Vec::new());
+        LineDrive { name: name.into(), aliases, devices, drive: Ok(drive) }
+    }
+
+    #[test]
+    fn a_device_is_known_by_its_id_whatever_part_of_it_has_the_disk() {
+        let id = |qdev: &str| {
+            let node = WritableNode { qdev: qdev.into(), ..node("", "a") };
+            node.device_id().map(str::to_owned)
+        };
+        assert_eq!(id("scsi0-0").unwrap(), "scsi0-0");
+        assert_eq!(id("/machine/peripheral/virtio-disk0/virtio-backend").unwrap(), "virtio-disk0");
+        assert_eq!(id("/machine/peripheral-anon/device[0]/virtio-backend"), None);
+        assert_eq!(id(""), None);
     }
 
     #[test]

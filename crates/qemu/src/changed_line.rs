@@ -80,7 +80,7 @@ impl Vm {
         let captured = self.captured_disks();
         let mut look =
             ChangedLine { line: &line, edits: LineEdits::default(), findings: Vec::new() };
-        look.devices(self.qmp())?;
+        look.devices(self.qmp(), &captured)?;
         look.media(self.qmp(), &directory, &captured)?;
         look.memory(self.qmp())?;
         let ChangedLine { edits, mut findings, .. } = look;
@@ -122,7 +122,7 @@ struct ChangedLine<'a> {
 
 impl ChangedLine<'_> {
     /// Compares the devices.
-    fn devices(&mut self, qmp: &mut Qmp) -> Result<()> {
+    fn devices(&mut self, qmp: &mut Qmp, captured: &CapturedDisks) -> Result<()> {
         let present = present_devices(qmp)?;
         let has_config = self.line.iter().any(|a| a.name() == "readconfig");
         let at_start = |id: &str| present.iter().any(|d| d.id == id && !d.is_hotplugged);
@@ -130,6 +130,7 @@ impl ChangedLine<'_> {
             options::devices(self.line).filter_map(|keys| value_of(&keys, "id").map(str::to_owned));
         self.edits.removed = named.filter(|id| !at_start(id)).collect();
         let known: BTreeSet<String> = ids_of(self.line);
+        self.edits.unused_drives = unused_drives(self.line, &self.edits.removed, captured);
         self.check_anonymous(&present, has_config);
         if !self.edits.removed.is_empty() {
             self.pin(qmp, &present)?;
@@ -278,6 +279,21 @@ impl ChangedLine<'_> {
         self.edits.appended.extend(hotplug::memory_words(qmp, &line)?);
         Ok(())
     }
+}
+
+/// The drives of the devices `removed`, if checkpoints do not hold them.
+fn unused_drives(line: &[Argument], removed: &[String], captured: &CapturedDisks) -> Vec<String> {
+    // A server of Keyframe goes on serving its disks.
+    if captured.socket.is_some() {
+        return Vec::new();
+    }
+    let is_unused = |id: &str| {
+        let is_captured = captured.nodes.iter().any(|node| node.device_id() == Some(id));
+        removed.iter().any(|gone| gone == id) && !is_captured
+    };
+    let devices = options::devices(line);
+    let unused = devices.filter(|keys| value_of(keys, "id").is_some_and(is_unused));
+    unused.filter_map(|keys| value_of(&keys, "drive").map(str::to_owned)).collect()
 }
 
 /// True if `driver` on a command line makes a device of type `kind`.

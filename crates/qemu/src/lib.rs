@@ -40,6 +40,7 @@ mod guest_end;
 mod guestmap;
 mod hotplug;
 mod invocation;
+mod libvirt_disks;
 mod lifetime;
 mod machine_shape;
 mod process;
@@ -77,6 +78,7 @@ pub use keyframe_qemu_cmdline::{
 pub use keyframe_qemu_cmdline::{NamedFile, named_files};
 pub use keyframe_qemu_stream as stream;
 pub use keyframe_vmm::{AuditFinding, Severity, VmExit};
+pub use libvirt_disks::LibvirtDisk;
 pub use machine_shape::{MachineChange, MachineShape};
 pub use qmp::{Qmp, QmpEvent, RunStatus, Stopped};
 pub use ramblock::find_ram_blocks;

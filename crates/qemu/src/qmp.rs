@@ -40,6 +40,7 @@ use std::path::Path;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use transport::Transport;
 use virsh::Virsh;
+pub(crate) use virsh::domain_xml;
 
 /// How long an answer may take, unless [`Qmp::set_timeout`] says otherwise.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -367,6 +368,11 @@ impl Qmp {
     /// True if our last [`Qmp::stop`] stopped the VM. False if another client had paused it before.
     pub(crate) fn stopped_by_us(&self) -> bool {
         self.pause.as_ref().is_some_and(|pause| pause.was_running)
+    }
+
+    /// Forgets that [`Qmp::stop`] stopped the VM, which stands still for another reason now.
+    pub(crate) fn forget_stop(&mut self) {
+        self.pause = None;
     }
 
     /// Returns the run state of the VM. Error: QEMU refuses the command or does not answer.

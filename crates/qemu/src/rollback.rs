@@ -6,7 +6,8 @@
 //!                                     as an internal snapshot (qcow2)                 └ QEMU resets the machine, then reads the snapshot
 //! ```
 //!
-//! A VM in a run state in which `cont` resumes it only after a reset (`shutdown`) is reset first.
+//! A VM in a run state in which `cont` resumes it only after a reset (`shutdown`) is reset first. If
+//! the target's VM stood still, the VM is brought into the same run state first, and stays in it.
 //!
 //! `snapshot-load` is the only command by which stock QEMU loads a machine's state without
 //! `-incoming` (`xen-load-devices-state` aborts). Keyframe makes the image that holds the snapshot
@@ -30,6 +31,7 @@ mod image;
 mod migration_settings;
 mod obstacle;
 mod reset;
+mod stand;
 
 pub use obstacle::RollbackObstacle;
 
@@ -62,9 +64,7 @@ impl Vm {
         if let Some(obstacle) = RollbackObstacle::find(self.qmp())? {
             return Err(obstacle.refuse());
         }
-        if let Some(state) = stood_still(device_state) {
-            return Err(RollbackObstacle::TargetStands { state }.refuse());
-        }
+        self.check_can_stand(device_state)?;
         if self.qmp().stands_since_load()
             && stream::flash_activity(device_state)? != FlashActivity::Reset
         {
@@ -73,7 +73,8 @@ impl Vm {
         Ok(())
     }
 
-    /// Rolls the paused VM back to `target`. The VM stays paused. QEMU reads the state from `file`,
+    /// Rolls the paused VM back to `target`. The VM stays paused, or stands still in the run state of
+    /// `target` if that one's VM stood still. QEMU reads the state from `file`,
     /// which must be empty and becomes about as large as the pages of `target`. After an error the
     /// machine is in an unknown state: roll it back to a checkpoint before it runs.
     ///
@@ -88,7 +89,11 @@ impl Vm {
             .any(|word| word.contains("migration.send-configuration=off"));
         let head = MigrationHead { machine_type: target.machine_type };
         let head = (!bare).then_some(&head);
-        self.leave_final_state()?;
+        let stands = stood_still(target.device_state);
+        match &stands {
+            Some(state) => self.stand_in(state)?,
+            None => self.leave_final_state()?,
+        }
         let devices = self.loadable(target.device_state)?;
         image::write(&mut file, |out| {
             let delta = DeltaPages { layout: target.layout, pages: target.pages, ram: target.ram };
@@ -101,7 +106,8 @@ impl Vm {
         let settings = SuspendedSettings::suspend(self.qmp())?;
         let loaded = load(self.qmp(), &file, patience);
         let resumed = settings.resume(self.qmp());
-        loaded.and(resumed)
+        loaded.and(resumed)?;
+        stands.map_or(Ok(()), |state| self.require_state(&state))
     }
 
     /// The part of `device_state` that QEMU may load now.

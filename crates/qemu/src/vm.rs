@@ -357,6 +357,12 @@ impl Vm {
         audit::discards(&mut self.qmp)
     }
 
+    /// Returns true if QEMU reads a disk by direct I/O: then the kernel writes into pinned pages of
+    /// guest RAM. Error: QEMU does not answer.
+    pub fn pins_ram(&mut self) -> Result<bool> {
+        audit::reads_directly(&mut self.qmp)
+    }
+
     /// Returns the machine's type with aliases resolved (`pc-i440fx-7.2`). Error: QEMU does not
     /// answer.
     pub fn machine_type(&mut self) -> Result<String> {

@@ -113,6 +113,10 @@ impl Vmm for Vm {
         Ok(self.discards_ram()?)
     }
 
+    fn pins_ram(&mut self) -> Result<bool, VmmError> {
+        Ok(self.pins_ram()?)
+    }
+
     fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool), VmmError> {
         Ok(self.ram_layout_and_discards()?)
     }
@@ -188,6 +192,10 @@ impl Vmm for Vm {
 
     fn check_rollback(&mut self, device_state: &[u8]) -> Result<(), VmmError> {
         Ok(self.check_rollback(device_state)?)
+    }
+
+    fn stands_in(&self, device_state: &[u8]) -> bool {
+        crate::standstill::stood_still(device_state).is_some()
     }
 
     fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {

@@ -46,6 +46,7 @@ pub fn segment(
     let (disks, _folder) =
         disks.map_or((None, None), |disks| (Some(disks.served), Some(disks.folder)));
     options.recorded = Some(RecordingOptions {
+        has_lost_log: Arc::default(),
         recording: recording.recording.meta.id.clone(),
         log: recording.log().to_owned(),
         machine: Some(machine.clone()),

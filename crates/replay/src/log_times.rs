@@ -16,6 +16,8 @@ use crate::{Error, Result};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -32,6 +34,7 @@ const LINE_BYTES_MAX: u64 = 42;
 pub struct LogTimeRecorder {
     stop: Sender<()>,
     thread: Option<JoinHandle<LogObservations>>,
+    is_full: Arc<AtomicBool>,
 }
 
 /// The observations of a [`LogTimeRecorder`].
@@ -53,8 +56,17 @@ impl LogTimeRecorder {
         let file = File::create_new(path).map_err(Error::io("create", path))?;
         let path = path.to_owned();
         let (stop, stopped) = channel();
-        let thread = std::thread::spawn(move || record_times(&log, file, &path, &stopped));
-        Ok(Self { stop, thread: Some(thread) })
+        let is_full = Arc::new(AtomicBool::new(false));
+        let seen_full = Arc::clone(&is_full);
+        let thread =
+            std::thread::spawn(move || record_times(&log, (file, &path), &stopped, &seen_full));
+        Ok(Self { stop, thread: Some(thread), is_full })
+    }
+
+    /// Returns a flag that becomes true when the log's file system is full for the first time: from
+    /// there on QEMU loses parts of the log.
+    pub fn is_full(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.is_full)
     }
 
     /// Observes the log a last time and ends the thread. Returns what the thread has seen.
@@ -67,9 +79,9 @@ impl LogTimeRecorder {
 
 fn record_times(
     log: &Path,
-    mut file: File,
-    path: &Path,
+    (mut file, path): (File, &Path),
     stopped: &Receiver<()>,
+    seen_full: &AtomicBool,
 ) -> LogObservations {
     let (mut began, mut written_bytes) = (None, 0);
     let mut seen = LogObservations { full_at: None, times: Ok(()) };
@@ -86,6 +98,7 @@ fn record_times(
             written_bytes = bytes;
             if seen.full_at.is_none() && is_full(log) {
                 seen.full_at = Some(metadata.len());
+                seen_full.store(true, Ordering::Relaxed);
             }
         }
         if is_last {
@@ -210,9 +223,10 @@ mod tests {
         let (then, bytes) = next();
         assert!(then > began && bytes == 4096);
         std::fs::write(&log, [0; 5000]).unwrap();
+        let is_full = recorder.is_full();
         let seen = recorder.end();
         assert!(seen.times.is_ok());
-        assert_eq!(seen.full_at, None);
+        assert_eq!((seen.full_at, is_full.load(Ordering::Relaxed)), (None, false));
         assert_eq!(next().1, 5000, "the recorder looks once more at the end");
     }
 

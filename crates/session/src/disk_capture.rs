@@ -144,11 +144,14 @@ pub trait DiskCapture: Send {
     /// the capture then fails.
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
 
-    /// Returns true if [`DiskCapture::begin`] failed because the disks have other sizes than in the
-    /// present run. [`DiskCapture::metas`] has the present sizes then. Returns it once.
-    fn takes_new_run(&mut self) -> bool {
+    /// Returns true while [`DiskCapture::begin`] fails because the disks have other sizes than in the
+    /// present run, or one was unplugged. [`DiskCapture::metas`] has the present disks then.
+    fn takes_new_run(&self) -> bool {
         false
     }
+
+    /// Called when a run has begun with the present [`DiskCapture::metas`].
+    fn began_run(&mut self) {}
 
     /// Prepares the cut, just before the VMs are paused. Error: the server of the disks, or QEMU,
     /// has failed; the capture then fails.
@@ -330,6 +333,14 @@ impl DiskCapture for ClonedDiskCapture {
         Self::metas(self)
     }
 
+    fn takes_new_run(&self) -> bool {
+        Self::takes_new_run(self)
+    }
+
+    fn began_run(&mut self) {
+        Self::began_run(self);
+    }
+
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
         Self::begin(self, members).map(DiskCut::Cloned)
     }
@@ -372,8 +383,12 @@ impl DiskCapture for FleecedDiskCapture {
         true
     }
 
-    fn takes_new_run(&mut self) -> bool {
+    fn takes_new_run(&self) -> bool {
         Self::takes_new_run(self)
+    }
+
+    fn began_run(&mut self) {
+        Self::began_run(self);
     }
 
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {

@@ -7,8 +7,10 @@
 mod changes;
 mod disk_outage;
 mod ending;
+mod first_status;
 mod guest_end;
 mod inputs;
+mod lost_log;
 mod outcome;
 mod report;
 mod rollback;
@@ -16,6 +18,7 @@ mod stepping;
 #[cfg(test)]
 mod tests;
 
+use first_status::first_status;
 pub use report::{RunEnd, RunReport, Verdict};
 pub use stepping::{ReplaySteps, Step};
 
@@ -27,15 +30,15 @@ use super::encoder_thread::EncoderThread;
 use super::event::{self, Event, SessionStart, tell_failed};
 use super::flight_recorder::FlightRecorder;
 use super::launch::PreparedSession;
-use super::machines::{Machines, Member};
+use super::machines::Machines;
 use super::memory_limits;
 use super::ram_capture::RamCapture;
 use super::recompressor::Recompressor;
 use super::store_sink::{CheckpointLabel, CheckpointReason, MachineDescriptions, StoreSink};
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{
-    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, MemberStatus, OnExit,
-    Strategy, VmState,
+    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, OnExit, Strategy,
+    VmState,
 };
 use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
 use crate::run_dir::RunDir;
@@ -56,8 +59,9 @@ use std::time::{Duration, Instant};
 /// wakes it.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// How often a capture is tried while the machine's user changes the machine.
-const CAPTURES_MAX: u32 = 3;
+/// How often a capture is tried while the machine's user changes the machine. Three are needed if a
+/// disk was unplugged: a new run begins, and then the command line follows.
+const CAPTURES_MAX: u32 = 5;
 
 const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
 
@@ -79,6 +83,14 @@ enum Taker {
     Client(Sender<EngineResponse>),
     /// The engine itself.
     Engine(Sender<Result<CheckpointId, CheckpointFailure>>),
+}
+
+/// What a try to capture a checkpoint has led to.
+enum Captured {
+    /// A checkpoint with this number, which is not sealed yet.
+    Checkpoint(u64),
+    /// A new run, because the disks differ from those of the present one.
+    NewRun,
 }
 
 /// How a run ended.
@@ -151,6 +163,7 @@ pub struct Engine<'a> {
     space_looked_at: Option<Instant>,
     sealed_at: Option<Instant>,
     said_late: Option<Instant>,
+    said_log_lost: Option<Instant>,
 }
 
 impl<'a> Engine<'a> {
@@ -225,6 +238,7 @@ impl<'a> Engine<'a> {
             space_looked_at: None,
             sealed_at: None,
             said_late: None,
+            said_log_lost: None,
             options,
         })
     }
@@ -263,7 +277,9 @@ impl<'a> Engine<'a> {
             .try_for_each(|m| m.vm.begin_standstill().map(drop));
         match paused {
             // A failure has been told as an event.
-            Ok(()) if !self.given_up => drop(self.capture(CheckpointReason::End, None, None)),
+            Ok(()) if self.takes_checkpoints() => {
+                drop(self.capture(CheckpointReason::End, None, None));
+            }
             Ok(()) => {}
             Err(error) => self.tell(&Event::NoFinalCheckpoint { error: error.into() }),
         }
@@ -321,7 +337,7 @@ impl<'a> Engine<'a> {
     /// Whether a checkpoint is due. A paused VM needs none: it has not changed.
     fn is_due(&self) -> bool {
         let due = self.cadence.as_ref().is_some_and(|c| c.due_ns() <= elapsed_ns(self.born));
-        due && self.machines.run() && !self.given_up
+        due && self.machines.run() && self.takes_checkpoints()
     }
 
     /// Whether a checkpoint may begin while others are being encoded.
@@ -343,7 +359,7 @@ impl<'a> Engine<'a> {
 
     fn patience(&self) -> Duration {
         match &self.cadence {
-            Some(cadence) if self.machines.run() && !self.given_up => {
+            Some(cadence) if self.machines.run() && self.takes_checkpoints() => {
                 let due =
                     Duration::from_nanos(cadence.due_ns().saturating_sub(elapsed_ns(self.born)));
                 // A due checkpoint that may not begin waits for a report.
@@ -358,6 +374,7 @@ impl<'a> Engine<'a> {
         self.machines.look();
         self.look_at_disks();
         self.look_for_space();
+        self.look_at_log();
         let state = match (self.is_blind, self.machines.run()) {
             (true, _) => VmState::Unknown,
             (_, true) => VmState::Running,
@@ -407,11 +424,14 @@ impl<'a> Engine<'a> {
         if self.given_up {
             return Err(CheckpointError::GivenUp.into());
         }
+        if self.has_lost_log() {
+            return Err(CheckpointError::LogLost.into());
+        }
         self.capture(CheckpointReason::Take, tag, strategy)
     }
 
     /// Captures one checkpoint; its seal is reported later. If the machine was changed, the capture
-    /// is tried again with a command line that makes it.
+    /// is tried again, with a command line that makes it or in a new run.
     fn capture(
         &mut self,
         reason: CheckpointReason,
@@ -438,7 +458,11 @@ impl<'a> Engine<'a> {
                 ..CheckpointLabel::default()
             };
             match self.capture_labelled(label, strategy)? {
-                Ok(seq) => return Ok(seq),
+                Ok(Captured::Checkpoint(seq)) => return Ok(seq),
+                Ok(Captured::NewRun) => {}
+                Err(CaptureError::OtherRam) if !self.machines.any_has_ended() => {
+                    self.follow_ram()?;
+                }
                 Err(_) if self.machines.are_changed() => self.follow_changes()?,
                 Err(error) => return Err(self.capture_failed(error)),
             }
@@ -451,9 +475,11 @@ impl<'a> Engine<'a> {
         &mut self,
         label: CheckpointLabel,
         strategy: Option<Strategy>,
-    ) -> Result<Result<u64, CaptureError>, NotCaptured> {
-        let cut = self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
-        let cut = cut.map_err(|e| self.disks_failed(e))?;
+    ) -> Result<Result<Captured, CaptureError>, NotCaptured> {
+        let cut = match self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose() {
+            Ok(cut) => cut,
+            Err(error) => return self.follow_disks(error).map(|()| Ok(Captured::NewRun)),
+        };
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|e| CheckpointError::Strategy(Box::new(e)))?;
@@ -485,7 +511,7 @@ impl<'a> Engine<'a> {
                 audit.captured(*seq);
             }
         }
-        Ok(result)
+        Ok(result.map(Captured::Checkpoint))
     }
 
     fn greeting(&self) -> SessionStart {
@@ -532,53 +558,4 @@ fn encode(
         let _ = inbox.send(EngineMessage::Report(Box::new(report)));
     };
     EncoderThread::start(sink, space_pages, Box::new(watch), report)
-}
-
-fn first_status(store: &Store, parts: &PreparedSession, options: &SessionOptions) -> EngineStatus {
-    let members: Vec<_> = parts
-        .machines
-        .members()
-        .iter()
-        .enumerate()
-        .map(|member| member_status(member, parts))
-        .collect();
-    EngineStatus {
-        vm: parts.name.clone(),
-        state: if parts.machines.run() { VmState::Running } else { VmState::Paused },
-        qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
-        engine_pid: std::process::id(),
-        store: store.absolute_path().unwrap_or_else(|_| store.path().into()).display().to_string(),
-        interval_ns: options.interval.map(duration_ns),
-        tuned: None,
-        sealed: 0,
-        failed: 0,
-        last_error: None,
-        backlog_ns: 0,
-        phase: CaptureState::Idle,
-        encoder: EncoderState::Sealed,
-        queued: 0,
-        last: None,
-        last_age_ns: None,
-        qmp: members.first().map_or_else(String::new, |m| m.qmp.clone()),
-        members: if parts.machines.is_group() { members } else { Vec::new() },
-        recorder: None,
-        recompressor: None,
-        replication: None,
-    }
-}
-
-/// A member and the monitor that its engine uses.
-fn member_status((number, member): (usize, &Member), parts: &PreparedSession) -> MemberStatus {
-    let path = if member.vm.is_attached() {
-        member.vm.monitor().cloned()
-    } else if parts.machines.is_group() {
-        Some(parts.run_dir.path().join(number.to_string()).join("qmp.sock"))
-    } else {
-        Some(parts.run_dir.path().join("qmp.sock"))
-    };
-    MemberStatus {
-        name: member.name.clone(),
-        qemu_pid: member.vm.pid(),
-        qmp: path.map_or_else(String::new, |path| path.display().to_string()),
-    }
 }

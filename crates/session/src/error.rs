@@ -104,6 +104,15 @@ pub enum Error {
     /// Copy-on-write was asked for in a run whose tracker does not answer first writes.
     #[error("copy-on-write answers the guest's first writes itself; this run's tracker does not")]
     NoCopyOnWrite,
+    /// A disk has direct I/O, and the tracker or strategy cannot see what the kernel writes.
+    #[error(
+        "a disk has direct I/O: the kernel writes into pinned guest pages, which this {option} does \
+         not see"
+    )]
+    ScansInPauses {
+        /// The option.
+        option: &'static str,
+    },
     /// A budget was given, but no interval that could be changed to keep it.
     #[error("a budget is kept by changing the interval; --interval none has none")]
     BudgetWithoutInterval,
@@ -216,6 +225,10 @@ impl Error {
             }
             Self::CopyOnWriteTracker => "use --tracker sync, or leave --tracker out",
             Self::NoCopyOnWrite => "start the run with --strategy cow, or --tracker sync",
+            Self::ScansInPauses { .. } => {
+                "leave the option out, or use --tracker compare; or give the disk the page cache: \
+                 cache=writeback, or cache.direct=off"
+            }
             Self::BudgetWithoutInterval => "give an interval: the shortest that you want",
             Self::MemberNamedTwice(_) => "give each a name of its own with QEMU's -name",
             Self::GroupRecorded => "record each VM by itself",

@@ -116,6 +116,8 @@ pub enum Event {
         /// The last checkpoint and its tag; `None` if it failed.
         last: Option<(CheckpointId, String)>,
     },
+    /// QEMU has lost parts of a recording's log: the recording ends there, and the VM runs on.
+    LogLost,
     /// A recording ends without a checkpoint at its end.
     NoFinalCheckpoint {
         /// The reason.

@@ -424,8 +424,12 @@ fn prepare_parts(
     options: &SessionOptions,
 ) -> Result<PreparedParts> {
     for one in found.iter_mut() {
-        refuse(&mut one.vm, &*options.events)
-            .map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
+        let audited = if options.recorded.is_some() {
+            refuse_running_scans(&mut one.vm, &*options.events)
+        } else {
+            refuse(&mut one.vm, &*options.events)
+        };
+        audited.map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
         follow_sse_flags(&mut one.vm, &*options.events);
     }
     let mut vms: Vec<(&str, &mut dyn Vmm)> = Vec::with_capacity(found.len());
@@ -494,11 +498,28 @@ pub fn require_kernel(options: &SessionOptions) -> Result<()> {
 }
 
 /// Fails with [`Error::NotCheckpointable`] and all reasons at once if the VM cannot be checkpointed
-/// exactly. Warnings go to `events`.
+/// exactly, also if its RAM is scanned in pauses alone. Warnings go to `events`.
 pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
-    let found = vm.audit()?;
-    let is_refused = |finding: &AuditFinding| finding.severity == Severity::Refused;
-    let (refusals, warnings): (Vec<_>, Vec<_>) = found.into_iter().partition(is_refused);
+    refuse_by(vm, events, |severity| severity == Severity::Refused)
+}
+
+/// As [`refuse`], of a VM whose RAM is scanned while it runs.
+pub fn refuse_running_scans(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
+    refuse_by(vm, events, |severity| severity != Severity::Warning)
+}
+
+fn refuse_by(
+    vm: &mut Vm,
+    events: &dyn EventSink<Event>,
+    is_refused: impl Fn(Severity) -> bool,
+) -> Result<()> {
+    let mut found = vm.audit()?;
+    let is_open = |finding: &AuditFinding| {
+        is_refused(finding.severity) || finding.severity == Severity::Warning
+    };
+    found.retain(is_open);
+    let (refusals, warnings): (Vec<_>, Vec<_>) =
+        found.into_iter().partition(|finding| is_refused(finding.severity));
     for warning in warnings {
         events.event(&Event::AuditWarning(warning));
     }

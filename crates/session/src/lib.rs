@@ -50,11 +50,11 @@ pub mod watchdog_keeper;
 pub use disk_capture::served::BlockSink;
 pub use disk_capture::{DiskCut, DiskMethod, ExcludedDisks};
 pub use engine::{RunEnd, RunReport, Verdict};
-pub use error::{Error, Result, error_chain};
+pub use error::{CheckpointError, Error, Result, error_chain};
 pub use event::{Event, EventSink, NoEvents, SharedEventSink};
 pub use faults::Fault;
 pub use keyframe_vmm::GuestEnd;
-pub use launch::{CommandLines, machine_meta, refuse};
+pub use launch::{CommandLines, machine_meta, refuse, refuse_running_scans};
 pub use recompressor::Recompress;
 pub use recording::RecordingOptions;
 

@@ -397,6 +397,27 @@ impl Machine for Machines {
     fn pause(&mut self, work: &mut dyn PauseWork) -> Result<PauseRecord, CaptureError> {
         pause_in_steps(self, work)
     }
+
+    fn stand_still(
+        &mut self,
+        work: &mut dyn FnMut() -> Result<(), CaptureError>,
+    ) -> Result<(), CaptureError> {
+        let failed = |operation| move |source| CaptureError::Machine { operation, source };
+        let mut begun = 0;
+        let mut paused = Ok(());
+        for member in &mut self.members {
+            paused = member.vm.begin_standstill().map(drop);
+            if paused.is_err() {
+                break;
+            }
+            begun += 1;
+        }
+        let worked = paused.map_err(failed("pause the VM for a scan")).and_then(|()| work());
+        let members = self.members.iter_mut().take(begun);
+        let ended: Vec<_> = members.map(|member| member.vm.end_standstill()).collect();
+        worked?;
+        self.all(ended).map(drop).map_err(failed("resume the VM"))
+    }
 }
 
 impl PauseSteps for Machines {

@@ -23,8 +23,8 @@ use keyframe_capture::group::{
 };
 use keyframe_capture::parallel::ParallelPageReader;
 use keyframe_capture::strategy::{
-    AutoStrategy, CopyOnWriteStrategy, CopyStrategy, ForkStrategy, PrecopyStrategy,
-    PrescanStrategy, StopCopyStrategy,
+    AutoStrategy, CopyOnWriteStrategy, CopyStrategy, ForkStrategy, PausedScanStrategy,
+    PrecopyStrategy, PrescanStrategy, StopCopyStrategy,
 };
 use keyframe_capture::{
     BoxError, CaptureCycle, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer, StagingPool,
@@ -48,6 +48,12 @@ pub trait RamAccess: Send {
 
     /// Returns true if devices of the VM can discard RAM, and the tracker sees that.
     fn watches_discards(&self) -> bool;
+
+    /// Returns true if the kernel writes into pinned pages of the RAM while the VM runs: write
+    /// protection sees that only if scans are in pauses.
+    fn is_pinned(&self) -> bool {
+        false
+    }
 
     /// Returns a reader of the RAM as it is at each read.
     fn reader(&self) -> Arc<dyn PageReader>;
@@ -130,6 +136,7 @@ impl RamCapture {
             rams.first().map(|ram| ram.layout().clone()).ok_or(Error::NoVm)?
         };
         let watches_discards = rams.iter().map(|ram| ram.watches_discards()).collect();
+        let scans = scans(&rams, options)?;
         let reader = reader(&rams, options)?;
         let tracking = Tracking::start(&rams, &reader, &layout, options)?;
         let guests = vms.iter().zip(&rams).map(|((_, vm), ram)| GuestMemory {
@@ -148,6 +155,8 @@ impl RamCapture {
             stop_copy: StopCopyStrategy,
             cow: tracking.cow,
             fork: None,
+            paused_scan: PausedScanStrategy,
+            scans,
             rams,
         };
         // A strategy that this VM does not allow is refused here: a launched guest has not run yet.
@@ -165,6 +174,33 @@ impl RamCapture {
         options: &SessionOptions,
     ) -> Result<Self> {
         Self::start_with(self.open, vms, is_group, options)
+    }
+}
+
+/// When the RAM may be scanned for written pages.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Scans {
+    /// At any time.
+    AnyTime,
+    /// Only while the VMs are paused.
+    InPauses,
+}
+
+/// Decides when the RAM of the VMs `rams` may be scanned. Error: the tracker of `options` cannot do
+/// that.
+fn scans(rams: &[Box<dyn RamAccess>], options: &SessionOptions) -> Result<Scans> {
+    if !rams.iter().any(|ram| ram.is_pinned()) {
+        return Ok(Scans::AnyTime);
+    }
+    match options.tracker_kind()? {
+        // It finds what was written, however it was written.
+        TrackerKind::Compare => Ok(Scans::AnyTime),
+        TrackerKind::Sync => {
+            let by_strategy = options.strategy == Name::Cow;
+            let option = if by_strategy { "--strategy" } else { "--tracker" };
+            Err(Error::ScansInPauses { option })
+        }
+        TrackerKind::WriteProtect | TrackerKind::Auto => Ok(Scans::InPauses),
     }
 }
 
@@ -267,6 +303,8 @@ pub struct Strategies {
     cow: Option<CopyOnWriteStrategy>,
     /// Prepared at its first use.
     fork: Option<ForkStrategy>,
+    paused_scan: PausedScanStrategy,
+    scans: Scans,
     rams: Vec<Box<dyn RamAccess>>,
 }
 
@@ -296,6 +334,14 @@ impl Strategies {
 
     /// Returns the strategy with the name `name`. Error: the reason why this VM does not allow it.
     pub fn get(&mut self, name: Name) -> Result<&mut dyn CopyStrategy> {
+        if self.scans == Scans::InPauses {
+            return match name {
+                Name::Auto | Name::Precopy | Name::PreScan | Name::StopCopy => {
+                    Ok(&mut self.paused_scan)
+                }
+                Name::Cow | Name::Fork => Err(Error::ScansInPauses { option: "--strategy" }),
+            };
+        }
         Ok(match name {
             Name::Auto => &mut self.auto,
             Name::Precopy => &mut self.precopy,

@@ -17,6 +17,7 @@ use keyframe_store::MachineMeta;
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::media::Media;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -35,6 +36,9 @@ pub struct RecordingOptions {
     pub recording: String,
     /// The path of QEMU's log.
     pub log: PathBuf,
+    /// Becomes true when QEMU loses parts of its log, because the log has no space. No interval has
+    /// a later checkpoint, so none is taken.
+    pub has_lost_log: Arc<AtomicBool>,
     /// The machine as the recording's checkpoints describe it, if the VM replays the recording.
     pub machine: Option<MachineMeta>,
     /// The checkpoint with which the replay began and whose disks it has.

@@ -318,6 +318,11 @@ impl SessionVm {
         Ok(self.watched.allow_running()?)
     }
 
+    /// Declares that the VM stands still by itself: the end of the standstill does not resume it.
+    pub fn remain_still(&mut self) {
+        self.watched.remain_still();
+    }
+
     /// Ends the standstill: the VM runs if it ran before. Error: the VMM or the watchdog does not
     /// answer.
     pub fn end_standstill(&mut self) -> Result<(), BoxError> {

@@ -5,6 +5,9 @@
 pub enum Severity {
     /// The VM cannot be checkpointed exactly; Keyframe refuses it.
     Refused,
+    /// The VM can be checkpointed exactly if its RAM is scanned for written pages only while it is
+    /// paused. Keyframe refuses it where that is not possible.
+    ScansInPauses,
     /// The VM can be checkpointed, as far as Keyframe knows.
     Warning,
 }

@@ -256,6 +256,12 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
+    /// Declares that the VM stands still by itself from now on: [`WatchedVm::end_standstill`] does not
+    /// resume it.
+    pub fn remain_still(&mut self) {
+        self.standstill = self.standstill.map(|_| StopOutcome::AlreadyPaused);
+    }
+
     /// Ends the standstill: resumes the VM if it ran before. Error: the VMM or the watchdog does
     /// not answer.
     pub fn end_standstill(&mut self) -> Result<(), VmmError> {

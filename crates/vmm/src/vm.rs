@@ -168,6 +168,12 @@ pub trait Vmm: Send {
     /// zero without a write. Error: the VMM refuses or does not answer.
     fn discards_ram(&mut self) -> Result<bool, VmmError>;
 
+    /// Returns whether the kernel writes into pinned pages of guest RAM while the VM runs, as it does
+    /// for disks with direct I/O. Error: the VMM refuses or does not answer.
+    fn pins_ram(&mut self) -> Result<bool, VmmError> {
+        Ok(false)
+    }
+
     /// Returns the results of [`Vmm::ram_layout`] and [`Vmm::discards_ram`], in one request if the
     /// VMM allows that. Error: the VMM refuses or does not answer.
     fn ram_layout_and_discards(&mut self) -> Result<(RamLayout, bool), VmmError> {
@@ -254,6 +260,13 @@ pub trait Vmm: Send {
     fn check_rollback(&mut self, device_state: &[u8]) -> Result<(), VmmError> {
         let _ = device_state;
         Ok(())
+    }
+
+    /// Returns true if the VM of a checkpoint with `device_state` stood still although no client had
+    /// paused it. A VM that is put back to the checkpoint stands still in the same run state.
+    fn stands_in(&self, device_state: &[u8]) -> bool {
+        let _ = device_state;
+        false
     }
 
     /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may

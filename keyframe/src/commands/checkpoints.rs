@@ -66,8 +66,8 @@ pub struct Checkpoints {
     /// How disks that the guest can write to get into checkpoints
     #[arg(long, value_enum, default_value = "auto", value_name = "WAY")]
     disk: DiskMethod,
-    /// Leave a disk out of the checkpoints, by its id or node name, or `all`: QEMU opens it as the
-    /// command line says, it is not captured, and `restore` says what it lacks
+    /// Leave a disk out of the checkpoints, by the name of its drive, node, device or libvirt target,
+    /// or `all`: QEMU opens it as the command line says, and `restore` says what it lacks
     #[arg(long, value_name = "NAME")]
     leave_out_disk: Vec<String>,
     /// Say a line about each checkpoint on standard error

@@ -16,6 +16,7 @@ use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, atomic::AtomicBool};
 use std::time::{Duration, Instant};
 
 /// The default interval of the checkpoints that a following replay takes.
@@ -90,9 +91,9 @@ impl Record {
             self.follow.then(|| self.store(&recording, &recording.first_store_path(), false));
         let first = first.transpose()?;
         let store = first.as_ref().unwrap_or(&kept);
-        let options = self.options(&recording);
         let times = LogTimeRecorder::start(recording.log_path(), &recording.times_path());
         let times = times.map_err(|e| Failure::recording(&e))?;
+        let options = self.options(&recording, times.is_full());
         let follower = self.follow.then(|| {
             FollowerProcess::start(recording.path(), self.follow_every(), &recording.store_path())
         });
@@ -141,10 +142,11 @@ impl Record {
     }
 
     /// The options of the recording's engine. With a follower it takes only the first checkpoint.
-    fn options(&self, recording: &Recording) -> SessionOptions {
+    fn options(&self, recording: &Recording, has_lost_log: Arc<AtomicBool>) -> SessionOptions {
         let recorded = RecordingOptions {
             recording: recording.meta.id.clone(),
             log: recording.log_path(),
+            has_lost_log,
             machine: None,
             begin: None,
         };
@@ -172,15 +174,16 @@ impl Record {
             output::bytes(summary.bytes),
             output::bytes(recording.stored_log_bytes()),
         );
-        if recording.meta.ending == RecordingEnding::Cut && !was_full {
+        if was_full {
+            return;
+        }
+        if recording.meta.ending == RecordingEnding::Cut {
             eprintln!(
-                "keyframe: QEMU was killed: the recording ends with what it had written by then"
+                "keyframe: QEMU was killed: the recording ends with what it wrote until then"
             );
         }
-        eprintln!(
-            "keyframe: see that it replays exactly: keyframe verify {}",
-            paths::shell(&self.out)
-        );
+        let out = paths::shell(&self.out);
+        eprintln!("keyframe: see that it replays exactly: keyframe verify {out}");
     }
 
     fn follow_every(&self) -> Duration {

@@ -6,7 +6,7 @@ use crate::output;
 use Importance::{Always, Detail, Usual};
 use keyframe_inspect::entry::Entry;
 use keyframe_session::event::{Helper, SessionStart, Step};
-use keyframe_session::{Event, GuestEnd};
+use keyframe_session::{CheckpointError, Event, GuestEnd};
 use keyframe_store::CheckpointId;
 use std::sync::Once;
 
@@ -57,8 +57,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             return rehearsal(event);
         }
         Event::NewRun => {
-            let text =
-                "RAM was plugged or a disk resized: a new run begins with a complete checkpoint";
+            let text = "RAM or a disk was plugged in or out, or a disk resized: a new run begins";
             (Usual, text.into())
         }
         Event::MachineFollowed { changes } => {
@@ -99,6 +98,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             (Always, text)
         }
         Event::GuestEnded { vm, end, last } => (Usual, guest_ended(vm, *end, last.as_ref())),
+        Event::LogLost => (Always, format!("{}; the VM runs on", CheckpointError::LogLost)),
         Event::NoFinalCheckpoint { error } => {
             (Always, format!("no checkpoint at the recording's end: {}", chain(&**error)))
         }

@@ -1,11 +1,10 @@
 //! Writes the blocks that were written since a checkpoint into the base image.
 
 use super::{Amount, CHUNK_BYTES, ProgressCallback};
-use crate::base::{BackingFileGate, Base, Lock};
+use crate::base::{BackingFileGate, Base, Lock, open_qcow2};
 use crate::{BLOCK, BLOCK_BYTES, Content, DiskBlock, Error, ImageFormat, Layer, Result};
+use imago::FormatAccess;
 use imago::file::File as ImageFile;
-use imago::qcow2::Qcow2;
-use imago::{FormatAccess, FormatDriverBuilder};
 use rustix::fs::FallocateFlags;
 use std::fs::File;
 use std::io::{self, Write};
@@ -49,10 +48,7 @@ impl InPlace {
         let image = match format {
             ImageFormat::Raw => Image::Raw(file.try_clone().map_err(Error::io(&name, "open"))?),
             ImageFormat::Qcow2 => {
-                let builder = Qcow2::<ImageFile>::builder_path(&path).write(true);
-                let image = builder
-                    .open(BackingFileGate::for_writing())
-                    .map_err(Error::io(&name, "open for writing"))?;
+                let image = open_qcow2(&path, BackingFileGate::for_writing())?;
                 Image::Qcow2(Box::new(FormatAccess::new(image)))
             }
         };

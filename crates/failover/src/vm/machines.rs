@@ -17,7 +17,7 @@ use keyframe_session::control::Strategy;
 use keyframe_session::encoder_thread::EncoderThread;
 use keyframe_session::machines::Machines;
 use keyframe_session::ram_capture::RamCapture;
-use keyframe_session::{SessionOptions, refuse};
+use keyframe_session::{SessionOptions, refuse_running_scans};
 use keyframe_units::{Epoch, PAGE_BYTES};
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -196,7 +196,7 @@ impl CapturedMachines {
             ram
         } else {
             let events = Arc::clone(&self.options.events);
-            refuse(self.vm()?, &*events)?;
+            refuse_running_scans(self.vm()?, &*events)?;
             let members = self.gated.machines.members_mut().iter_mut();
             let mut vms: Vec<_> = members.map(|m| (&*m.name, m.vm.vm_mut())).collect();
             RamCapture::start(&mut vms, false, &self.options)?

@@ -106,7 +106,7 @@ impl BlockNodes {
         let mut open: Vec<String> = names.into_iter().collect();
         while let Some(name) = open.pop() {
             let Some(keys) = self.named(&name) else { continue };
-            for child in children(keys).filter(|child| !child.is_empty()) {
+            for child in child_names(keys).filter(|child| !child.is_empty()) {
                 if beneath.insert(child.to_owned()) {
                     open.push(child.to_owned());
                 }
@@ -121,7 +121,7 @@ impl BlockNodes {
         let mut at = name.to_owned();
         loop {
             let filter = self.nodes.values().find(|keys| {
-                is_filter(keys) && children(keys).any(|child| child == at && !child.is_empty())
+                is_filter(keys) && child_names(keys).any(|child| child == at && !child.is_empty())
             });
             match filter.and_then(|keys| value_of(keys, "node-name")) {
                 Some(next) if !above.iter().any(|known| known == next) && next != name => {
@@ -178,7 +178,7 @@ impl BlockNodes {
             beneath.iter().filter(|name| by_option(name)).cloned().collect();
         for keys in self.nodes.values() {
             if !self.is_served(keys) && !beneath.contains(&own(keys)) {
-                used.extend(children(keys).map(str::to_owned));
+                used.extend(child_names(keys).map(str::to_owned));
             }
         }
         // A node that stays needs all nodes beneath it, unless it is a disk that is served.
@@ -248,7 +248,7 @@ impl BlockNodes {
     /// True if `name` is a node beneath another one that is no filter.
     fn is_beneath_disk(&self, name: &str) -> bool {
         let mut above = self.nodes.values().filter(|keys| !is_filter(keys));
-        !name.is_empty() && above.any(|keys| children(keys).any(|child| child == name))
+        !name.is_empty() && above.any(|keys| child_names(keys).any(|child| child == name))
     }
 
     /// The disk whose topmost node is `node`, called `name`.
@@ -288,7 +288,7 @@ fn is_filter(keys: &DriveKeys) -> bool {
 }
 
 /// The names of the nodes right beneath the one with `keys`.
-fn children(keys: &DriveKeys) -> impl Iterator<Item = &str> {
+pub(crate) fn child_names(keys: &DriveKeys) -> impl Iterator<Item = &str> {
     let is_child = |key: &str| {
         let mut segments = key.rsplit('.');
         let last = segments.next().unwrap_or_default();

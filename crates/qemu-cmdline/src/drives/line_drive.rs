@@ -1,7 +1,8 @@
 //! The disks of a line by their names, whether or not they can be served.
 
-use super::Drive;
+use super::{Drive, DriveKeys};
 use crate::CommandLineError;
+use crate::options::{self, Argument, value_of};
 use std::collections::BTreeSet;
 
 /// A set of disks of a command line, by name.
@@ -45,6 +46,8 @@ pub struct LineDrive {
     pub name: String,
     /// Its other names: those of the filters above it, and the node name of a drive with an id.
     pub aliases: Vec<String>,
+    /// The ids of the devices of the line that use it.
+    pub devices: Vec<String>,
     /// What a server would open; the reason why the disk cannot be served.
     pub drive: Result<Drive, CommandLineError>,
 }
@@ -53,5 +56,21 @@ impl LineDrive {
     /// Returns true if `names` has one of the disk's names.
     pub fn is_in(&self, names: &DiskNames) -> bool {
         names.has(&self.name) || self.aliases.iter().any(|alias| names.has(alias))
+    }
+
+    /// Returns true if a device with the id `id` uses the disk.
+    pub fn is_of_device(&self, id: &str) -> bool {
+        self.devices.iter().any(|device| device == id)
+    }
+
+    /// Finds the devices of the line `arguments` that use the disk.
+    pub(super) fn with_devices(self, arguments: &[Argument]) -> Self {
+        let uses = |keys: &DriveKeys| {
+            let drive = value_of(keys, "drive");
+            drive.is_some_and(|drive| self.is_in(&DiskNames::of([drive])))
+        };
+        let id = |keys: DriveKeys| value_of(&keys, "id").map(str::to_owned);
+        let devices = options::devices(arguments).filter(uses).filter_map(id).collect();
+        Self { devices, ..self }
     }
 }

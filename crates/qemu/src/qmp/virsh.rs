@@ -181,22 +181,8 @@ impl Virsh {
         let mut command = virsh(self.uri.as_deref());
         command.args(["qemu-monitor-command", "--pass-fds", &passed.as_raw_fd().to_string()]);
         command.args(["--domain", &self.domain, &plain(&request.to_string())]);
-        let mut alone = Piped::start(&mut command, &[&passed], &self.domain)?;
-        alone.stdin = None;
-        let deadline = Instant::now() + CONNECT_TIMEOUT;
-        while !alone.out.ended {
-            if Instant::now() >= deadline {
-                return Err(Error::Timeout {
-                    monitor: self.name.clone(),
-                    operation: operation.into(),
-                    waited_ms: u64::try_from(CONNECT_TIMEOUT.as_millis()).unwrap_or(u64::MAX),
-                });
-            }
-            wait_until(&[&alone.out.fd], deadline, &self.name)?;
-            alone.out.fill(&self.name)?;
-        }
-        let complaint = alone.errors.text(&self.name);
-        self.answer_in(&alone.out.bytes, &complaint, operation)
+        let said = output(&mut command, &[&passed], (&self.domain, &self.name), operation)?;
+        self.answer_in(&said.0, &said.1, operation)
     }
 
     /// The answer in what a virsh printed; QEMU's form of an error if libvirt refused the command.
@@ -311,6 +297,44 @@ impl Virsh {
             fix: "attach again; the VM runs on without checkpoints".into(),
         }
     }
+}
+
+/// Returns the description of `domain` at libvirt's `uri`, or at virsh's default, as XML. Errors:
+/// virsh cannot be started, or does not know the domain.
+pub fn domain_xml(domain: &str, uri: Option<&str>) -> Result<String> {
+    let mut command = virsh(uri);
+    command.args(["dumpxml", "--domain", domain]);
+    let name = format!("of libvirt's domain {domain}");
+    let (xml, complaint) = output(&mut command, &[], (domain, &name), "describe the domain")?;
+    if xml.is_empty() {
+        return Err(refused(domain, &complaint, "see `virsh dumpxml`"));
+    }
+    Ok(String::from_utf8_lossy(&xml).into_owned())
+}
+
+/// Runs a virsh to its end. Returns what it printed, and its standard error as one line.
+fn output(
+    command: &mut Command,
+    passed: &[&OwnedFd],
+    (domain, monitor): (&str, &str),
+    operation: &str,
+) -> Result<(Vec<u8>, String)> {
+    let mut alone = Piped::start(command, passed, domain)?;
+    alone.stdin = None;
+    let deadline = Instant::now() + CONNECT_TIMEOUT;
+    while !alone.out.ended {
+        if Instant::now() >= deadline {
+            return Err(Error::Timeout {
+                monitor: monitor.into(),
+                operation: operation.into(),
+                waited_ms: u64::try_from(CONNECT_TIMEOUT.as_millis()).unwrap_or(u64::MAX),
+            });
+        }
+        wait_until(&[&alone.out.fd], deadline, monitor)?;
+        alone.out.fill(monitor)?;
+    }
+    let complaint = alone.errors.text(monitor);
+    Ok((std::mem::take(&mut alone.out.bytes), complaint))
 }
 
 fn with_id(mut answer: serde_json::Map<String, Value>, id: u64) -> Value {

@@ -29,7 +29,7 @@ pub enum RollbackObstacle {
         /// QEMU's name of the run state.
         state: String,
     },
-    /// The checkpoint's VM stood still in this run state, and this VM would go on.
+    /// The checkpoint's VM stood still in this run state, and this VM cannot be brought into it.
     TargetStands {
         /// QEMU's name of the run state.
         state: String,

@@ -9,15 +9,19 @@
 //!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      beside the image, so that backing files are found by the same names
 //! ```
 //!
+//! After a disk's size was changed, and if a disk was unplugged or plugged in again, the next checkpoint
+//! is the first of another run.
+//!
 //! Invariant: a checkpoint names its clone only when the clone is durable, and no clone that a
 //! checkpoint names is removed.
 
-use super::qemu_disk::{QemuDisk, require_same};
+use super::qemu_disk::{DiskChanges, OtherImages, QemuDisk, QemuDisks, require_same};
 use crate::error::{CloneObstacle, DiskError, Error, Result};
 use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
+use keyframe_disk::chain::image_files;
 use keyframe_store::{DiskMeta, Run, Store};
 use keyframe_vm_disks::base_image;
 use std::collections::BTreeMap;
@@ -59,8 +63,10 @@ struct Source {
 /// Captures disks by cloning their image files in the pause, for the engine's thread. The encoder
 /// takes the clones through a [`ClonedCut`].
 pub struct ClonedDiskCapture {
-    disks: Vec<QemuDisk>,
+    disks: QemuDisks,
     metas: Vec<DiskMeta>,
+    /// What another client has changed of the disks and the present run does not have.
+    changes: DiskChanges,
     sources: Vec<Source>,
     /// Whose clones they are, in their names.
     owner: String,
@@ -81,19 +87,15 @@ impl ClonedDiskCapture {
         events: SharedEventSink,
     ) -> Result<Self> {
         let owner = format!("keyframe-{:.8}-{}", store.id(), crate::run_dir::name_from(vm));
-        let mut sources = Vec::new();
-        for (number, disk) in disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
-            let format =
-                disk.format.ok_or_else(|| DiskError::UnknownFormat(disk.meta.name.clone()))?;
-            let file = File::open(&disk.image).map_err(|e| io_error("open", &disk.image, e))?;
-            sources.push(Source { disk: number, image: disk.image.clone(), file, format });
-        }
+        let sources = sources_of(&disks)?;
         remove_left_over(store, &sources, &*events)?;
-        let metas = disks.iter().map(|disk| disk.meta.clone()).collect();
+        let disks = QemuDisks::new(disks);
+        let metas = disks.metas();
         let (prepared, in_flight) = (Vec::new(), BTreeMap::new());
         Ok(Self {
             disks,
             metas,
+            changes: DiskChanges::default(),
             sources,
             owner,
             events,
@@ -112,7 +114,8 @@ impl ClonedDiskCapture {
     /// Begins a capture: makes files to clone into, and flushes the images so that little is left
     /// to flush in the pause. Error: a file cannot be made, or QEMU does not answer.
     pub fn begin(&mut self, members: &mut [Member]) -> Result<ClonedCut, BoxError> {
-        require_same(&self.disks, members)?;
+        self.follow(members)?;
+        require_same(&self.disks.present, members)?;
         self.discard_prepared();
         for source in &self.sources {
             let (path, file) = claim(&source.image, &self.owner, &mut self.next)?;
@@ -122,6 +125,29 @@ impl ClonedDiskCapture {
         let cut = ClonedCut(Arc::default());
         self.current = Some(cut.clone());
         Ok(cut)
+    }
+
+    /// Follows disks of other sizes, or unplugged ones. Error: another run has to begin; QEMU does
+    /// not answer.
+    fn follow(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        let changes = self.disks.follow(members, OtherImages::Refused)?;
+        if changes == DiskChanges::default() {
+            return Ok(self.changes.require_same_run()?);
+        }
+        self.sources = sources_of(&self.disks.present)?;
+        self.metas = self.disks.metas();
+        self.changes = self.changes.and(changes);
+        Ok(self.changes.require_same_run()?)
+    }
+
+    /// Returns true while the disks need another run.
+    pub fn takes_new_run(&self) -> bool {
+        self.changes.need_new_run()
+    }
+
+    /// Records that a run has begun with the present disks.
+    pub fn began_run(&mut self) {
+        self.changes = DiskChanges::default();
     }
 
     /// Flushes the images, so that little is left to flush in the pause. Error: an image cannot be
@@ -151,7 +177,7 @@ impl ClonedDiskCapture {
     /// Checks that the guests still write to the same images. Error: an image was exchanged, or
     /// QEMU does not answer.
     pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
-        require_same(&self.disks, members).map(drop)
+        require_same(&self.disks.present, members).map(drop)
     }
 
     /// Records the end of a capture: it has number `seq`, or failed if `seq` is `None`.
@@ -225,6 +251,16 @@ impl ClonedCut {
     }
 }
 
+fn sources_of(disks: &[QemuDisk]) -> Result<Vec<Source>> {
+    let mut sources = Vec::new();
+    for (number, disk) in disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
+        let format = disk.format.ok_or_else(|| DiskError::UnknownFormat(disk.meta.name.clone()))?;
+        let file = File::open(&disk.image).map_err(|e| io_error("open", &disk.image, e))?;
+        sources.push(Source { disk: number, image: disk.image.clone(), file, format });
+    }
+    Ok(sources)
+}
+
 /// Tries to clone the image. Returns the reason why it cannot be cloned, or `None`; with `cheaply`,
 /// a clone that takes long is a reason too.
 pub fn objection(
@@ -246,6 +282,10 @@ fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(),
         return Err(CloneObstacle::NotRegular(path()));
     }
     if format == Some(ImageFormat::Qcow2) {
+        if let Err(keyframe_disk::Error::Refused { .. }) = image_files(image, ImageFormat::Qcow2) {
+            let reason = "has a backing image that is no local file";
+            return Err(CloneObstacle::NotWhole { path: path(), reason });
+        }
         stands_alone(&source).map_err(|reason| CloneObstacle::NotWhole { path: path(), reason })?;
     }
     let folder = image.parent().unwrap_or(Path::new("/"));

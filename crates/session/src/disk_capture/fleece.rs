@@ -14,12 +14,13 @@
 //! paused. So a disk with such snapshots has none: each of its checkpoints is complete.
 //!
 //! After an external snapshot, a mirror, a commit or a change of a disk's size by another client, the
-//! next checkpoint is complete; after a change of the size it is the first of another run.
+//! next checkpoint is complete. After a change of the size, and if a disk was unplugged or plugged in
+//! again, it is the first of another run.
 //!
 //! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no
 //! complete checkpoint sealed or under way, the next one is complete.
 
-use super::qemu_disk::{DiskChanges, QemuDisk, follow, require_same};
+use super::qemu_disk::{DiskChanges, OtherImages, QemuDisk, QemuDisks, require_same};
 use crate::error::{DiskError, Error, Result};
 use crate::event::{SharedEventSink, Step, tell_failed};
 use crate::machines::Member;
@@ -91,7 +92,7 @@ struct Open {
 /// Captures disks whose images QEMU opens itself, for the engine's thread: dirty bitmaps record the
 /// writes, and the encoder reads the blocks through a [`FleecedCut`].
 pub struct FleecedDiskCapture {
-    disks: Vec<QemuDisk>,
+    disks: QemuDisks,
     metas: Vec<DiskMeta>,
     /// The folder of the scratch files.
     folder: PathBuf,
@@ -136,7 +137,8 @@ impl FleecedDiskCapture {
             }
             started?;
         }
-        let metas = disks.iter().map(|disk| disk.meta.clone()).collect();
+        let disks = QemuDisks::new(disks);
+        let metas = disks.metas();
         let in_flight = BTreeMap::new();
         Ok(Self {
             disks,
@@ -175,7 +177,7 @@ impl FleecedDiskCapture {
     pub fn begin(&mut self, members: &mut [Member]) -> Result<FleecedCut, BoxError> {
         self.close_when_read(members)?;
         self.follow(members)?;
-        self.have_snapshots = require_same(&self.disks, members)?.have_snapshots;
+        self.have_snapshots = require_same(&self.disks.present, members)?.have_snapshots;
         self.require_space()?;
         let cut = FleecedCut(Arc::default());
         self.open = Some(Open { cut: cut.clone(), pending: None });
@@ -186,23 +188,28 @@ impl FleecedDiskCapture {
         added.map(|()| cut)
     }
 
-    /// Follows disks over other images or of other sizes: the next checkpoint is complete. Error: a
-    /// disk has another size, for which another run has to begin; QEMU does not answer.
+    /// Follows disks over other images, of other sizes, or unplugged: the next checkpoint is
+    /// complete. Error: another run has to begin; QEMU does not answer.
     fn follow(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
-        let changes = follow(&mut self.disks, members)?;
+        let changes = self.disks.follow(members, OtherImages::Followed)?;
         if changes == DiskChanges::default() {
-            return Ok(());
+            return Ok(self.changes.require_same_run()?);
         }
-        self.metas = self.disks.iter().map(|disk| disk.meta.clone()).collect();
+        self.metas = self.disks.metas();
         self.in_flight.clear();
         self.start_anew(members);
-        self.changes = changes;
-        if changes.have_other_size { Err(DiskError::OtherSize.into()) } else { Ok(()) }
+        self.changes = self.changes.and(changes);
+        Ok(self.changes.require_same_run()?)
     }
 
-    /// Returns true once after a disk was found to have another size.
-    pub fn takes_new_run(&mut self) -> bool {
-        std::mem::take(&mut self.changes).have_other_size
+    /// Returns true while the disks need another run.
+    pub fn takes_new_run(&self) -> bool {
+        self.changes.need_new_run()
+    }
+
+    /// Records that a run has begun with the present disks.
+    pub fn began_run(&mut self) {
+        self.changes = DiskChanges::default();
     }
 
     /// Checks that the file system has room for scratch files: a guest's write fails if QEMU cannot
@@ -327,7 +334,7 @@ impl FleecedDiskCapture {
             self.based = false;
         }
         let Some(frozen) = pending.frozen else { return };
-        for (_, disk) in self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
+        for disk in self.disks.present.iter().filter(|disk| !disk.left_out) {
             let given = qmp(members, disk).and_then(|qmp| {
                 let given = match self.present {
                     Some(present) => fleece::give_back(qmp, &disk.node, frozen, present),
@@ -405,7 +412,7 @@ impl FleecedDiskCapture {
     }
 
     fn captured_disks(&self) -> impl Iterator<Item = (usize, &QemuDisk)> {
-        self.disks.iter().enumerate().filter(|(_, disk)| !disk.left_out)
+        self.disks.present.iter().enumerate().filter(|(_, disk)| !disk.left_out)
     }
 }
 

@@ -16,7 +16,7 @@ use crate::error::{CloneObstacle, DiskError, Result};
 use crate::event::SharedEventSink;
 use crate::launch::StartedVm;
 use keyframe_disk::ImageFormat;
-use keyframe_qemu::{DiskNames, Drive, LineDisk, LineDrive, Vm, fleece};
+use keyframe_qemu::{DiskNames, Drive, LibvirtDisk, LineDisk, LineDrive, Vm, fleece};
 use keyframe_store::{BaseMeta, DiskMeta, Store};
 use keyframe_vm_disks::base_image;
 use std::path::Path;
@@ -45,21 +45,10 @@ pub enum DiskMethod {
 pub struct ExcludedDisks(pub Vec<String>);
 
 impl ExcludedDisks {
-    fn has(&self, disk: &QemuDisk) -> bool {
-        let node = &disk.node;
-        let is = |name: &String| {
-            name == "all"
-                || *name == disk.meta.name
-                || *name == node.device
-                || *name == node.node
-                || disk.aliases.contains(name)
-        };
-        self.0.iter().filter(|name| !name.is_empty()).any(is)
-    }
-
-    /// Returns the names that the disks have on the command line of a VM, whose disks have the
-    /// prefix `prefix` in checkpoints.
-    pub fn in_line(&self, prefix: &str) -> DiskNames {
+    /// Returns the names that the disks `drives` have on the command line of a VM, whose disks have
+    /// the prefix `prefix` in checkpoints. The id of a device stands for its disk, unless a disk has
+    /// that name.
+    pub fn in_line(&self, prefix: &str, drives: &[LineDrive]) -> DiskNames {
         if self.0.iter().any(|name| name == "all") {
             return DiskNames::All;
         }
@@ -67,7 +56,17 @@ impl ExcludedDisks {
             let own = name.strip_prefix(prefix).filter(|_| !prefix.is_empty()).map(str::to_owned);
             [name.clone()].into_iter().chain(own)
         };
-        DiskNames::of(self.0.iter().filter(|name| !name.is_empty()).flat_map(of_line))
+        let named: Vec<String> =
+            self.0.iter().filter(|name| !name.is_empty()).flat_map(of_line).collect();
+        let is_drive = |name: &String| {
+            let one = DiskNames::of([name.clone()]);
+            drives.iter().any(|drive| drive.is_in(&one))
+        };
+        let of_devices = named.iter().filter(|name| !is_drive(name)).flat_map(|id| {
+            drives.iter().filter(|drive| drive.is_of_device(id)).map(|drive| drive.name.clone())
+        });
+        let of_devices: Vec<String> = of_devices.collect();
+        DiskNames::of(named.into_iter().chain(of_devices))
     }
 }
 
@@ -172,8 +171,8 @@ pub fn beside_served(
         return Ok(served);
     }
     let mut disks = all_disks(found, is_group)?;
-    disks.retain(|disk| leave_out.has(disk));
     leave(&mut disks, leave_out)?;
+    disks.retain(|disk| disk.left_out);
     for (member, one) in found.iter_mut().enumerate() {
         let of_vm = disks.iter().filter(|disk| disk.member == member);
         one.vm.mind_disks(of_vm.map(|disk| disk.node.clone()).collect());
@@ -193,6 +192,10 @@ fn all_disks(found: &mut [StartedVm], is_group: bool) -> Result<Vec<QemuDisk>> {
     for (member, one) in found.iter_mut().enumerate() {
         let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
         disks.append(&mut disks_of(&mut one.vm, &one.directory, member, &prefix)?);
+        for LibvirtDisk { target, device } in one.vm.libvirt_disks()? {
+            let is_it = |d: &&mut QemuDisk| d.member == member && d.device_names.contains(&device);
+            disks.iter_mut().filter(is_it).for_each(|d| d.device_names.push(target.clone()));
+        }
     }
     Ok(disks)
 }
@@ -236,6 +239,7 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
     for LineDisk { drive, node } in vm.line_disks(directory)? {
         // One that the line does not make is the audit's.
         let Some(drive) = drive else { continue };
+        let device_names = node.device_id().map(str::to_owned).into_iter().collect();
         let meta = DiskMeta {
             name: format!("{prefix}{}", drive.name),
             disk_bytes: node.disk_bytes,
@@ -259,6 +263,7 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
             node,
             meta,
             aliases,
+            device_names,
             refused,
             image,
             format,
@@ -271,22 +276,39 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
     Ok(disks)
 }
 
+/// The numbers of the disks that `name` stands for: the disk of that name, or those of the device of
+/// that name.
+fn named(name: &str, disks: &[QemuDisk]) -> Vec<usize> {
+    let which = |is: &dyn Fn(&QemuDisk) -> bool| -> Vec<usize> {
+        disks.iter().enumerate().filter(|(_, disk)| is(disk)).map(|(number, _)| number).collect()
+    };
+    let is = |one: &String| one == name;
+    let own = which(&|disk| {
+        let names = [&disk.meta.name, &disk.node.device, &disk.node.node];
+        name == "all" || names.into_iter().any(is) || disk.aliases.iter().any(is)
+    });
+    if own.is_empty() { which(&|disk| disk.device_names.iter().any(is)) } else { own }
+}
+
 /// Marks those that stay out.
 fn leave(disks: &mut [QemuDisk], leave_out: &ExcludedDisks) -> Result<()> {
-    for disk in disks.iter_mut().filter(|disk| leave_out.has(disk)) {
+    for name in leave_out.0.iter().filter(|name| !name.is_empty()) {
+        let which = named(name, disks);
+        if which.is_empty() && name != "all" {
+            let (name, disks) = (name.clone(), disks.iter().map(QemuDisk::all_names).collect());
+            return Err(DiskError::UnknownDisk { name, disks }.into());
+        }
+        for number in which {
+            if let Some(disk) = disks.get_mut(number) {
+                disk.left_out = true;
+            }
+        }
+    }
+    for disk in disks.iter_mut().filter(|disk| disk.left_out) {
         let format = disk.format.map_or_else(|| disk.node.driver.clone(), |f| f.to_string());
         disk.meta.base =
             BaseMeta { path: disk.image.display().to_string(), format, files: Vec::new() };
         disk.meta.left_out = true;
-        disk.left_out = true;
-    }
-    let unknown = |name: &&String| {
-        *name != "all" && !disks.iter().any(|disk| ExcludedDisks(vec![(*name).clone()]).has(disk))
-    };
-    if let Some(name) = leave_out.0.iter().find(unknown) {
-        let (name, disks) =
-            (name.clone(), disks.iter().map(|disk| disk.meta.name.clone()).collect());
-        return Err(DiskError::UnknownDisk { name, disks }.into());
     }
     Ok(())
 }

@@ -20,6 +20,8 @@ pub struct QemuDisk {
     pub meta: DiskMeta,
     /// Its other names on the command line.
     pub aliases: Vec<String>,
+    /// The id of its device, and the name that libvirt gives it.
+    pub device_names: Vec<String>,
     /// The reason why no server could open it, so that no restore could bring it back.
     pub refused: Option<CommandLineError>,
     /// The image.
@@ -36,11 +38,32 @@ pub struct QemuDisk {
     pub left_out: bool,
 }
 
+impl QemuDisk {
+    /// Returns its name with the names of its device, for the user.
+    pub fn all_names(&self) -> String {
+        match &self.device_names[..] {
+            [] => self.meta.name.clone(),
+            others => format!("{} ({})", self.meta.name, others.join(", ")),
+        }
+    }
+}
+
 /// The captured disks at one time.
 #[derive(Clone, Copy, Debug)]
 pub struct DisksNow {
     /// True if any of them has internal snapshots.
     pub have_snapshots: bool,
+}
+
+/// The disks of a capture that has begun.
+#[derive(Debug)]
+pub struct QemuDisks {
+    /// Those that the guests have now, in the order of the checkpoints' disks.
+    pub present: Vec<QemuDisk>,
+    /// Those that were unplugged. One that comes back is present again.
+    unplugged: Vec<QemuDisk>,
+    /// True if a disk has had direct I/O since the present run began, or before.
+    have_direct_io: bool,
 }
 
 /// What another client has changed of the disks.
@@ -50,37 +73,122 @@ pub struct DiskChanges {
     pub have_other_image: bool,
     /// A disk has another size.
     pub have_other_size: bool,
+    /// A disk was unplugged or plugged in again, or has direct I/O for the first time: then RAM has to
+    /// be scanned in pauses.
+    have_come_or_gone: bool,
 }
 
-/// Makes `disks` follow the disks of VMs that another client gave another image or another size.
-/// A disk whose device was plugged in after the VM's start stays as it was: it may be another one.
-pub fn follow(disks: &mut [QemuDisk], members: &mut [Member]) -> Result<DiskChanges, BoxError> {
-    let mut changes = DiskChanges::default();
-    for (number, member) in members.iter_mut().enumerate() {
-        let vm = member.vm.qemu()?;
-        let nodes = vm.writable_nodes()?;
-        let mut has_changed = false;
-        for disk in disks.iter_mut().filter(|disk| disk.member == number) {
-            let same = nodes.iter().find(|node| node.is_same_disk(&disk.node));
-            let now = match same.or_else(|| nodes.iter().find(|n| n.is_in_same_place(&disk.node))) {
-                Some(now) if same.is_some() && now.disk_bytes == disk.node.disk_bytes => continue,
-                Some(now) if vm.is_from_start(now)? => now,
-                _ => continue,
-            };
-            changes.have_other_image |= same.is_none();
-            changes.have_other_size |= now.disk_bytes != disk.node.disk_bytes;
-            // Under a filter of a job, the disk is still the node beneath it.
-            let node = if same.is_some() { disk.node.node.clone() } else { now.node.clone() };
-            disk.node = WritableNode { node, ..now.clone() };
-            disk.meta.disk_bytes = now.disk_bytes;
-            has_changed = true;
-        }
-        if has_changed {
-            let own = disks.iter().filter(|disk| disk.member == number);
-            vm.mind_disks(own.map(|disk| disk.node.clone()).collect());
+impl DiskChanges {
+    /// Returns these changes and `later` ones.
+    #[must_use]
+    pub fn and(self, later: Self) -> Self {
+        Self {
+            have_other_image: self.have_other_image || later.have_other_image,
+            have_other_size: self.have_other_size || later.have_other_size,
+            have_come_or_gone: self.have_come_or_gone || later.have_come_or_gone,
         }
     }
-    Ok(changes)
+
+    /// Returns true if checkpoints of the present run could not describe the disks.
+    pub fn need_new_run(self) -> bool {
+        self.have_other_size || self.have_come_or_gone
+    }
+
+    /// Returns the error of the capture that found changes for which another run has to begin.
+    pub fn require_same_run(self) -> Result<(), DiskError> {
+        match (self.have_come_or_gone, self.have_other_size) {
+            (true, _) => Err(DiskError::OtherDisks),
+            (_, true) => Err(DiskError::OtherSize),
+            (false, false) => Ok(()),
+        }
+    }
+}
+
+/// Whether a capture goes on with a disk that has another image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OtherImages {
+    /// Yes: after an external snapshot, a mirror or a commit, QEMU has the whole disk.
+    Followed,
+    /// No: the images before would have to stay as they are.
+    Refused,
+}
+
+impl QemuDisks {
+    /// The disks `present`, of which none was unplugged yet.
+    pub fn new(present: Vec<QemuDisk>) -> Self {
+        let have_direct_io = present.iter().any(|disk| disk.node.is_direct);
+        Self { present, unplugged: Vec::new(), have_direct_io }
+    }
+
+    /// The descriptions of the present disks.
+    pub fn metas(&self) -> Vec<DiskMeta> {
+        self.present.iter().map(|disk| disk.meta.clone()).collect()
+    }
+
+    /// Follows the disks of VMs that another client gave another image or another size, unplugged,
+    /// or plugged in again. A disk whose device was plugged in after the VM's start gets no other
+    /// image: it may be another disk.
+    pub fn follow(
+        &mut self,
+        members: &mut [Member],
+        images: OtherImages,
+    ) -> Result<DiskChanges, BoxError> {
+        let mut changes = DiskChanges::default();
+        for (number, member) in members.iter_mut().enumerate() {
+            let vm = member.vm.qemu()?;
+            let nodes = vm.writable_nodes()?;
+            let before = changes;
+            changes.have_come_or_gone |= self.follow_places(number, &nodes);
+            if !self.have_direct_io && nodes.iter().any(|node| node.is_direct) {
+                (self.have_direct_io, changes.have_come_or_gone) = (true, true);
+            }
+            for disk in self.present.iter_mut().filter(|disk| disk.member == number) {
+                let same = nodes.iter().find(|node| node.is_same_disk(&disk.node));
+                let in_place = || nodes.iter().find(|n| n.is_in_same_place(&disk.node));
+                let now = match same.or_else(in_place) {
+                    Some(now) if same.is_some() && now.disk_bytes == disk.node.disk_bytes => {
+                        continue;
+                    }
+                    Some(_) if same.is_none() && images == OtherImages::Refused => continue,
+                    Some(now) if vm.is_from_start(now)? => now,
+                    _ => continue,
+                };
+                changes.have_other_image |= same.is_none();
+                changes.have_other_size |= now.disk_bytes != disk.node.disk_bytes;
+                // Under a filter of a job, the disk is still the node beneath it.
+                let node = if same.is_some() { disk.node.node.clone() } else { now.node.clone() };
+                disk.node = WritableNode { node, ..now.clone() };
+                disk.meta.disk_bytes = now.disk_bytes;
+            }
+            if changes != before {
+                let own = self.present.iter().filter(|disk| disk.member == number);
+                vm.mind_disks(own.map(|disk| disk.node.clone()).collect());
+            }
+        }
+        Ok(changes)
+    }
+
+    /// Parts the disks of VM `member` into those that it has and those that it has not. Returns true
+    /// if that differs from before. A disk that comes back has the same image.
+    fn follow_places(&mut self, member: usize, nodes: &[WritableNode]) -> bool {
+        let is_gone = |disk: &QemuDisk| {
+            disk.member == member
+                && !nodes.iter().any(|n| n.file == disk.node.file || n.is_in_same_place(&disk.node))
+        };
+        let back = |disk: &mut QemuDisk| {
+            let node = nodes.iter().find(|node| node.is_same_disk(&disk.node));
+            let node = node.filter(|_| disk.member == member)?;
+            disk.node = node.clone();
+            disk.meta.disk_bytes = node.disk_bytes;
+            Some(())
+        };
+        let gone: Vec<_> = self.present.extract_if(.., |disk| is_gone(disk)).collect();
+        let returned: Vec<_> = self.unplugged.extract_if(.., |disk| back(disk).is_some()).collect();
+        let has_changed = !gone.is_empty() || !returned.is_empty();
+        self.present.extend(returned);
+        self.unplugged.extend(gone);
+        has_changed
+    }
 }
 
 /// Requires that each VM has the writable disks that it had, on the same nodes over the same

@@ -7,6 +7,9 @@
 //!                            └ no such line ──────▶ refused; looked at again before the next pause
 //! ```
 //!
+//! If RAM was plugged in or out, a disk was given another size or was unplugged, a new run begins with a
+//! complete checkpoint, at once.
+//!
 //! The engine looks after the pause, so it also sees a device that was plugged in just before the
 //! pause. QEMU's events tell the engine of a device that was unplugged and plugged in again.
 //!
@@ -14,7 +17,7 @@
 //! and the look, some milliseconds later. Such changes are another medium and a mounted shared
 //! directory.
 
-use super::{Arc, CheckpointError, Engine, Event, NotCaptured};
+use super::{Arc, CaptureError, CheckpointError, Engine, Event, NotCaptured};
 use keyframe_capture::BoxError;
 
 impl Engine<'_> {
@@ -37,19 +40,28 @@ impl Engine<'_> {
         }
     }
 
-    /// Handles a failed preparation of the disks. Begins a new run if they have other sizes.
-    pub(super) fn disks_failed(&mut self, error: BoxError) -> NotCaptured {
+    /// Begins a new run if the preparation of the disks has failed with `error` because they have
+    /// other sizes, or one was unplugged. Fails with `error` if it was not for that.
+    pub(super) fn follow_disks(&mut self, error: BoxError) -> Result<(), NotCaptured> {
         let has_other_disks =
             self.machines.storage().is_some_and(|(disks, _)| disks.takes_new_run());
         if !has_other_disks {
-            return self.failed(CheckpointError::Disks(error), 1, false).into();
+            return Err(self.failed(CheckpointError::Disks(error), 1, false).into());
         }
-        match self.begin_anew(true) {
-            Ok(()) => CheckpointError::OtherDisks(error).into(),
-            Err(restart) => {
-                self.given_up = true;
-                self.failed(CheckpointError::Disks(Box::new(restart)), 1, true).into()
-            }
-        }
+        // A restore has to make the machine without the disk.
+        self.follow_changes()?;
+        self.begin_anew(true).map_err(|restart| {
+            self.given_up = true;
+            self.failed(CheckpointError::Disks(Box::new(restart)), 1, true).into()
+        })
+    }
+
+    /// Begins a new run because RAM was plugged in or out.
+    pub(super) fn follow_ram(&mut self) -> Result<(), NotCaptured> {
+        self.begin_anew(false).map_err(|restart| {
+            self.given_up = true;
+            let (capture, restart) = (CaptureError::OtherRam, Box::new(restart));
+            self.failed(CheckpointError::NoNewRun { capture, restart }, 1, true).into()
+        })
     }
 }

@@ -125,17 +125,6 @@ impl Engine<'_> {
         if self.machines.any_has_ended() {
             return CheckpointError::VmEnded(error).into();
         }
-        if matches!(error, CaptureError::OtherRam) {
-            return match self.begin_anew(false) {
-                Ok(()) => CheckpointError::OtherRam(error).into(),
-                Err(restart) => {
-                    self.given_up = true;
-                    let restart = Box::new(restart);
-                    self.failed(CheckpointError::NoNewRun { capture: error, restart }, 1, true)
-                        .into()
-                }
-            };
-        }
         if let Some(pid) = self.machines.without_monitor() {
             (self.given_up, self.is_blind) = (true, true);
             return self.failed(CheckpointError::MonitorLost { pid }, 1, true).into();
@@ -172,11 +161,15 @@ impl Engine<'_> {
         self.meta.refresh(self.machines.members_mut().iter_mut().map(|m| &mut m.vm))?;
         let disks = self.machines.disks.as_ref();
         let metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
+        let has_other_disks = has_other_disks || disks.is_some_and(|disks| disks.takes_new_run());
         let known = if has_other_disks { DiskState::default() } else { known };
         let run = self
             .writer
             .begin_run_with(&self.name, &self.copying.layout, metas, known)
             .map_err(|e| Error::store(self.store.path(), e))?;
+        if let Some(disks) = &mut self.machines.disks {
+            disks.began_run();
+        }
         let fault = self.options.fault.clone();
         let sink = StoreSink::new(run, self.meta.clone(), fault, self.newest);
         self.followed = None;

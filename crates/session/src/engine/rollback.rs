@@ -24,7 +24,8 @@
 //! written back.
 //!
 //! A VM that its user paused stays paused. A VM that stood still by itself (its guest had powered
-//! off, a disk had failed) runs after the rollback, because the target's VM ran.
+//! off, a disk had failed) runs after the rollback if the target's VM ran. If the target's VM stood
+//! still by itself, the VM stands still in the same run state, or the rollback is refused.
 //!
 //! Left out: groups, libvirt.
 
@@ -120,11 +121,16 @@ impl Engine<'_> {
             Ok(gone) => Ok(gone),
         };
         self.vm()?.end_standstill().map_err(step("resume the VM"))?;
-        let stood_by_itself = !was_running && VmState::stands_by_itself(&former);
+        let target_stands = self.vm()?.vm().stands_in(&target.device_state);
+        let stood_by_itself = !was_running && !target_stands && VmState::stands_by_itself(&former);
         if stood_by_itself && gone.is_ok() {
             self.vm()?.vm_mut().resume().map_err(|e| step("resume the VM")(e.into()))?;
         }
         let stood_ns = elapsed_ns(began);
+        let is_to_run = (was_running && !target_stands) || stood_by_itself;
+        // Newer QEMUs keep a VM asleep that slept.
+        let stands = self.run_state().is_ok_and(|now| VmState::stands_by_itself(&now));
+        let runs = is_to_run && !stands;
         self.look();
         let (before, now, pages) = gone?;
         self.tell(&Event::RolledBack { vm: self.name.clone(), checkpoint: target.id });
@@ -135,7 +141,7 @@ impl Engine<'_> {
             now: now.map(|id| id.0),
             pages,
             stood_ns,
-            runs: was_running || stood_by_itself,
+            runs,
         })
     }
 
@@ -233,7 +239,8 @@ impl Engine<'_> {
         let became = self.exchange_disks().and_then(|()| {
             exchanged = true;
             self.step();
-            self.become_checkpoint(target, &mut pages)
+            self.become_checkpoint(target, &mut pages)?;
+            self.stand_if_target_stands(target)
         });
         if let Err(why) = became {
             let put_back = if exchanged {
@@ -261,6 +268,20 @@ impl Engine<'_> {
         // rollback.
         let now = self.capture_and_seal().ok();
         Ok((before.id, now, pages.len() as u64))
+    }
+
+    /// If the VM of `target` stood still, this one does so from now on. Its firmware ran for a moment,
+    /// and must not have written to a disk.
+    fn stand_if_target_stands(&mut self, target: &LoadedCheckpoint) -> Result<(), RollbackError> {
+        if !self.vm()?.vm().stands_in(&target.device_state) {
+            return Ok(());
+        }
+        let disks = self.machines.disks.as_ref();
+        if disks.is_some_and(|disks| disks.written_bytes() != Some(0)) {
+            return Err(RollbackError::FirmwareWrote);
+        }
+        self.vm()?.remain_still();
+        Ok(())
     }
 
     /// The failure `why` of a VM that was put back to what it was.

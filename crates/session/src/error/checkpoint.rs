@@ -13,9 +13,6 @@ pub enum CheckpointError {
     /// The VM's disks could not be made ready.
     #[error("prepare the VM's disks")]
     Disks(#[source] BoxError),
-    /// A disk has another size. A new run has begun.
-    #[error("{}; the next checkpoint is complete", error_chain(&**.0))]
-    OtherDisks(BoxError),
     /// The strategy is not possible in this run.
     #[error(transparent)]
     Strategy(Box<Error>),
@@ -25,9 +22,6 @@ pub enum CheckpointError {
     /// The VM ended while the checkpoint was captured.
     #[error("the VM ended before the checkpoint was complete ({})", error_chain(.0))]
     VmEnded(CaptureError),
-    /// RAM was plugged or unplugged. A new run has begun.
-    #[error("{}; the next checkpoint is complete", error_chain(.0))]
-    OtherRam(CaptureError),
     /// RAM was plugged or unplugged, and no new run could begin.
     #[error("{}: {}", error_chain(capture), error_chain(restart))]
     NoNewRun {
@@ -73,6 +67,12 @@ pub enum CheckpointError {
     /// An earlier failure was final.
     #[error("no more checkpoints are taken: see keyframe status")]
     GivenUp,
+    /// QEMU has lost parts of the recording's log.
+    #[error(
+        "QEMU has lost parts of the recording's log, which had no space: the recording ends there, \
+         and no more checkpoints are taken"
+    )]
+    LogLost,
     /// The run is ending, and takes no more checkpoints.
     #[error("the run is ending")]
     Ending,

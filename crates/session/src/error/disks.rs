@@ -35,7 +35,8 @@ pub enum DiskError {
     UnknownDisk {
         /// The name.
         name: String,
-        /// The names of the disks that the guest can write to.
+        /// The names of the disks that the guest can write to, those of their devices in
+        /// parentheses.
         disks: Vec<String>,
     },
     /// The format of a disk's image is unknown.
@@ -55,8 +56,11 @@ pub enum DiskError {
     /// A disk was given another size, and another run has to begin.
     #[error("a disk of the VM was given another size")]
     OtherSize,
-    /// A disk was unplugged while checkpoints were taken.
-    #[error("the VM's disk {disk} ({file}) was unplugged; end the checkpoints and begin anew")]
+    /// A disk was unplugged, plugged in again or given direct I/O, and another run has to begin.
+    #[error("a disk of the VM was unplugged, plugged in again or given direct I/O")]
+    OtherDisks,
+    /// A disk was unplugged during a checkpoint.
+    #[error("the VM's disk {disk} ({file}) was unplugged during the checkpoint")]
     Unplugged {
         /// The disk.
         disk: String,

@@ -55,6 +55,9 @@ pub enum RollbackError {
         /// The checkpoint.
         checkpoint: CheckpointId,
     },
+    /// The firmware wrote to a disk while the VM was brought into the checkpoint's run state.
+    #[error("its firmware wrote to a disk before it stood still")]
+    FirmwareWrote,
     /// The rollback failed, and the VM is as it was before.
     #[error("{}; the VM is as it was", error_chain(&**.0))]
     Unharmed(Box<Self>),
@@ -162,6 +165,7 @@ impl RollbackError {
             | Self::Before(_)
             | Self::Step { .. }
             | Self::PagesDiffer { .. }
+            | Self::FirmwareWrote
             | Self::Unharmed(_) => return None,
         })
     }

@@ -51,6 +51,7 @@ fn session() -> Vec<String> {
         Error::CopyThreads(boxed("out of threads")),
         Error::CopyOnWriteTracker,
         Error::NoCopyOnWrite,
+        Error::ScansInPauses { option: "--strategy" },
         Error::BudgetWithoutInterval,
         Error::MissingFeatures { missing: vec![(name, detail), other], fix: None },
         Error::NotCheckpointable(vec![finding("vfio-pci", "remove it")]),
@@ -78,11 +79,9 @@ fn checkpoint() -> Vec<String> {
     let restart = Box::new(Error::NoVm);
     let errors = [
         CheckpointError::Disks(boxed("no space")),
-        CheckpointError::OtherDisks(Box::new(DiskError::OtherSize)),
         strategy(),
         CheckpointError::Capture(CaptureError::Torn),
         CheckpointError::VmEnded(CaptureError::Torn),
-        CheckpointError::OtherRam(CaptureError::OtherRam),
         CheckpointError::NoNewRun { capture: CaptureError::OtherRam, restart },
         CheckpointError::MonitorLost { pid: 4711 },
         CheckpointError::NoWatchdog(CaptureError::Torn),
@@ -91,6 +90,7 @@ fn checkpoint() -> Vec<String> {
         CheckpointError::KeepsChanging,
         CheckpointError::LookAtMachine(boxed("no answer")),
         CheckpointError::GivenUp,
+        CheckpointError::LogLost,
         CheckpointError::Ending,
     ];
     let failure = |lost, is_final| {
@@ -121,6 +121,7 @@ fn rollback() -> Vec<String> {
         RollbackError::Before(CheckpointError::Ending.into()),
         step(),
         differ(),
+        RollbackError::FirmwareWrote,
         RollbackError::Unharmed(Box::new(step())),
         RollbackError::CanRun { why: Box::new(step()), state: crate::control::VmState::Shutdown },
         RollbackError::Lost {
@@ -153,6 +154,8 @@ fn disks() -> Vec<String> {
         DiskError::UnknownDisk { name: "vdb".into(), disks: vec![disk(), "virtio1".into()] },
         DiskError::UnknownFormat(disk()),
         DiskError::Changed { disk: disk(), file: "a.qcow2".into() },
+        DiskError::OtherSize,
+        DiskError::OtherDisks,
         DiskError::Unplugged { disk: disk(), file: "a.qcow2".into() },
         DiskError::NoScratchSpace { folder: "/store/disks".into(), free_bytes: 4096 },
         DiskError::ReadTimeout { seconds: 60 },

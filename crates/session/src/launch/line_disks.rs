@@ -30,8 +30,8 @@ impl LineDisks<'_> {
     /// The disks of line `number` that are left out, and the others. Error: one of the others
     /// cannot be served.
     fn parted(&self, number: usize, line: &Invocation) -> Result<(Vec<LineDrive>, Vec<Drive>)> {
-        let left_out = self.leave_out.in_line(&self.prefix(number));
         let all = line.line_drives()?;
+        let left_out = self.leave_out.in_line(&self.prefix(number), &all);
         let (left_out, captured): (Vec<_>, Vec<_>) =
             all.into_iter().partition(|disk| disk.is_in(&left_out));
         let captured = captured.into_iter().map(|disk| disk.drive);
@@ -57,19 +57,25 @@ impl LineDisks<'_> {
         if self.leave_out.0.is_empty() {
             return Ok(());
         }
-        let mut disks = Vec::new();
+        let mut lines = Vec::new();
         for (number, (line, _)) in starting.iter().enumerate() {
-            let prefix = self.prefix(number);
-            disks.extend(line.line_drives()?.into_iter().map(|disk| (prefix.clone(), disk)));
+            lines.push((self.prefix(number), line.line_drives()?));
         }
         let is_unknown = |name: &&String| {
             let one = ExcludedDisks(vec![(*name).clone()]);
-            *name != "all" && !disks.iter().any(|(prefix, disk)| disk.is_in(&one.in_line(prefix)))
+            let has = |(prefix, drives): &(String, Vec<LineDrive>)| {
+                let named = one.in_line(prefix, drives);
+                drives.iter().any(|drive| drive.is_in(&named))
+            };
+            *name != "all" && !lines.iter().any(has)
         };
         match self.leave_out.0.iter().find(is_unknown) {
             Some(name) => {
-                let disks = disks.iter().map(|(prefix, disk)| format!("{prefix}{}", disk.name));
-                Err(DiskError::UnknownDisk { name: name.clone(), disks: disks.collect() }.into())
+                let of_line = |(prefix, drives): &(String, Vec<LineDrive>)| -> Vec<String> {
+                    drives.iter().map(|disk| full_name(prefix, disk)).collect()
+                };
+                let disks = lines.iter().flat_map(of_line).collect();
+                Err(DiskError::UnknownDisk { name: name.clone(), disks }.into())
             }
             None => Ok(()),
         }
@@ -104,7 +110,7 @@ impl LineDisks<'_> {
                 .collect();
             disks::require_apart_from(of_line, &left_out)?;
             if !captured.is_empty() {
-                let left_out = self.leave_out.in_line(&prefix);
+                let left_out = self.leave_out.in_line(&prefix, &line.line_drives()?);
                 line.serve_drives(&DiskServer {
                     prefix,
                     left_out,
@@ -125,5 +131,13 @@ impl LineDisks<'_> {
             });
         }
         Ok(disks::serve(store, name, None, wanted, &socket).map(Some)?)
+    }
+}
+
+/// The name of a disk of a line, with the ids of its devices.
+fn full_name(prefix: &str, disk: &LineDrive) -> String {
+    match &disk.devices[..] {
+        [] => format!("{prefix}{}", disk.name),
+        devices => format!("{prefix}{} ({})", disk.name, devices.join(", ")),
     }
 }

@@ -23,19 +23,21 @@ pub struct ProcessRam {
     process: Process,
     memory: Arc<GuestReader>,
     watches_discards: bool,
+    is_pinned: bool,
 }
 
 impl ProcessRam {
     /// Opens the RAM of `vm`. Error: the VM does not answer, or its memory cannot be inspected.
     pub fn open(vm: &mut dyn Vmm) -> Result<Box<dyn RamAccess>> {
         let watches_discards = vm.discards_ram()?;
+        let is_pinned = vm.pins_ram()?;
         let blocks = vm.ram_blocks()?;
         let hosts = blocks.iter().map(|b| b.host).collect();
         let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())?;
         let ram = Arc::new(GuestRam::new(layout, hosts));
         let process = Process::open(vm.pid())?;
         let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
-        Ok(Box::new(Self { ram, process, memory, watches_discards }))
+        Ok(Box::new(Self { ram, process, memory, watches_discards, is_pinned }))
     }
 
     fn tracker(&self, scan: impl WriteScanner + 'static) -> Box<dyn DirtyTracker> {
@@ -58,6 +60,10 @@ impl RamAccess for ProcessRam {
 
     fn watches_discards(&self) -> bool {
         self.watches_discards
+    }
+
+    fn is_pinned(&self) -> bool {
+        self.is_pinned
     }
 
     fn reader(&self) -> Arc<dyn PageReader> {

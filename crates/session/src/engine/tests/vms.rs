@@ -1,6 +1,7 @@
 //! The VM ends, another client pauses it, or its monitor is lost.
 
 use super::{Bench, Client, VM, page};
+use crate::RecordingOptions;
 use crate::SessionOptions;
 use crate::control::{EngineResponse, VmState};
 use crate::engine::Engine;
@@ -10,6 +11,8 @@ use crate::machines::Member;
 use keyframe_units::PageIndex;
 use keyframe_vmm::fake::{FakeControl, Incident, Step};
 use keyframe_vmm::{GuestEnd, VmOrigin};
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// Has the VM end by itself at the look number `looks` from now.
 fn end_after(control: &FakeControl, looks: usize) {
@@ -35,6 +38,39 @@ fn a_vm_that_ends_during_a_pause_is_no_failed_checkpoint() {
         assert!(bench.told.failures().is_empty());
         assert!(!bench.control.take_steps().contains(&Step::End), "the engine ended the VM");
     }
+}
+
+#[test]
+fn no_checkpoint_follows_when_qemu_has_lost_parts_of_a_recordings_log() {
+    let (bench, mut options) = Bench::new();
+    options.recorded = Some(RecordingOptions {
+        recording: "r".into(),
+        log: bench.dir.path().join("log"),
+        has_lost_log: Arc::new(AtomicBool::new(true)),
+        machine: None,
+        begin: None,
+    });
+    let engine = bench.engine(options);
+    let (client, status) = (Client::of(&engine), engine.status.clone());
+    let (report, told) = std::sync::mpsc::channel();
+    for look in 1..=6 {
+        let (client, status, report) = (client.clone(), status.clone(), report.clone());
+        let end = bench.control.clone();
+        bench.control.before(Step::DrainEvents, move || match look {
+            3 => report.send(client.take("late")).unwrap(),
+            5 => {
+                let shown = status.lock().unwrap().last_error.clone();
+                assert!(shown.unwrap().contains("lost parts of the recording's log"));
+            }
+            6 => end.end(0),
+            _ => {}
+        });
+    }
+    let ended = engine.run().unwrap();
+    assert_eq!((ended.sealed, ended.failed), (1, 0), "the one at the begin");
+    assert_eq!(bench.told.count(|event| matches!(event, Event::LogLost)), 1);
+    let taken = told.recv().unwrap().recv().unwrap();
+    assert!(matches!(taken, EngineResponse::Failed(why) if why.contains("lost parts")));
 }
 
 #[test]

@@ -1,0 +1,92 @@
+//! Brings the VM into the run state of a checkpoint whose VM stood still, before its state is loaded.
+//!
+//! ```text
+//!   stands so already ─▶ nothing
+//!   otherwise          ─▶ system_reset ─▶ set-action reboot=shutdown ─▶ cont, system_reset ─▶ shutdown
+//! ```
+//!
+//! QEMU has no command for a run state, and a load changes none. With `reboot=shutdown`, a reset of a
+//! running VM stops it in the state `shutdown`, without a reset. For a moment the virtual CPUs run the
+//! first instructions of the firmware. The load replaces RAM and devices; the caller checks that the
+//! firmware has written to no disk.
+
+use super::{LOOK_EVERY, RollbackObstacle};
+use crate::guest_end::action_at;
+use crate::standstill::stood_still;
+use crate::{Error, Qmp, Result, Vm};
+use keyframe_qemu_cmdline::options;
+use serde_json::json;
+use std::time::{Duration, Instant};
+
+/// The longest time until the VM is in another run state.
+const STATE_TIMEOUT: Duration = Duration::from_secs(30);
+
+impl Vm {
+    /// Fails if the checkpoint with `device_state` is of a VM that stood still, and this VM cannot be
+    /// brought into the same run state.
+    pub(super) fn check_can_stand(&mut self, device_state: &[u8]) -> Result<()> {
+        let Some(state) = stood_still(device_state) else { return Ok(()) };
+        let stands = self.qmp().status()?.name() == state;
+        // Otherwise QEMU is to end with its guest.
+        let pauses = self.action_of_line("shutdown") == "pause";
+        let can_stand = if state == "shutdown" { pauses } else { stands };
+        if can_stand { Ok(()) } else { Err(RollbackObstacle::TargetStands { state }.refuse()) }
+    }
+
+    /// Brings the VM into the run state `state`. After an error it stands still in any state.
+    pub(super) fn stand_in(&mut self, state: &str) -> Result<()> {
+        if self.qmp().status()?.name() == state {
+            return Ok(());
+        }
+        let reboot = self.action_of_line("reboot");
+        let qmp = self.qmp();
+        qmp.execute("set-action", Some(json!({ "reboot": "reset" })))?;
+        let stood = reset(qmp).and_then(|()| {
+            qmp.execute("set-action", Some(json!({ "reboot": "shutdown" })))?;
+            let shut = qmp.cont().and_then(|()| qmp.execute("system_reset", None));
+            let shut = shut.and_then(|_| await_state(qmp, state));
+            if shut.is_err() {
+                let _ = qmp.stop();
+            }
+            qmp.forget_stop();
+            shut
+        });
+        let action = if reboot == "shutdown" { "shutdown" } else { "reset" };
+        let set_back = qmp.execute("set-action", Some(json!({ "reboot": action })));
+        stood.and(set_back.map(drop))
+    }
+
+    /// Fails unless the VM is in the run state `state`.
+    pub(super) fn require_state(&mut self, state: &str) -> Result<()> {
+        match self.qmp().status()?.name() {
+            now if now == state => Ok(()),
+            now => Err(Error::Rollback { problem: format!("its state is {now}, not {state}") }),
+        }
+    }
+
+    fn action_of_line(&self, event: &str) -> String {
+        let arguments = options::parse(self.full_command().get(1..).unwrap_or_default());
+        arguments.map_or_else(|_| String::new(), |line| action_at(&line, event))
+    }
+}
+
+/// Resets the machine, whose virtual CPUs stand still.
+fn reset(qmp: &mut Qmp) -> Result<()> {
+    qmp.execute("system_reset", None)?;
+    await_state(qmp, "prelaunch")
+}
+
+fn await_state(qmp: &mut Qmp, state: &str) -> Result<()> {
+    let deadline = Instant::now() + STATE_TIMEOUT;
+    loop {
+        let status = qmp.status()?;
+        if status.name() == state {
+            return Ok(());
+        }
+        if Instant::now() >= deadline {
+            let problem = format!("it is still in the state {}, not {state}", status.name());
+            return Err(Error::Rollback { problem });
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
