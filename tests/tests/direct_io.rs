@@ -8,8 +8,8 @@ use keyframe_tests::{ExternalVm, Process, TestEnv, chosen_qemus, variants, wait_
 use std::path::Path;
 
 /// A loop in the guest that reads all of its disk again and again, past the page cache's content.
-const READS: &str = "while :; do echo 3 >/proc/sys/vm/drop_caches; \
-                     dd if=/dev/vda of=/dev/null bs=256k 2>/dev/null; done &";
+const READS: &str = "{ while :; do echo 3 >/proc/sys/vm/drop_caches; \
+                     dd if=/dev/vda of=/dev/null bs=256k 2>/dev/null; done & }";
 
 /// Fails if a checkpoint differs from RAM.
 fn assert_exact(run: &Process) {
@@ -34,7 +34,7 @@ fn a_vm_that_reads_its_disk_by_direct_io_is_exact() {
         let words = disk(&image, keys);
         let mut vm = ExternalVm::start(&env, &shell_guest(&qemu, &as_strs(&words)));
         vm.console.wait_for("KF READY");
-        vm.console.type_line(READS);
+        run_in_guest(&mut vm.console, READS, "reads");
         let (monitor, audit) = (vm.socket("a"), env.path().join("audit").display().to_string());
         let common = ["--name", "guest", "--disk", "bitmap"];
         let refused = [&common[..], &["--strategy", "cow"]].concat();
@@ -68,7 +68,7 @@ fn a_read_only_disk_with_direct_io_is_no_reason_to_refuse_a_run() {
         let audit = env.path().join("audit").display().to_string();
         let options = ["--interval", "250ms", "--audit", &audit];
         let mut run = start_guest(&env, &options, &shell_guest(&qemu, &as_strs(&words)));
-        run.type_line(READS);
+        run_in_guest(&mut run, READS, "reads");
         wait_until("checkpoints are sealed", || env.list().len() >= 8);
         env.ok(&["stop"]);
         assert!(run.wait().success(), "{}", run.report());
@@ -87,7 +87,7 @@ fn a_tracker_that_compares_pages_sees_what_direct_io_wrote() {
     let words = disk(&image, "cache=none");
     let mut vm = ExternalVm::start(&env, &shell_guest(&qemu, &as_strs(&words)));
     vm.console.wait_for("KF READY");
-    vm.console.type_line(READS);
+    run_in_guest(&mut vm.console, READS, "reads");
     let (monitor, audit) = (vm.socket("a"), env.path().join("audit").display().to_string());
     let options = ["--name", "guest", "--disk", "bitmap", "--interval", "500ms"];
     let further = ["--tracker", "compare", "--strategy", "stop-copy", "--audit", &audit];
