@@ -9,8 +9,8 @@
 //!
 //! The peer is what a user would do without Keyframe's intervals: one replay, with the same tool.
 //! The gain of two independent analyses is the most that this machine gives to two jobs, so that
-//! `speedup_over_gain` shows what the distribution costs. Every result must equal that of one
-//! replay, byte for byte; otherwise the benchmark fails.
+//! `speedup_over_gain` shows what the distribution costs. The results of one job and of two must equal
+//! that of one replay, byte for byte; otherwise the benchmark fails.
 
 use crate::part_selection::PartSelection;
 use crate::replay::recording::Recording;

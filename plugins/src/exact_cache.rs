@@ -55,9 +55,10 @@
 use crate::arguments::number;
 
 /// The number of no line.
-const EMPTY: u64 = u64::MAX;
-/// The largest level in bytes, the most lines of a set, the most levels.
+pub(crate) const EMPTY: u64 = u64::MAX;
+/// The most bytes of a level.
 const LEVEL_BYTES_MAX: u64 = 1 << 30;
+/// The most lines of a set.
 const WAYS_MAX: u64 = 64;
 /// The most levels.
 pub const LEVELS_MAX: usize = 4;
@@ -117,6 +118,11 @@ impl LruSets {
             return Err(format!("more than {LEVELS_MAX} cache levels"));
         }
         Ok(levels)
+    }
+
+    /// The numbers of sets and of lines of a set.
+    pub fn size(&self) -> (u64, usize) {
+        (self.sets, self.ways)
     }
 
     /// The number of the set of `line`.

@@ -76,7 +76,7 @@ impl Placement {
             Self::Neighbours => {
                 let Preference { last, share, live } = preference;
                 if let Some(live) = live {
-                    return behind_ranges(open, live);
+                    return after_ranges(open, live);
                 }
                 let Some(last) = last else {
                     let of_share = share.and_then(|share| of_share(open, share));
@@ -89,7 +89,7 @@ impl Placement {
     }
 }
 
-/// The first item of the share, if nobody has begun with that part of the work.
+/// The first item of the share, if no other worker has begun with that part of the work.
 fn of_share(open: &[QueueItem], share: Share) -> Option<QueueItem> {
     let total: u128 = open.iter().map(|item| u128::from(item.weight)).sum();
     let before_share = total * u128::from(share.number) / u128::from(share.count.max(1));
@@ -106,7 +106,7 @@ fn of_share(open: &[QueueItem], share: Share) -> Option<QueueItem> {
 
 /// The first item that lies behind the ranges of other workers. A stretch behind a worker's present
 /// item is that worker's up to the length of a range, or up to its middle if it is longer than two.
-fn behind_ranges(open: &[QueueItem], live: LiveRanges<'_>) -> Option<QueueItem> {
+fn after_ranges(open: &[QueueItem], live: LiveRanges<'_>) -> Option<QueueItem> {
     let stretches = open.chunk_by(|a, b| a.index.checked_add(1) == Some(b.index));
     let free = stretches.filter_map(|stretch| {
         let first = stretch.first()?.index;

@@ -185,8 +185,17 @@ impl Queue {
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// Adds an item that is settled already. Error: [`Error::Io`].
-    pub fn add_settled(&self, item: QueueItem) -> Result<()> {
+    /// Settles an item that no worker has: an open one, or one that the queue does not know. Error:
+    /// [`Error::Io`].
+    pub fn settle_free(&self, item: QueueItem) -> Result<()> {
+        let open = self.items()?.into_iter().find(|open| open.index == item.index);
+        if let Some(open) = open {
+            let (from, to) = (self.dir.join(ITEMS).join(open.name()), self.dir.join(SETTLED));
+            let moved = unless_gone(fs::rename(&from, to.join(open.name())));
+            if moved.map_err(Error::io("rename", &from))? {
+                return Ok(());
+            }
+        }
         let path = self.dir.join(SETTLED).join(item.name());
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
@@ -410,6 +419,13 @@ mod tests {
         // An item that was given up is tried again.
         queue.reopen(|index| index == 1).unwrap();
         assert_eq!(queue.items().unwrap().len(), 2);
+        // One that was made elsewhere is open no more, and settled once.
+        for index in [1, 7] {
+            queue.settle_free(QueueItem { index, weight: 5 }).unwrap();
+        }
+        let left: Vec<u32> = queue.items().unwrap().iter().map(|item| item.index).collect();
+        let settled: Vec<u32> = queue.settled().unwrap().iter().map(|item| item.index).collect();
+        assert_eq!((left, settled), (vec![0], vec![1, 7]));
     }
 
     #[test]

@@ -78,10 +78,10 @@ impl Slot<'_> {
         let Some(at) = held.items.iter().position(|item| item.index == index) else {
             return Ok(());
         };
-        let item = held.items.remove(at);
-        if self.queue.settle(self.worker, item)? {
+        if self.queue.settle(self.worker, held.items[at])? {
             self.settled.fetch_add(1, Ordering::Relaxed);
         }
+        held.items.remove(at);
         Ok(())
     }
 

@@ -88,7 +88,7 @@ pub fn backing(path: &Path) -> Result<Option<BackingReference>> {
 fn backing_of(path: &Path, named: &Named) -> Result<Option<BackingReference>> {
     let Some(name) = &named.backing else { return Ok(None) };
     let folder = path.parent().unwrap_or(Path::new("/"));
-    let found = BackingReference::parse(name, folder).map_err(|reason| {
+    let refused = |reason: String| {
         let image = path.display();
         Error::refused(
             image.to_string(),
@@ -98,8 +98,16 @@ fn backing_of(path: &Path, named: &Named) -> Result<Option<BackingReference>> {
                  -O qcow2 {image} NEW.qcow2"
             ),
         )
-    })?;
-    let of_header = named.backing_format.as_deref().and_then(ImageFormat::named);
+    };
+    let found = BackingReference::parse(name, folder).map_err(refused)?;
+    // A format that is told is never guessed: its first bytes may be those of another.
+    let of_header = match named.backing_format.as_deref() {
+        None => None,
+        Some(format) => Some(
+            ImageFormat::named(format)
+                .ok_or_else(|| refused(format!("has the format {format}")))?,
+        ),
+    };
     Ok(Some(BackingReference { format: found.format.or(of_header), ..found }))
 }
 
@@ -197,6 +205,21 @@ mod tests {
             bytes.extend(backing.bytes());
         }
         std::fs::write(path, bytes).unwrap();
+    }
+
+    #[test]
+    fn a_backing_image_in_another_format_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().join("top");
+        std::fs::write(dir.path().join("base"), [0; 512]).unwrap();
+        for format in ["vpc", "parallels"] {
+            image(&top, "base", &[(BACKING_FORMAT, format)]);
+            let told = backing(&top).unwrap_err().to_string();
+            assert!(told.contains(&format!("base has the format {format}")), "{told}");
+            assert!(image_files(&top, ImageFormat::Qcow2).is_err());
+        }
+        image(&top, "base", &[]);
+        assert_eq!(backing(&top).unwrap().unwrap().format, None);
     }
 
     #[test]

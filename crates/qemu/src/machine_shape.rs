@@ -70,12 +70,17 @@ struct Medium {
     image: Option<String>,
     is_read_only: bool,
     len_bytes: u64,
+    /// True if QEMU reads it by direct I/O. False for a captured disk, whose capture looks at that.
+    is_direct: bool,
 }
 
 impl fmt::Display for Medium {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.image {
-            Some(image) => write!(f, "{image} ({} bytes)", self.len_bytes),
+            Some(image) => {
+                let direct = if self.is_direct { ", direct I/O" } else { "" };
+                write!(f, "{image} ({} bytes{direct})", self.len_bytes)
+            }
             None => f.write_str("no medium"),
         }
     }
@@ -257,11 +262,14 @@ fn medium(block: &Value, captured: &CapturedDisks) -> (String, Medium) {
     };
     let file = inserted.get("file").and_then(Value::as_str).unwrap_or_default();
     let size = inserted.get("image").and_then(|image| image.get("virtual-size"));
+    let is_captured = captured.have(block);
+    let is_direct = inserted.pointer("/cache/direct").and_then(Value::as_bool) == Some(true);
     let medium = Medium {
         // The file of a captured disk has other names while the disk is read.
-        image: Some(if captured.have(block) { "the captured disk" } else { file }.to_owned()),
+        image: Some(if is_captured { "the captured disk" } else { file }.to_owned()),
         is_read_only: inserted.get("ro").and_then(Value::as_bool).unwrap_or_default(),
         len_bytes: size.and_then(Value::as_u64).unwrap_or_default(),
+        is_direct: is_direct && !is_captured,
     };
     (drive, medium)
 }
@@ -425,6 +433,7 @@ mod tests {
             image: image.map(str::to_owned),
             is_read_only: true,
             len_bytes: 7,
+            is_direct: false,
         };
         MachineShape {
             devices: devices.iter().map(|(id, kind)| (path(id), (*kind).into())).collect(),

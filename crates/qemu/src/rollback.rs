@@ -73,10 +73,10 @@ impl Vm {
         Ok(())
     }
 
-    /// Rolls the paused VM back to `target`. The VM stays paused, or stands still in the run state of
-    /// `target` if that one's VM stood still. QEMU reads the state from `file`,
-    /// which must be empty and becomes about as large as the pages of `target`. After an error the
-    /// machine is in an unknown state: roll it back to a checkpoint before it runs.
+    /// Rolls the paused VM back to `target`. The VM stays paused, or stands still in the run state
+    /// of `target` if that one's VM stood still. QEMU reads the state from `file`, which must be
+    /// empty and becomes about as large as the pages of `target`. After an error the machine is in
+    /// an unknown state: roll it back to a checkpoint before it runs.
     ///
     /// Errors: [`Error::Rollback`] if QEMU refuses the state; [`Error::RollbackObstacle`] if a
     /// flash chip cannot take its state now; [`Error::Timeout`]; errors of the monitor, of reading

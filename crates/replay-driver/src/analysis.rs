@@ -192,7 +192,13 @@ impl<'a> Analysis<'a> {
             return Ok(interval);
         }
         let known = self.subject.intervals(self.tool.can_cut())?;
-        self.progress.write().ignore_poison().known.intervals = known.intervals;
+        {
+            // Another thread may have found more meanwhile.
+            let mut progress = self.progress.write().ignore_poison();
+            if known.intervals.len() > progress.known.intervals.len() {
+                progress.known.intervals = known.intervals;
+            }
+        }
         find().ok_or_else(|| AnalysisError::NoInterval(index).into())
     }
 
@@ -256,9 +262,15 @@ impl<'a> Analysis<'a> {
             |one: &&Interval| self.old.contains(&one.index) && !settled.contains(&one.index);
         let unsettled: Vec<Interval> = intervals.iter().filter(is_new).copied().collect();
         for item in self.items(&unsettled)? {
-            queue.add_settled(item)?;
+            queue.settle_free(item)?;
         }
         Ok(queue)
+    }
+
+    /// Returns the rule by which workers choose intervals: neighbours for a run through several of
+    /// them, otherwise the longest first.
+    pub fn placement(&self) -> Placement {
+        if self.can_continue() { Placement::Neighbours } else { Placement::LongestFirst }
     }
 
     /// Returns the source of the queue's items, which follows a live recording.
@@ -286,8 +298,13 @@ impl<'a> Analysis<'a> {
         events.event(&ReplayEvent::Replayed { instructions: this.old_instructions() });
         let slots = jobs.map_or_else(jobs::core_count, |n| n as usize);
         let job = |item: QueueItem, slot: &Slot<'_>| {
-            // The queue's items are intervals that this process knows.
-            let Ok(interval) = this.interval(item.index) else { return };
+            let interval = match this.interval(item.index) {
+                Ok(interval) => interval,
+                Err(error) => {
+                    let index = item.index;
+                    return events.event(&ReplayEvent::IntervalFailed { index, error });
+                }
+            };
             let name = format!("local-{:?}", std::thread::current().id());
             let maker = PartMaker { name: &name, tries_max: tries, interrupted };
             let mut reached = interval.from_icount;
@@ -304,10 +321,8 @@ impl<'a> Analysis<'a> {
                 Ok(()) | Err(_) => {}
             }
         };
-        let placement =
-            if this.can_continue() { Placement::Neighbours } else { Placement::LongestFirst };
         std::thread::scope(|scope| {
-            let mut local = LocalRunner::new(scope, slots, placement, interrupted, &job);
+            let mut local = LocalRunner::new(scope, slots, this.placement(), interrupted, &job);
             drive(&queue, &mut this.feed(), &mut local, interrupted, &mut |_| ())
         })?;
         jobs::check_interrupted(interrupted)
@@ -326,7 +341,7 @@ impl IntervalFeed<'_> {
         let items = self.analysis.refresh()?;
         if matches!(items, NewItems::Open(_)) {
             let queue = Queue::open(&self.analysis.out.join("queue"))?;
-            self.ranges.update(self.analysis, &self.analysis.intervals(), &queue)?;
+            self.ranges.update(self.analysis, &self.analysis.intervals(), &queue);
         }
         Ok(items)
     }

@@ -102,9 +102,9 @@ impl<'a> AnalysisSubject<'a> {
 
     /// Returns the time for which the VM ran in `interval` while it was recorded. It is the time
     /// between the interval's checkpoints, or if these were taken later, from a replay, the
-    /// interval's part of the whole time by its instructions. Error: the store or the recording
-    /// cannot be read.
-    pub fn recorded_time(self, interval: &Interval) -> Result<Duration> {
+    /// interval's part of the whole time by its instructions; `None` while that is not known. Error:
+    /// the store or the recording cannot be read.
+    pub fn recorded_time(self, interval: &Interval) -> Result<Option<Duration>> {
         let store = self.store();
         let sealed = |id| store.sealed(id).map_err(|e| Error::store(store.path(), e));
         let ends = (sealed(interval.begin.checkpoint)?, interval.end.map(sealed).transpose()?);
@@ -112,15 +112,16 @@ impl<'a> AnalysisSubject<'a> {
             && [&begin, &end].iter().all(|one| one.meta.reason != "segment")
         {
             let ns = end.meta.taken_at.duration_since(begin.meta.taken_at).as_nanos();
-            return Ok(Duration::from_nanos(u64::try_from(ns).unwrap_or_default()));
+            return Ok(Some(Duration::from_nanos(u64::try_from(ns).unwrap_or_default())));
         }
         let whole = match self {
-            Self::Unrecorded(_) => return Ok(Duration::ZERO),
+            Self::Unrecorded(_) => return Ok(None),
             Self::Recorded(recording) => recording.recording.meta.clone(),
             Self::Live(live) => live.now()?.recording.meta.clone(),
         };
         let share = interval.len() as f64 / whole.instructions.max(1) as f64;
-        Ok(Duration::from_nanos(whole.duration_ns).mul_f64(share.min(1.0)))
+        let time = Duration::from_nanos(whole.duration_ns).mul_f64(share.min(1.0));
+        Ok((whole.duration_ns > 0).then_some(time))
     }
 
     /// Runs one QEMU from the checkpoint `begin` through the interval `first` and the intervals that

@@ -30,7 +30,7 @@ pub enum ReplayEvent {
     },
     /// The part of an interval could not be made or written.
     IntervalFailed {
-        /// The interval.
+        /// The interval, or the first one of its range.
         index: u32,
         /// The reason.
         error: Error,

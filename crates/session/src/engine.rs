@@ -463,7 +463,7 @@ impl<'a> Engine<'a> {
                 Err(CaptureError::OtherRam) if !self.machines.any_has_ended() => {
                     self.follow_ram()?;
                 }
-                Err(_) if self.machines.are_changed() => self.follow_changes()?,
+                Err(_) if self.machines.are_changed() => self.follow_machine()?,
                 Err(error) => return Err(self.capture_failed(error)),
             }
         }

@@ -403,20 +403,29 @@ impl Machine for Machines {
         work: &mut dyn FnMut() -> Result<(), CaptureError>,
     ) -> Result<(), CaptureError> {
         let failed = |operation| move |source| CaptureError::Machine { operation, source };
+        // Within a standstill the VM is paused already, and is to stay so.
+        let has_own_stop = !self.members.iter().any(|member| member.vm.is_in_standstill());
         let mut begun = 0;
         let mut paused = Ok(());
-        for member in &mut self.members {
+        for member in self.members.iter_mut().filter(|_| has_own_stop) {
             paused = member.vm.begin_standstill().map(drop);
             if paused.is_err() {
                 break;
             }
             begun += 1;
         }
-        let worked = paused.map_err(failed("pause the VM for a scan")).and_then(|()| work());
+        let worked = paused.map_err(failed("pause the VM for a scan"));
+        let worked = worked.and_then(|()| work());
         let members = self.members.iter_mut().take(begun);
         let ended: Vec<_> = members.map(|member| member.vm.end_standstill()).collect();
         worked?;
-        self.all(ended).map(drop).map_err(failed("resume the VM"))
+        let verdicts = self.all(ended).map_err(failed("resume the VM"))?;
+        let ran = self.each(|member| Ok(member.vm.vm_mut().ran_meanwhile()?));
+        let ran = self.all(ran).map_err(failed("find out whether the VM ran in a scan"))?;
+        if ran.contains(&true) || verdicts.contains(&PauseVerdict::RanMeanwhile) {
+            return Err(CaptureError::Torn);
+        }
+        Ok(())
     }
 }
 

@@ -321,6 +321,13 @@ impl Strategies {
         ram.write_page(page, content)
     }
 
+    /// Returns true if the RAM is scanned while the guest runs, by a tracker that does not see writes
+    /// into pinned pages.
+    pub fn miss_pinned_writes(&self, options: &SessionOptions) -> Result<bool> {
+        let finds_all = options.tracker_kind()? == TrackerKind::Compare;
+        Ok(self.scans == Scans::AnyTime && !finds_all)
+    }
+
     /// Sets the number of pages that pre-copy may leave to the pause.
     pub fn tune(&mut self, target_pages: u64) {
         self.precopy.policy.target_pages = target_pages;

@@ -294,6 +294,11 @@ impl SessionVm {
         self.on_queues(|queues, vm| queues.are_busy(vm.qmp())).unwrap_or(Ok(false))
     }
 
+    /// Returns true during a standstill.
+    pub fn is_in_standstill(&self) -> bool {
+        self.watched.is_in_standstill()
+    }
+
     /// Pauses the VM until [`SessionVm::end_standstill`], so that several checkpoints can be taken
     /// of one instant. Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
     /// Error: the VMM or the watchdog does not answer.
@@ -323,9 +328,9 @@ impl SessionVm {
         self.watched.remain_still();
     }
 
-    /// Ends the standstill: the VM runs if it ran before. Error: the VMM or the watchdog does not
-    /// answer.
-    pub fn end_standstill(&mut self) -> Result<(), BoxError> {
+    /// Ends the standstill: the VM runs if it ran before. Returns whether the watchdog resumed it
+    /// meanwhile. Error: the VMM or the watchdog does not answer.
+    pub fn end_standstill(&mut self) -> Result<PauseVerdict, BoxError> {
         let ended = self.watched.end_standstill();
         self.may_answer_late(true);
         Ok(ended?)

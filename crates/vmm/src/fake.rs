@@ -146,6 +146,7 @@ struct FakeState {
     exit: Option<ExitStatus>,
     monitor_lost: bool,
     ran_meanwhile: bool,
+    pins_ram: bool,
     at_end: AtGuestEnd,
     one_command: OneCommand,
     watchdog: WatchdogState,
@@ -272,6 +273,7 @@ impl FakeVm {
             exit: None,
             monitor_lost: false,
             ran_meanwhile: false,
+            pins_ram: false,
             at_end: AtGuestEnd::default(),
             one_command: OneCommand::Missing,
             watchdog: WatchdogState::default(),
@@ -364,6 +366,10 @@ impl Vmm for FakeVm {
 
     fn discards_ram(&mut self) -> Result<bool, VmmError> {
         Ok(false)
+    }
+
+    fn pins_ram(&mut self) -> Result<bool, VmmError> {
+        Ok(lock(&self.shared).pins_ram)
     }
 
     fn run_state(&mut self) -> Result<RunState, VmmError> {

@@ -215,8 +215,13 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
+    /// Returns true during a standstill.
+    pub fn is_in_standstill(&self) -> bool {
+        self.standstill.is_some()
+    }
+
     /// Pauses the VM until [`WatchedVm::end_standstill`], so that several checkpoints can be taken
-    /// of one instant. Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
+    /// of one instant. A standstill has no other within it ([`WatchedVm::is_in_standstill`]). Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
     /// Error: the VMM or the watchdog does not answer; the VM runs again then.
     pub fn begin_standstill(&mut self) -> Result<bool, VmmError> {
         let outcome = self.stop_watched(self.limit)?;
@@ -262,16 +267,16 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         self.standstill = self.standstill.map(|_| StopOutcome::AlreadyPaused);
     }
 
-    /// Ends the standstill: resumes the VM if it ran before. Error: the VMM or the watchdog does
-    /// not answer.
-    pub fn end_standstill(&mut self) -> Result<(), VmmError> {
+    /// Ends the standstill: resumes the VM if it ran before. Returns whether the watchdog resumed it
+    /// meanwhile. Error: the VMM or the watchdog does not answer.
+    pub fn end_standstill(&mut self) -> Result<PauseVerdict, VmmError> {
         if self.standstill.take() != Some(StopOutcome::Stopped) {
-            return Ok(());
+            return Ok(PauseVerdict::Undisturbed);
         }
         self.resume_or_rescue()?;
-        // If the watchdog has ended, the next pause reports it; the VM runs.
-        let _ = self.watchdog.disarm();
-        Ok(())
+        // A watchdog that has ended cannot tell. The next pause reports it; the VM runs.
+        let fired = self.watchdog.disarm().unwrap_or(true);
+        Ok(if fired { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
     }
 
     /// Pauses the VM by one command. `None` if its VMM cannot do so; the VM is as it was.

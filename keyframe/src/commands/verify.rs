@@ -22,7 +22,7 @@ use std::time::Duration;
 that checkpoint, page by page, and so are all blocks of disks that the replay or the recording wrote, all registers of the processors
 and the state of all devices. A replay that departs from its log stops for ever. Keyframe notices that, and reports the interval, the
 instruction and the processor's registers. No checkpoint follows the last interval: its end is compared with that of a second replay,
-which begins one checkpoint earlier.
+which begins one checkpoint earlier. In a recording with one checkpoint the replay only has to reach the end.
 
 On a busy machine QEMU's replay sometimes stops where it does not stop the next time. An interval that did not reach its end is
 therefore tried again, and the output says so. An interval whose end differs is not tried again.

@@ -4,7 +4,7 @@
 use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::words::replay::ReplayWords;
-use keyframe_cluster::{Placement, Queue, QueueItem, Slot, Worker, slurm::SlurmRunner};
+use keyframe_cluster::{Queue, QueueItem, Slot, Worker, slurm::SlurmRunner};
 use keyframe_locks::IgnorePoison;
 use keyframe_replay_driver::{AnalysisHeader, JobSpec, PartMaker, jobs, tool};
 use keyframe_store_keys::KeyArg;
@@ -64,7 +64,7 @@ impl Work {
         };
         let slots = self.slots as usize;
         let share = SlurmRunner::share(|name| std::env::var(name).ok());
-        let (placement, lease) = (Placement::Neighbours, self.lease);
+        let (placement, lease) = (analysis.placement(), self.lease);
         let worker = Worker { id: id.clone(), slots, placement, share, lease };
         let count = worker.run(&queue, &interrupted, job).map_err(failed)?;
         eprintln!("keyframe: {} settled {count} intervals", id.as_str());

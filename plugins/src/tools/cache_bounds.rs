@@ -29,20 +29,14 @@
 use super::cache::line_bytes;
 use super::{Setup, Tool};
 use crate::api::{self, Block, MemoryInfo};
-use crate::arguments::number;
 use crate::cut::{PartTable, TableTool};
+use crate::exact_cache::{EMPTY, LruSets};
 use crate::physical::DEVICE;
 use crate::state::State;
 use crate::translations::AccessResolver;
 use std::collections::VecDeque;
 use std::ffi::{c_uint, c_void};
 
-/// The number of no line.
-const EMPTY: u64 = u64::MAX;
-/// The largest level in bytes, the most lines of a set, the most levels.
-const LEVEL_BYTES_MAX: u64 = 1 << 30;
-const WAYS_MAX: u64 = 64;
-const LEVELS_MAX: usize = 4;
 /// The most warm-up intervals: as many hierarchies are filled at a time.
 const WARM_UP_MAX: u64 = 16;
 
@@ -83,26 +77,16 @@ enum Reaches {
 }
 
 impl Level {
-    /// Parses `BYTES:WAYS`.
-    fn new(text: &str, line_bytes: u64) -> Result<Self, String> {
-        let wrong =
-            || format!("cache level {text:?} is not BYTES:WAYS with a whole number of sets");
-        let (bytes, ways) = text.split_once(':').ok_or_else(wrong)?;
-        let (bytes, ways) = (number(bytes).ok_or_else(wrong)?, number(ways).ok_or_else(wrong)?);
-        let whole = (1..=WAYS_MAX).contains(&ways) && (1..=LEVEL_BYTES_MAX).contains(&bytes);
-        if !whole || bytes % (ways * line_bytes) != 0 {
-            return Err(wrong());
-        }
-        let lines = (bytes / line_bytes) as usize;
-        let sets = lines as u64 / ways;
-        let known = vec![0; sets as usize];
-        Ok(Self {
-            lines: vec![EMPTY; lines],
-            known,
-            ways: ways as usize,
+    /// A level of the size of `sets`, whose contents are unknown.
+    fn new(sets: &LruSets) -> Self {
+        let (sets, ways) = sets.size();
+        Self {
+            lines: vec![EMPTY; sets as usize * ways],
+            known: vec![0; sets as usize],
+            ways,
             sets,
             counts: Counts::default(),
-        })
+        }
     }
 
     /// Performs an access, after which the line is present. Returns whether it reaches the next
@@ -147,6 +131,12 @@ impl Level {
 struct Hierarchy(Vec<Level>);
 
 impl Hierarchy {
+    /// Parses the levels `BYTES:WAYS/BYTES:WAYS...`.
+    fn parse(levels: &str, line_bytes: u64) -> Result<Self, String> {
+        let levels = LruSets::of_levels(levels, line_bytes)?;
+        Ok(Self(levels.iter().map(Level::new).collect()))
+    }
+
     #[inline]
     fn access(&mut self, line: u64, write: usize) {
         let mut reaches = Reaches::Certainly;
@@ -231,29 +221,14 @@ impl CacheBounds {
     /// `intervals` (their number) and `warmup` (the number of warm-up intervals).
     pub fn of(setup: &mut Setup) -> Result<Self, String> {
         let line = line_bytes(setup)?;
-        let levels: Result<Vec<_>, _> = setup
-            .arguments
-            .text("levels")?
-            .split('/')
-            .map(|level| Level::new(level, line))
-            .collect();
-        let levels = levels?;
-        if levels.len() > LEVELS_MAX {
-            return Err(format!("more than {LEVELS_MAX} cache levels"));
-        }
+        let empty = Hierarchy::parse(&setup.arguments.text("levels")?, line)?;
         let (warm_up, intervals) =
             (setup.arguments.number("warmup")?, setup.arguments.number("intervals")?);
         if warm_up > WARM_UP_MAX {
             return Err(format!("argument warmup={warm_up} is more than {WARM_UP_MAX}"));
         }
         let places = AccessResolver::new(setup.physical(false)?, setup.board);
-        setup.reduced(Table::new(
-            places,
-            line.trailing_zeros(),
-            Hierarchy(levels),
-            warm_up,
-            intervals,
-        ))
+        setup.reduced(Table::new(places, line.trailing_zeros(), empty, warm_up, intervals))
     }
 }
 
@@ -297,7 +272,7 @@ mod tests {
     use crate::translations::tests::board;
 
     fn hierarchy(levels: &[&str]) -> Hierarchy {
-        Hierarchy(levels.iter().map(|level| Level::new(level, 64).unwrap()).collect())
+        Hierarchy::parse(&levels.join("/"), 64).unwrap()
     }
 
     fn table(levels: &[&str], warm_up: u64, intervals: u64) -> Table {
@@ -404,7 +379,7 @@ mod tests {
     #[test]
     fn impossible_levels_are_refused() {
         for level in ["", "64", "0:1", "100:1", "64:0", "64:65", "0x100000000000:1", "64:1:1"] {
-            assert!(Level::new(level, 64).is_err(), "{level}");
+            assert!(Hierarchy::parse(level, 64).is_err(), "{level}");
         }
     }
 }

@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 
 /// The longest time until the VM is in another run state.
 const STATE_TIMEOUT: Duration = Duration::from_secs(30);
+/// The longest time for which the VM may run until its reset stops it.
+const RUN_MAX: Duration = Duration::from_secs(1);
 
 impl Vm {
     /// Fails if the checkpoint with `device_state` is of a VM that stood still, and this VM cannot be
@@ -38,11 +40,14 @@ impl Vm {
         if self.qmp().status()?.name() == state {
             return Ok(());
         }
-        let reboot = self.action_of_line("reboot");
+        let [reboot, shutdown] = ["reboot", "shutdown"].map(|event| self.action_of_line(event));
         let qmp = self.qmp();
         qmp.execute("set-action", Some(json!({ "reboot": "reset" })))?;
         let stood = reset(qmp).and_then(|()| {
-            qmp.execute("set-action", Some(json!({ "reboot": "shutdown" })))?;
+            // Both at once: a client may have set `shutdown=poweroff`, with which the reset would end
+            // QEMU.
+            let actions = json!({ "reboot": "shutdown", "shutdown": "pause" });
+            qmp.execute("set-action", Some(actions))?;
             let shut = qmp.cont().and_then(|()| qmp.execute("system_reset", None));
             let shut = shut.and_then(|_| await_state(qmp, state));
             if shut.is_err() {
@@ -51,8 +56,12 @@ impl Vm {
             qmp.forget_stop();
             shut
         });
-        let action = if reboot == "shutdown" { "shutdown" } else { "reset" };
-        let set_back = qmp.execute("set-action", Some(json!({ "reboot": action })));
+        // QEMU cannot be asked for its present actions, so those of its line come back, also if a
+        // client had set others.
+        let reboot = if reboot == "shutdown" { "shutdown" } else { "reset" };
+        let shutdown = if shutdown == "pause" { "pause" } else { "poweroff" };
+        let actions = json!({ "reboot": reboot, "shutdown": shutdown });
+        let set_back = qmp.execute("set-action", Some(actions));
         stood.and(set_back.map(drop))
     }
 
@@ -76,14 +85,17 @@ fn reset(qmp: &mut Qmp) -> Result<()> {
     await_state(qmp, "prelaunch")
 }
 
+/// Waits until the VM is in the run state `state`. Error: it runs for longer than [`RUN_MAX`], or is
+/// in another state after [`STATE_TIMEOUT`]; QEMU does not answer.
 fn await_state(qmp: &mut Qmp, state: &str) -> Result<()> {
-    let deadline = Instant::now() + STATE_TIMEOUT;
+    let began = Instant::now();
     loop {
         let status = qmp.status()?;
         if status.name() == state {
             return Ok(());
         }
-        if Instant::now() >= deadline {
+        let limit = if status.is_running() { RUN_MAX } else { STATE_TIMEOUT };
+        if began.elapsed() >= limit {
             let problem = format!("it is still in the state {}, not {state}", status.name());
             return Err(Error::Rollback { problem });
         }

@@ -176,13 +176,13 @@ impl From<&FinishedPart> for IntervalTiming {
     }
 }
 
-/// Returns the median time between the end of an interval and the begin of the next one on the same
-/// worker, in nanoseconds; `None` if no worker made two.
+/// Returns the median time between the end of a range and the begin of the next one on the same
+/// worker, in nanoseconds; `None` if no worker made two ranges.
 pub fn median_dispatch_ns(done: &[FinishedPart]) -> Option<u64> {
     let mut all: Vec<&FinishedPart> = done.iter().collect();
     all.sort_by_key(|one| (&one.worker, one.began_at_ns));
     let between = |pair: &[&FinishedPart]| {
-        let is_one = pair[0].worker == pair[1].worker;
+        let is_one = pair[0].worker == pair[1].worker && pair[1].start.is_some();
         is_one.then(|| {
             pair[1].began_at_ns.saturating_sub(pair[0].began_at_ns.saturating_add(pair[0].wall_ns))
         })

@@ -42,7 +42,10 @@ impl Analysis<'_> {
         let mut open = self.intervals();
         open.retain(|one| finished_part(&self.out, one).is_none());
         let steps = |jobs: &usize| Some(jobs * 2).filter(|jobs| *jobs <= cores);
-        let counts: Vec<usize> = std::iter::successors(Some(1), steps).collect();
+        let mut counts: Vec<usize> = std::iter::successors(Some(1), steps).collect();
+        if counts.last() != Some(&cores) {
+            counts.push(cores);
+        }
         if counts.len() < 2 || counts.iter().sum::<usize>() * SHARE_MAX > open.len() {
             return Ok(cores as u64);
         }
@@ -54,7 +57,8 @@ impl Analysis<'_> {
             let began = Instant::now();
             self.make_at_once(&tried, tries, interrupted, events)?;
             self.tried.extend(tried.iter().map(|one| one.index));
-            if interrupted.load(Ordering::Relaxed) {
+            let is_made = |one: &Interval| finished_part(&self.out, one).is_some();
+            if interrupted.load(Ordering::Relaxed) || !tried.iter().all(is_made) {
                 break;
             }
             let rate = effort as f64 / began.elapsed().as_secs_f64();

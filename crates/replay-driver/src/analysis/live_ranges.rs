@@ -2,11 +2,13 @@
 
 use super::Analysis;
 use super::files::finished_part;
-use crate::error::Result;
 use keyframe_cluster::Queue;
 use keyframe_model::{RangeTimes, range_length};
 use keyframe_replay::interval::Interval;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// A worker that has made no part for so long is at work no more.
+const AT_WORK_NS: u64 = 60_000_000_000;
 
 /// A sum of times, in seconds.
 #[derive(Clone, Copy, Debug, Default)]
@@ -37,28 +39,27 @@ pub(super) struct LiveRanges {
     first: Sum,
     /// The other intervals.
     following: Sum,
-    /// The names of the workers that have made parts.
-    workers: BTreeSet<String>,
+    /// The end of the newest part of each worker, in nanoseconds since 1970.
+    workers: BTreeMap<String, u64>,
     length: u32,
 }
 
 impl LiveRanges {
-    /// Looks for new parts of `intervals`, and sets the length of ranges in `queue`. Errors: the
-    /// recording cannot be read; the queue cannot be written.
-    pub fn update(
-        &mut self,
-        analysis: &Analysis<'_>,
-        intervals: &[Interval],
-        queue: &Queue,
-    ) -> Result<()> {
+    /// Looks for new parts of `intervals`, and sets the length of ranges in `queue`. If that cannot
+    /// be written, workers keep the former length.
+    pub fn update(&mut self, analysis: &Analysis<'_>, intervals: &[Interval], queue: &Queue) {
         for interval in intervals {
             if self.seen.contains(&interval.index) {
                 continue;
             }
             let Some(done) = finished_part(&analysis.out, interval) else { continue };
             self.seen.insert(interval.index);
-            self.workers.insert(done.worker);
-            self.recorded.add(analysis.subject.recorded_time(interval)?.as_secs_f64());
+            let end_ns = done.began_at_ns.saturating_add(done.wall_ns);
+            self.workers.insert(done.worker, end_ns);
+            // An interval whose time is not known does not count.
+            if let Ok(Some(time)) = analysis.subject.recorded_time(interval) {
+                self.recorded.add(time.as_secs_f64());
+            }
             let took_s = done.wall_ns as f64 / 1e9;
             if done.start.is_some() { self.first.add(took_s) } else { self.following.add(took_s) }
         }
@@ -70,11 +71,12 @@ impl LiveRanges {
             run_s,
             start_s: (first_s - run_s).max(0.0),
         };
-        let length = range_length(times, self.workers.len() as u64);
+        let newest_ns = self.workers.values().copied().max().unwrap_or_default();
+        let is_at_work = |end_ns: &&u64| newest_ns - **end_ns < AT_WORK_NS;
+        let workers = self.workers.values().filter(is_at_work).count();
+        let length = range_length(times, workers as u64);
         if length != self.length {
-            queue.set_range_length(length)?;
-            self.length = length;
+            self.length = queue.set_range_length(length).map_or(self.length, |()| length);
         }
-        Ok(())
     }
 }

@@ -6,7 +6,7 @@ use super::files::{
     DONE, FAILED, FinishedPart, MESSAGE_LINES, QEMU_LOG, empty_dir, finished_part, part_dir,
     qemu_messages, write,
 };
-use crate::error::{Error, Result};
+use crate::error::{AnalysisError, Error, Result};
 use crate::guest_ram::guest_ram;
 use crate::{ReplayControl, ReplayOptions, StartTimes};
 use keyframe_analysis::{Icount, IcountInterval, Part, ReplayRam, RunContext};
@@ -57,11 +57,16 @@ pub(super) struct RangeBegin<'a> {
 struct ListedIntervals<'a> {
     following: VecDeque<Interval>,
     parts: &'a mut Vec<Part>,
+    start: &'a mut Option<StartTimes>,
 }
 
 impl RunCaller for ListedIntervals<'_> {
     fn next(&mut self, _: &Interval) -> Result<Option<Interval>> {
         Ok(self.following.pop_front())
+    }
+
+    fn started(&mut self, times: StartTimes) {
+        *self.start = Some(times);
     }
 
     fn take_parts(&mut self, parts: Vec<Part>) -> Result<()> {
@@ -139,7 +144,9 @@ impl Analysis<'_> {
             match ran {
                 Ok(parts) => {
                     let wall_ns = elapsed_ns(began.instant);
+                    let (parts, start) = parts;
                     let done = finished(interval, maker, tries.count, (began, wall_ns), parts);
+                    let done = FinishedPart { start, ..done };
                     return self.publish_done(&dir, interval, &done, &tries.log);
                 }
                 Err(error) if tries.count >= maker.tries_max => {
@@ -165,7 +172,7 @@ impl Analysis<'_> {
     }
 
     /// Publishes why `interval` has no part.
-    fn publish_failure(
+    pub(super) fn publish_failure(
         &self,
         dir: &Path,
         interval: &Interval,
@@ -218,22 +225,22 @@ impl Analysis<'_> {
     }
 
     /// Makes the parts of `intervals`, which are consecutive, in one QEMU that runs through the
-    /// tool's warm-up and then through them.
+    /// tool's warm-up and then through them. Returns them, and how long the start took.
     pub(super) fn run(
         &self,
         dir: &Path,
         intervals: &[Interval],
         interrupted: &AtomicBool,
         on_progress: &mut dyn FnMut(u64),
-    ) -> Result<Vec<Part>> {
-        let Some((first, following)) = intervals.split_first() else { return Ok(Vec::new()) };
-        let mut parts = Vec::new();
+    ) -> Result<(Vec<Part>, Option<StartTimes>)> {
+        let (mut parts, mut start) = (Vec::new(), None);
+        let Some((first, following)) = intervals.split_first() else { return Ok((parts, start)) };
         let following: VecDeque<Interval> = following.iter().copied().collect();
         let may_continue = !following.is_empty();
-        let mut caller = ListedIntervals { following, parts: &mut parts };
+        let mut caller = ListedIntervals { following, parts: &mut parts, start: &mut start };
         let range = RangeBegin { dir, first, may_continue };
         self.run_range(range, interrupted, on_progress, &mut caller)?;
-        Ok(parts)
+        Ok((parts, start))
     }
 
     /// Runs one QEMU through the tool's warm-up, then through the first interval of `range` and the
@@ -253,20 +260,8 @@ impl Analysis<'_> {
         let mut filling: VecDeque<Interval> = warm_up.iter().chain([first]).copied().collect();
         let Some(begins) = filling.pop_front() else { return Ok(()) };
         let begin = begins.begin;
-        let before = (begin.icount < begins.from_icount).then_some(IcountInterval {
-            index: begins.index,
-            start: Icount(begin.icount),
-            end: Icount(begins.from_icount),
-        });
-        let context = RunContext {
-            interface: self.interface,
-            plugin: self.plugin.clone(),
-            ram: self.ram_at(begin)?,
-            dir: dir.to_owned(),
-            warm_up: before,
-            first: icount_interval(begins),
-            may_continue: may_continue || !filling.is_empty(),
-        };
+        let may_continue = may_continue || !filling.is_empty();
+        let context = self.run_context(dir, &begins, may_continue)?;
         let mut running = self.tool.begin(&context)?;
         let options = ReplayOptions {
             extra: vec!["-plugin".into(), running.option().into()],
@@ -274,7 +269,7 @@ impl Analysis<'_> {
             lazy: !self.tool.reads_ram(),
             ..ReplayOptions::default()
         };
-        let mut present = before.is_none().then_some(begins);
+        let mut present = context.warm_up.is_none().then_some(begins);
         let (mut began, start_times) = (Instant::now(), Cell::new(None));
         let mut on_end = || {
             if let Some(times) = start_times.take() {
@@ -282,6 +277,7 @@ impl Analysis<'_> {
             }
             if let (Some(factor), Some(ended)) = (self.tool.waits(), &present) {
                 let time = self.subject.recorded_time(ended)?;
+                let time = time.ok_or(AnalysisError::NoRecordedTime(ended.index))?;
                 wait_until(began + time.saturating_mul(factor as u32), interrupted);
             }
             began = Instant::now();
@@ -301,6 +297,25 @@ impl Analysis<'_> {
         let control = ReplayControl { interrupted, on_progress, on_start: &mut on_start };
         self.subject.run_range(begin, &begins, options, control, &mut on_end)?;
         caller.take_parts(kept(running.finish()?))
+    }
+
+    /// Describes a run from the checkpoint of `first` on, in the directory `dir`.
+    fn run_context(&self, dir: &Path, first: &Interval, may_continue: bool) -> Result<RunContext> {
+        let begin = first.begin;
+        let warm_up = (begin.icount < first.from_icount).then_some(IcountInterval {
+            index: first.index,
+            start: Icount(begin.icount),
+            end: Icount(first.from_icount),
+        });
+        Ok(RunContext {
+            interface: self.interface,
+            plugin: self.plugin.clone(),
+            ram: self.ram_at(begin)?,
+            dir: dir.to_owned(),
+            warm_up,
+            first: icount_interval(*first),
+            may_continue,
+        })
     }
 
     /// Describes the guest's RAM at a checkpoint.

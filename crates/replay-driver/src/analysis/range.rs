@@ -16,7 +16,7 @@ use super::Analysis;
 use super::files::{FinishedPart, QEMU_LOG, empty_dir, qemu_messages};
 use super::parts::{Began, PartMaker, RangeBegin, RunCaller, Tries, finished};
 use crate::StartTimes;
-use crate::error::{Error, Result};
+use crate::error::{AnalysisError, Error, Result};
 use keyframe_analysis::Part;
 use keyframe_cluster::Slot;
 use keyframe_replay::interval::Interval;
@@ -47,6 +47,7 @@ impl OpenIntervals for Slot<'_> {
 }
 
 /// An interval of a range that has begun, and has no part yet.
+#[derive(Clone, Copy)]
 struct BegunInterval {
     interval: Interval,
     began: Began,
@@ -105,22 +106,37 @@ impl Analysis<'_> {
         // No other process knows of this directory.
         let _ = std::fs::remove_dir_all(&dir);
         let error = match ran {
-            Ok(()) => return Ok(()),
+            Ok(()) => match run.begun.front() {
+                None => return Ok(()),
+                Some(one) => AnalysisError::NoPart(one.interval.index).into(),
+            },
             Err(_) if maker.interrupted.load(Ordering::Relaxed) => return Err(Error::Interrupted),
             Err(error) if run.failed_to_publish => return Err(error),
             Err(error) => error,
         };
         let begun = run.begun;
+        let mut made = Ok(());
         for (number, one) in begun.iter().enumerate() {
             let mut tries = Tries::default();
             // The last one ran when the run failed.
-            if number + 1 == begun.len() && maker.tries_max > 1 {
+            let has_failed = number + 1 == begun.len();
+            if has_failed {
                 tries.add(Err(&error), &messages);
             }
-            self.make_alone(&one.interval, maker, tries, on_progress)?;
-            open.settle(one.interval.index)?;
+            let interval = &one.interval;
+            let one_made = if has_failed && maker.tries_max == 1 {
+                empty_dir(&dir).and_then(|()| {
+                    self.publish_failure(&dir, interval, &error, &tries.log, &messages)
+                })
+            } else {
+                self.make_alone(interval, maker, tries, on_progress)
+            };
+            if matches!(one_made, Err(Error::Interrupted)) {
+                return one_made;
+            }
+            made = made.and(one_made.and_then(|()| open.settle(interval.index)));
         }
-        Ok(())
+        made
     }
 
     /// Returns the interval that begins where `ended` ends; `None` if there is none yet.
@@ -169,8 +185,11 @@ impl RunCaller for RangeRun<'_> {
 impl RangeRun<'_> {
     /// Publishes the part of the interval that began first.
     fn publish(&mut self, part: Part) -> Result<()> {
-        let Some(BegunInterval { interval, began, wall_ns }) = self.begun.pop_front() else {
-            return Ok(());
+        let is_next = |one: &BegunInterval| one.interval.index == part.interval.index;
+        let Some(BegunInterval { interval, began, wall_ns }) =
+            self.begun.front().filter(|one| is_next(one)).copied()
+        else {
+            return Err(AnalysisError::NoPart(part.interval.index).into());
         };
         let mut dir = self.dir.to_owned().into_os_string();
         dir.push(format!(".{:06}", interval.index));
@@ -183,7 +202,13 @@ impl RangeRun<'_> {
         let timing = (began, wall_ns);
         let done = finished(&interval, self.maker, tries.count, timing, vec![part]);
         let done = FinishedPart { start: self.start.take(), ..done };
-        self.analysis.publish_done(&dir, &interval, &done, &tries.log)?;
+        let published = self.analysis.publish_done(&dir, &interval, &done, &tries.log);
+        if published.is_err() {
+            // No other process knows of this directory.
+            let _ = std::fs::remove_dir_all(&dir);
+        }
+        published?;
+        self.begun.pop_front();
         self.open.settle(interval.index)
     }
 }

@@ -74,7 +74,7 @@ impl Analysis<'_> {
         } else {
             vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
         };
-        let parts = self.run(&parts, &intervals, interrupted, on_progress)?;
+        let (parts, _) = self.run(&parts, &intervals, interrupted, on_progress)?;
         Ok(self.tool.merge(&MergeContext { parts, out })?)
     }
 

@@ -83,6 +83,12 @@ pub enum AnalysisError {
     /// The recording has no such interval.
     #[error("the recording has no interval {0}")]
     NoInterval(u32),
+    /// The tool made no part of this interval, although it had ended.
+    #[error("the tool has made no part of interval {0}")]
+    NoPart(u32),
+    /// The tool waits for a multiple of the recorded time, which is not known yet.
+    #[error("how long interval {0} was recorded is known only after the end of the recording")]
+    NoRecordedTime(u32),
     /// There is nothing to analyse.
     #[error("there is no interval to analyse")]
     NoIntervals,
@@ -183,8 +189,12 @@ impl AnalysisError {
             Self::NoConsecutiveCheckpoints(_) => {
                 "take some: keyframe run --store S -- qemu-system-x86_64 ..."
             }
+            Self::NoRecordedTime(_) => {
+                "analyze when the recording has ended, or record without --follow"
+            }
             Self::Json { .. }
             | Self::NoInterval(_)
+            | Self::NoPart(_)
             | Self::NoIntervals
             | Self::SimulatedByInterval => return None,
         };

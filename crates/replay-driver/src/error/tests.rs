@@ -79,6 +79,8 @@ fn of_analyses() -> Vec<Error> {
         AnalysisError::NotAnAnalysis(Box::new(Error::file("read", &path, not_found()))),
         AnalysisError::EmptyRange { from: 10, to: 20, instructions: 5 },
         AnalysisError::NoInterval(7),
+        AnalysisError::NoPart(7),
+        AnalysisError::NoRecordedTime(7),
         AnalysisError::NoIntervals,
         AnalysisError::CheckpointsChanged,
         AnalysisError::IntervalsFailed {

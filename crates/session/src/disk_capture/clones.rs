@@ -68,6 +68,8 @@ pub struct ClonedDiskCapture {
     /// What another client has changed of the disks and the present run does not have.
     changes: DiskChanges,
     sources: Vec<Source>,
+    /// True if the disks have changed since the sources were opened.
+    are_sources_old: bool,
     /// Whose clones they are, in their names.
     owner: String,
     events: SharedEventSink,
@@ -97,6 +99,7 @@ impl ClonedDiskCapture {
             metas,
             changes: DiskChanges::default(),
             sources,
+            are_sources_old: false,
             owner,
             events,
             next: 1,
@@ -131,12 +134,15 @@ impl ClonedDiskCapture {
     /// not answer.
     fn follow(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
         let changes = self.disks.follow(members, OtherImages::Refused)?;
-        if changes == DiskChanges::default() {
-            return Ok(self.changes.require_same_run()?);
+        if changes != DiskChanges::default() {
+            self.changes = self.changes.and(changes);
+            self.metas = self.disks.metas();
+            self.are_sources_old = true;
         }
-        self.sources = sources_of(&self.disks.present)?;
-        self.metas = self.disks.metas();
-        self.changes = self.changes.and(changes);
+        if self.are_sources_old {
+            self.sources = sources_of(&self.disks.present)?;
+            self.are_sources_old = false;
+        }
         Ok(self.changes.require_same_run()?)
     }
 
@@ -283,7 +289,7 @@ fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(),
     }
     if format == Some(ImageFormat::Qcow2) {
         if let Err(keyframe_disk::Error::Refused { .. }) = image_files(image, ImageFormat::Qcow2) {
-            let reason = "has a backing image that is no local file";
+            let reason = "has a backing image that Keyframe does not read";
             return Err(CloneObstacle::NotWhole { path: path(), reason });
         }
         stands_alone(&source).map_err(|reason| CloneObstacle::NotWhole { path: path(), reason })?;

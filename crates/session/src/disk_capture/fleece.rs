@@ -195,10 +195,10 @@ impl FleecedDiskCapture {
         if changes == DiskChanges::default() {
             return Ok(self.changes.require_same_run()?);
         }
+        self.changes = self.changes.and(changes);
         self.metas = self.disks.metas();
         self.in_flight.clear();
         self.start_anew(members);
-        self.changes = self.changes.and(changes);
         Ok(self.changes.require_same_run()?)
     }
 

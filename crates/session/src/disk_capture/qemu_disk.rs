@@ -4,8 +4,8 @@ use crate::error::DiskError;
 use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
-use keyframe_qemu::WritableNode;
 use keyframe_qemu::cmdline::{CommandLineError, Slice};
+use keyframe_qemu::{Vm, WritableNode};
 use keyframe_store::DiskMeta;
 use std::path::PathBuf;
 
@@ -133,39 +133,59 @@ impl QemuDisks {
         members: &mut [Member],
         images: OtherImages,
     ) -> Result<DiskChanges, BoxError> {
-        let mut changes = DiskChanges::default();
+        // All questions come first: after a failed one nothing has changed, and the next look finds
+        // the same changes.
+        let mut looks = Vec::new();
         for (number, member) in members.iter_mut().enumerate() {
-            let vm = member.vm.qemu()?;
-            let nodes = vm.writable_nodes()?;
+            looks.push(self.look(number, member.vm.qemu()?, images)?);
+        }
+        let mut changes = DiskChanges::default();
+        for (number, (look, member)) in looks.iter().zip(members).enumerate() {
             let before = changes;
-            changes.have_come_or_gone |= self.follow_places(number, &nodes);
-            if !self.have_direct_io && nodes.iter().any(|node| node.is_direct) {
+            changes.have_come_or_gone |= self.follow_places(number, &look.nodes);
+            if !self.have_direct_io && look.has_direct_io {
                 (self.have_direct_io, changes.have_come_or_gone) = (true, true);
             }
             for disk in self.present.iter_mut().filter(|disk| disk.member == number) {
-                let same = nodes.iter().find(|node| node.is_same_disk(&disk.node));
-                let in_place = || nodes.iter().find(|n| n.is_in_same_place(&disk.node));
-                let now = match same.or_else(in_place) {
-                    Some(now) if same.is_some() && now.disk_bytes == disk.node.disk_bytes => {
-                        continue;
-                    }
-                    Some(_) if same.is_none() && images == OtherImages::Refused => continue,
-                    Some(now) if vm.is_from_start(now)? => now,
-                    _ => continue,
-                };
-                changes.have_other_image |= same.is_none();
+                let Some(now) = other_state(&disk.node, &look.nodes, images) else { continue };
+                if !look.from_start.contains(&now.node) {
+                    continue;
+                }
+                let is_same = now.is_same_disk(&disk.node);
+                changes.have_other_image |= !is_same;
                 changes.have_other_size |= now.disk_bytes != disk.node.disk_bytes;
                 // Under a filter of a job, the disk is still the node beneath it.
-                let node = if same.is_some() { disk.node.node.clone() } else { now.node.clone() };
+                let node = if is_same { disk.node.node.clone() } else { now.node.clone() };
                 disk.node = WritableNode { node, ..now.clone() };
                 disk.meta.disk_bytes = now.disk_bytes;
             }
             if changes != before {
                 let own = self.present.iter().filter(|disk| disk.member == number);
-                vm.mind_disks(own.map(|disk| disk.node.clone()).collect());
+                member.vm.qemu()?.mind_disks(own.map(|disk| disk.node.clone()).collect());
             }
         }
         Ok(changes)
+    }
+
+    /// Looks at the disks that VM `number` has now. Error: QEMU does not answer.
+    fn look(&self, number: usize, vm: &mut Vm, images: OtherImages) -> Result<Look, BoxError> {
+        let nodes = vm.writable_nodes()?;
+        let own = || self.present.iter().filter(|disk| disk.member == number);
+        let mut from_start = Vec::new();
+        for now in own().filter_map(|disk| other_state(&disk.node, &nodes, images)) {
+            if vm.is_from_start(now)? {
+                from_start.push(now.node.clone());
+            }
+        }
+        let is_known = |now: &WritableNode| {
+            own().any(|disk| disk.node.node == now.node && disk.node.is_same_disk(now))
+        };
+        let mut has_direct_io = nodes.iter().any(|node| node.is_direct);
+        // A node beneath an image can have it alone.
+        if !self.have_direct_io && !has_direct_io && !nodes.iter().all(is_known) {
+            has_direct_io = vm.pins_ram()?;
+        }
+        Ok(Look { nodes, from_start, has_direct_io })
     }
 
     /// Parts the disks of VM `member` into those that it has and those that it has not. Returns true
@@ -191,10 +211,32 @@ impl QemuDisks {
     }
 }
 
-/// Requires that each VM has the writable disks that it had, on the same nodes over the same
-/// images. If another client plugged a disk in or put a snapshot above one, the captured disks would
-/// not be those that the guest sees. Returns the present state of
-/// the captured disks.
+/// The disks that a VM has at one time.
+struct Look {
+    nodes: Vec<WritableNode>,
+    /// The names of those nodes in another state than before whose devices were there at the VM's
+    /// start.
+    from_start: Vec<String>,
+    has_direct_io: bool,
+}
+
+/// Returns the node of the disk `disk` among `nodes`, if it has another image that is followed, or
+/// another size.
+fn other_state<'a>(
+    disk: &WritableNode,
+    nodes: &'a [WritableNode],
+    images: OtherImages,
+) -> Option<&'a WritableNode> {
+    match nodes.iter().find(|node| node.is_same_disk(disk)) {
+        Some(same) => Some(same).filter(|now| now.disk_bytes != disk.disk_bytes),
+        None if images == OtherImages::Refused => None,
+        None => nodes.iter().find(|node| node.is_in_same_place(disk)),
+    }
+}
+
+/// Requires that each VM has the writable disks that it had, on the same nodes over the same images.
+/// If another client plugged a disk in or put a snapshot above one, the captured disks would not be
+/// those that the guest sees. Returns the present state of the captured disks.
 pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<DisksNow, BoxError> {
     let mut have_snapshots = false;
     for (number, member) in members.iter_mut().enumerate() {

@@ -7,8 +7,8 @@
 //!                            └ no such line ──────▶ refused; looked at again before the next pause
 //! ```
 //!
-//! If RAM was plugged in or out, a disk was given another size or was unplugged, a new run begins with a
-//! complete checkpoint, at once.
+//! If RAM was plugged in or out, a disk was given another size or was unplugged, or a disk or medium has
+//! direct I/O for the first time, a new run begins with a complete checkpoint, at once.
 //!
 //! The engine looks after the pause, so it also sees a device that was plugged in just before the
 //! pause. QEMU's events tell the engine of a device that was unplugged and plugged in again.
@@ -21,6 +21,38 @@ use super::{Arc, CaptureError, CheckpointError, Engine, Event, NotCaptured};
 use keyframe_capture::BoxError;
 
 impl Engine<'_> {
+    /// Follows the changes of the machines. Begins a new run if one of them has direct I/O for the
+    /// first time: then RAM has to be scanned in pauses. Fails if that is not possible.
+    pub(super) fn follow_machine(&mut self) -> Result<(), NotCaptured> {
+        // Before anything is followed: if a VM does not answer, it is asked again.
+        let has_new_direct_io = match self.has_new_direct_io() {
+            Ok(has) => has,
+            Err(error) => {
+                return Err(self.failed(CheckpointError::LookAtMachine(error), 1, false).into());
+            }
+        };
+        self.follow_changes()?;
+        if !has_new_direct_io {
+            return Ok(());
+        }
+        self.begin_anew(false).map_err(|restart| {
+            self.given_up = true;
+            self.failed(CheckpointError::Disks(Box::new(restart)), 1, true).into()
+        })
+    }
+
+    fn has_new_direct_io(&mut self) -> Result<bool, BoxError> {
+        if !self.copying.strategies.miss_pinned_writes(&self.options)? {
+            return Ok(false);
+        }
+        for member in self.machines.members_mut() {
+            if member.vm.vm_mut().pins_ram()? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
     /// Makes the description of the machines follow their changes. Fails if that is not possible.
     pub(super) fn follow_changes(&mut self) -> Result<(), NotCaptured> {
         let changes: Vec<_> = self.machines.changes();

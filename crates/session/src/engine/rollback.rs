@@ -270,8 +270,8 @@ impl Engine<'_> {
         Ok((before.id, now, pages.len() as u64))
     }
 
-    /// If the VM of `target` stood still, this one does so from now on. Its firmware ran for a moment,
-    /// and must not have written to a disk.
+    /// If the VM of `target` stood still, this one does so from now on. Its firmware ran for a
+    /// moment, and must not have written to a disk.
     fn stand_if_target_stands(&mut self, target: &LoadedCheckpoint) -> Result<(), RollbackError> {
         if !self.vm()?.vm().stands_in(&target.device_state) {
             return Ok(());

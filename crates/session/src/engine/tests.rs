@@ -103,13 +103,14 @@ impl Gate {
 struct FakeRam {
     control: FakeControl,
     layout: RamLayout,
+    is_pinned: bool,
 }
 
 impl FakeRam {
     fn open(vm: &mut dyn Vmm) -> Result<Box<dyn RamAccess>> {
-        let layout = vm.ram_layout()?;
+        let (layout, is_pinned) = (vm.ram_layout()?, vm.pins_ram()?);
         let vm = vm.as_any_mut().downcast_mut::<FakeVm>().expect("a fake VM");
-        Ok(Box::new(Self { control: vm.control(), layout }))
+        Ok(Box::new(Self { control: vm.control(), layout, is_pinned }))
     }
 }
 
@@ -120,6 +121,10 @@ impl RamAccess for FakeRam {
 
     fn watches_discards(&self) -> bool {
         false
+    }
+
+    fn is_pinned(&self) -> bool {
+        self.is_pinned
     }
 
     fn reader(&self) -> Arc<dyn PageReader> {

@@ -56,7 +56,9 @@ pub enum RollbackError {
         checkpoint: CheckpointId,
     },
     /// The firmware wrote to a disk while the VM was brought into the checkpoint's run state.
-    #[error("its firmware wrote to a disk before it stood still")]
+    #[error(
+        "the VM's firmware wrote to a disk while the VM was brought into the checkpoint's run state"
+    )]
     FirmwareWrote,
     /// The rollback failed, and the VM is as it was before.
     #[error("{}; the VM is as it was", error_chain(&**.0))]
@@ -160,13 +162,12 @@ impl RollbackError {
             Self::Lost { checkpoint, .. } => {
                 format!("end it (keyframe stop) and restore: keyframe restore {checkpoint}")
             }
+            Self::FirmwareWrote => "restore the checkpoint as a new VM: keyframe restore".into(),
+            Self::Unharmed(why) => return why.fix(),
             Self::Session(error) => return error.fix(),
-            Self::SealTimeout
-            | Self::Before(_)
-            | Self::Step { .. }
-            | Self::PagesDiffer { .. }
-            | Self::FirmwareWrote
-            | Self::Unharmed(_) => return None,
+            Self::SealTimeout | Self::Before(_) | Self::Step { .. } | Self::PagesDiffer { .. } => {
+                return None;
+            }
         })
     }
 }

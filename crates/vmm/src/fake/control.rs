@@ -35,6 +35,12 @@ impl FakeControl {
         lock(&self.shared).origin = origin;
     }
 
+    /// Has the VM say that the kernel writes into pinned pages of its RAM
+    /// ([`Vmm::pins_ram`](crate::Vmm::pins_ram)).
+    pub fn pin_ram(&self) {
+        lock(&self.shared).pins_ram = true;
+    }
+
     /// Makes the fake VMM support [`Vmm::pause_and_save`](crate::Vmm::pause_and_save).
     pub fn save_in_pause(&self) {
         lock(&self.shared).one_command = OneCommand::Ready;

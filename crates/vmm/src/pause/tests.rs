@@ -123,6 +123,23 @@ fn a_standstill_holds_the_vm_over_several_pauses() {
 }
 
 #[test]
+fn the_end_of_a_standstill_says_whether_the_watchdog_ended_it_before() {
+    let (mut vm, control) = watched();
+    for (incident, expected) in [
+        (None, PauseVerdict::Undisturbed),
+        (Some(Incident::WatchdogFires), PauseVerdict::RanMeanwhile),
+    ] {
+        assert!(!vm.is_in_standstill() && vm.begin_standstill().unwrap());
+        assert!(vm.is_in_standstill());
+        if let Some(incident) = incident {
+            control.at(Step::Resume, incident);
+        }
+        assert_eq!(vm.end_standstill().unwrap(), expected);
+        assert!(control.runs() && !control.is_watchdog_armed());
+    }
+}
+
+#[test]
 fn a_standstill_of_a_paused_vm_leaves_it_paused() {
     let (mut vm, control) = watched();
     control.pause();

@@ -1,7 +1,7 @@
 //! A capture fails.
 
-use super::{Bench, PAGES, page};
-use crate::engine::{RunEnd, Verdict};
+use super::{Bench, Client, PAGES, page};
+use crate::engine::{CheckpointReason, RunEnd, Verdict};
 use keyframe_store::CheckpointId;
 use keyframe_units::PageIndex;
 use keyframe_vmm::fake::{Incident, Step};
@@ -37,6 +37,46 @@ fn a_capture_whose_vm_ran_meanwhile_is_torn_and_not_sealed() {
         bench.assert_runs();
         assert_eq!((report.sealed, report.failed), (1, 1), "{incident:?}");
         assert_eq!(bench.checkpoints(), 1);
+    }
+}
+
+#[test]
+fn a_scan_in_a_pause_does_not_end_the_standstill_around_it() {
+    let (bench, mut options) = Bench::new();
+    options.interval = None;
+    bench.control.pin_ram();
+    let mut engine = bench.engine(options);
+    assert!(engine.machines.members_mut()[0].vm.begin_standstill().unwrap());
+    engine.capture(CheckpointReason::Take, None, None).unwrap();
+    assert!(!bench.control.runs() && bench.control.is_watchdog_armed());
+    engine.machines.members_mut()[0].vm.end_standstill().unwrap();
+    bench.assert_runs();
+    let client = Client::of(&engine);
+    drop(client.stop(None));
+    drop(client);
+    let report = bench.run_engine(engine).unwrap();
+    bench.assert_runs();
+    assert_eq!((report.sealed, report.failed), (1, 0));
+}
+
+#[test]
+fn a_scan_whose_vm_ran_meanwhile_is_torn_and_its_pages_are_owed() {
+    for incident in [Incident::ResumedByOther, Incident::WatchdogFires] {
+        let (bench, mut options) = Bench::new();
+        options.interval = None;
+        bench.control.pin_ram();
+        let mut engine = bench.engine(options);
+        bench.control.at(Step::Resume, incident.clone());
+        assert!(engine.capture(CheckpointReason::Take, None, None).is_err(), "{incident:?}");
+        bench.assert_runs();
+        engine.capture(CheckpointReason::Take, None, None).unwrap();
+        let client = Client::of(&engine);
+        drop(client.stop(None));
+        drop(client);
+        let report = bench.run_engine(engine).unwrap();
+        bench.assert_runs();
+        assert_eq!((report.sealed, report.failed), (1, 1), "{incident:?}");
+        assert_eq!(bench.checkpoint("latest"), bench.ram(), "{incident:?}");
     }
 }
 
