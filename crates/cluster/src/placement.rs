@@ -27,6 +27,7 @@ pub struct Share {
 
 impl Share {
     /// Divides the share evenly among `slots` slots, and returns that of slot `slot`.
+    #[must_use]
     pub fn of_slot(self, slot: u32, slots: u32) -> Self {
         let number = self.number.saturating_mul(slots).saturating_add(slot);
         Self { number, count: self.count.saturating_mul(slots) }

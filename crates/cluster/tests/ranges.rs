@@ -55,7 +55,7 @@ impl Schedule {
         let dir = tempfile::tempdir().unwrap();
         let queue = Queue::create(dir.path()).unwrap();
         let mut random = Random(seed);
-        for index in 0..1 + random.below(32) as u32 {
+        for index in 0..=random.below(32) as u32 {
             queue.add(QueueItem { index, weight: 1 + random.below(100) }).unwrap();
         }
         queue.close().unwrap();
@@ -86,9 +86,8 @@ impl Schedule {
         let event = self.random.below(40);
         let worker = &mut self.workers[at];
         match (worker.state, event) {
-            (State::Dead, _) => {}
             (State::Silent, 0..10) => worker.state = State::Working,
-            (State::Silent, _) => {}
+            (State::Silent | State::Dead, _) => {}
             (State::Working, 0) => {
                 worker.state = State::Silent;
                 self.lose(at);

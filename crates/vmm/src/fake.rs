@@ -139,6 +139,7 @@ struct AtGuestEnd {
 }
 
 /// The state that the VM, its watchdog and the test share.
+#[expect(clippy::struct_excessive_bools, reason = "each is set by a test of its own")]
 struct FakeState {
     runs: bool,
     /// The run state of a VM that stands still by itself.
