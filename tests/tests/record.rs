@@ -79,19 +79,38 @@ fn is_analyzed_and_planned(env: &TestEnv, begin: &str) {
 }
 
 /// Simulated caches keep their contents from one interval to the next, in parallel replays as in
-/// one.
+/// one. The exact misses lie within the bounds of caches whose contents before the interval are
+/// unknown.
 fn caches_go_on(env: &TestEnv, begin: &str) {
-    let (_, out) = analyzed(env, "cache", "l3=2M:8", begin);
-    let table = std::fs::read_to_string(out.join("cache.csv")).expect("read cache.csv");
-    let (header, rows) = table.split_once('\n').expect("a header");
-    assert_eq!(header, "interval,start_icount,level,reads,writes,read_misses,write_misses");
-    // In the first interval level 3 fills. After that, most lines are still there.
-    let misses = |row: &str| -> u64 {
-        row.split(',').skip(5).map(|cell| cell.parse::<u64>().expect("a number")).sum()
-    };
-    let level_3: Vec<_> =
-        rows.lines().filter(|row| row.split(',').nth(2) == Some("3")).map(misses).collect();
-    assert!(level_3.len() >= 3 && level_3[1..].iter().all(|later| *later < level_3[0]), "{table}");
+    let (_, out) = analyzed(env, "cache", "line=64", begin);
+    let bounds =
+        ["--tool", "cache", "--tool-arg", "warmup=0", "--from", begin, "--out", "A-bounds"];
+    env.ok(&[&["analyze", "R"], &bounds[..]].concat());
+    let exact_columns = "interval,start_icount,level,reads,writes,read_misses,write_misses";
+    let exact = numbers(&out.join("cache.csv"), exact_columns);
+    let bounds_columns = format!("{exact_columns},misses_least,misses_most");
+    let bounds = numbers(&env.path().join("A-bounds/cache.csv"), &bounds_columns);
+    assert!(exact.len() >= 9 && exact.len() == bounds.len(), "{exact:?} {bounds:?}");
+    let mut is_less_than_most = false;
+    for (exact, bounds) in exact.iter().zip(&bounds) {
+        assert_eq!(exact[..3], bounds[..3]);
+        let (misses, least, most) = (exact[5] + exact[6], bounds[7], bounds[8]);
+        assert!((least..=most).contains(&misses), "{exact:?} {bounds:?}");
+        if exact[2] == 1 {
+            assert_eq!(exact[3..5], bounds[3..5]);
+            is_less_than_most |= misses < most;
+        }
+    }
+    assert!(is_less_than_most, "no access found what an earlier interval had left: {exact:?}");
+}
+
+/// The rows of a CSV file of numbers with this header.
+fn numbers(path: &Path, header: &str) -> Vec<Vec<u64>> {
+    let table = std::fs::read_to_string(path).expect("read a result");
+    let mut lines = table.lines();
+    assert_eq!(lines.next(), Some(header));
+    let number = |cell: &str| cell.parse().expect("a number");
+    lines.map(|line| line.split(',').map(number).collect()).collect()
 }
 
 /// `keyframe plan --simulate` has as many intervals as the analysis `found`.

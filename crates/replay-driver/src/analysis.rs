@@ -43,7 +43,7 @@ use keyframe_cluster::{
 };
 use keyframe_locks::IgnorePoison;
 use keyframe_replay::interval::Interval;
-use keyframe_units::error_chain;
+use keyframe_units::{duration_ns, error_chain};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -240,12 +240,25 @@ impl<'a> Analysis<'a> {
 
     /// Returns `intervals` as items of the queue.
     fn items(&self, intervals: &[Interval]) -> Result<Vec<QueueItem>> {
-        let efforts = self.subject.efforts(intervals)?;
+        let weights = self.weights(intervals)?;
         let items = intervals
             .iter()
-            .zip(efforts)
+            .zip(weights)
             .map(|(one, weight)| QueueItem { index: one.index, weight });
         Ok(items.collect())
+    }
+
+    /// Returns the expected time of each of `intervals`, in a unit of its own: the instructions, or
+    /// the recorded time for a tool that waits for a multiple of it.
+    fn weights(&self, intervals: &[Interval]) -> Result<Vec<u64>> {
+        if self.tool.waits().is_some() {
+            let times = intervals.iter().map(|one| self.subject.recorded_time(one));
+            let times: Option<Vec<Duration>> = times.collect::<Result<_>>()?;
+            if let Some(times) = times {
+                return Ok(times.into_iter().map(duration_ns).collect());
+            }
+        }
+        self.subject.efforts(intervals)
     }
 
     /// Makes the queue of the intervals that are left. It holds those that failed before, and those
