@@ -27,6 +27,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+/// One of two paused replays may not have taken the events from the log yet that the other has. Their
+/// devices are compared again so often, after pauses of this length, while they differ.
+const SETTLE_TURNS: u32 = 5;
+const SETTLE: Duration = Duration::from_millis(100);
+/// How often two replays go on to a later instruction while only devices differ, and the least
+/// number of instructions to it.
+const LATER_MAX: u32 = 4;
+const LATER_INSTRUCTIONS: u64 = 10_000;
+
 /// The result of an interval's check.
 #[derive(Clone, Debug, Serialize)]
 pub struct IntervalCheck {
@@ -137,6 +146,15 @@ impl VmDifference {
     fn is_none(&self) -> bool {
         self.ram.count == 0 && self.disks.count == 0 && self.devices.is_none()
     }
+
+    /// True if RAM, disks and the processors' registers are equal, and a device differs.
+    fn is_of_devices_alone(&self) -> bool {
+        let Self { ram, disks, devices } = self;
+        ram.count == 0
+            && disks.count == 0
+            && devices.processors.is_empty()
+            && !devices.devices.is_empty()
+    }
 }
 
 fn replayed(
@@ -160,7 +178,7 @@ fn replayed(
     let mut compared = None;
     if let (Some((begin, at)), StopReason::Target) = (other, reached) {
         let of_replay = (&mut replay, interval.begin.checkpoint);
-        let found = compare_with_replay(source, of_replay, begin, at, &with, interrupted)?;
+        let (found, at) = compare_with_replay(source, of_replay, begin, at, &with, interrupted)?;
         compared = Some((found, Some(at)));
         if interval.end.is_none() && until != end {
             reached = replay.go_on(end, interrupted, &mut tell)?;
@@ -226,57 +244,97 @@ fn compare_after_end(
         return compare_at_log_end(source, interval, end, with, interrupted);
     };
     let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
-    let difference = compare_replays(source, [interval.begin, place], at, with, interrupted)?;
-    Ok((difference, at))
+    compare_replays(source, [interval.begin, place], at, with, interrupted)
 }
 
-/// Compares two replays at instruction `at`, which begin at the checkpoints `begins`.
+/// Compares two replays at instruction `at`, which begin at the checkpoints `begins`, as
+/// [`compare_with_replay`] does.
 fn compare_replays(
     source: &ReplayableRecording,
     begins: [RecordedCheckpoint; 2],
     at: u64,
     with: &ReplayOptions,
     interrupted: &AtomicBool,
-) -> Result<VmDifference> {
+) -> Result<(VmDifference, u64)> {
     let mut one = Replay::start(source, begins[0], Until::Instruction(at), with)?;
     if one.arrive(interrupted, &mut |_| ())? != StopReason::Target {
         return Err(Error::Interrupted);
     }
     let of_one = (&mut one, begins[0].checkpoint);
-    let difference = compare_with_replay(source, of_one, begins[1], at, with, interrupted)?;
+    let compared = compare_with_replay(source, of_one, begins[1], at, with, interrupted)?;
     one.end()?;
-    Ok(difference)
+    Ok(compared)
 }
 
 /// Compares `one`, a replay that began at a checkpoint and has reached instruction `at`, with a
-/// replay from checkpoint `begin` to `at`.
+/// replay from checkpoint `begin` to `at`. Returns what differs, and the instruction of the
+/// comparison.
+///
+/// A paused QEMU takes events from the log that it finds there, such as a packet, and an interrupt
+/// may then be pending in one of the replays already. If nothing but devices differs, both replays
+/// go on to a later instruction and are compared there. There all must be equal, RAM included.
 fn compare_with_replay(
     source: &ReplayableRecording,
     (one, checkpoint): (&mut Replay, CheckpointId),
     begin: RecordedCheckpoint,
-    at: u64,
+    mut at: u64,
     with: &ReplayOptions,
     interrupted: &AtomicBool,
-) -> Result<VmDifference> {
+) -> Result<(VmDifference, u64)> {
     let mut other = Replay::start(source, begin, Until::Instruction(at), with)?;
-    if other.arrive(interrupted, &mut |_| ())? != StopReason::Target {
-        return Err(Error::Interrupted);
+    let mut reached = other.arrive(interrupted, &mut |_| ())?;
+    let mut later = 0;
+    loop {
+        if reached != StopReason::Target {
+            return Err(Error::Interrupted);
+        }
+        let sides = [(&mut *one, checkpoint), (&mut other, begin.checkpoint)];
+        let difference = difference_of_replays(source, sides)?;
+        let next = source.log_index()?.next_unambiguous(at.saturating_add(LATER_INSTRUCTIONS));
+        let may_go_on = difference.is_of_devices_alone() && later < LATER_MAX;
+        let last = source.last_stop()?;
+        let next = next.filter(|next| may_go_on && *next <= last);
+        let Some(next) = next else {
+            other.end()?;
+            return Ok((difference, at));
+        };
+        (at, later) = (next, later + 1);
+        reached = one.go_on(Until::Instruction(at), interrupted, &mut |_| ())?;
+        if reached == StopReason::Target {
+            reached = other.go_on(Until::Instruction(at), interrupted, &mut |_| ())?;
+        }
     }
+}
+
+/// Compares two paused replays, each given with the checkpoint that it began with.
+fn difference_of_replays(
+    source: &ReplayableRecording,
+    [(one, checkpoint), (other, other_checkpoint)]: [(&mut Replay, CheckpointId); 2],
+) -> Result<VmDifference> {
     let layout = other.loaded.meta.ram.clone();
     let ram = compare_ram(one.restored(), other.restored(), &layout)?;
     let disks = disks_difference(
         source,
         DisksOf { checkpoint, served: one.served() },
-        DisksOf { checkpoint: begin.checkpoint, served: other.served() },
+        DisksOf { checkpoint: other_checkpoint, served: other.served() },
     )?;
-    let devices =
-        compare_devices(&device_state(one.restored())?, &device_state(other.restored())?)?;
-    other.end()?;
+    let mut compare = || -> Result<DeviceDifference> {
+        compare_devices(&device_state(one.restored())?, &device_state(other.restored())?)
+    };
+    let mut devices = compare()?;
+    for _ in 0..SETTLE_TURNS {
+        if devices.is_none() {
+            break;
+        }
+        std::thread::sleep(SETTLE);
+        devices = compare()?;
+    }
     Ok(VmDifference { ram, disks, devices })
 }
 
-/// Compares at the log's end, for an interval without a later instruction that has no event. All
-/// events of the last instruction have happened there.
+/// Compares RAM and disks at the log's end, for an interval without a later instruction that has no
+/// event. All events of the last instruction have happened there, which the checkpoint's processors
+/// and devices may not have seen.
 fn compare_at_log_end(
     source: &ReplayableRecording,
     interval: &Interval,
@@ -288,8 +346,9 @@ fn compare_at_log_end(
     if replay.arrive(interrupted, &mut |_| ())? == StopReason::Interrupted {
         return Err(Error::Interrupted);
     }
-    let difference = differing_from(source, &mut replay, interval.begin.checkpoint, end)?;
+    let found = differing_from(source, &mut replay, interval.begin.checkpoint, end)?;
     replay.end()?;
+    let difference = VmDifference { devices: DeviceDifference::default(), ..found };
     Ok((difference, source.last_stop()?))
 }
 
