@@ -185,17 +185,27 @@ impl Queue {
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// Settles an item that no worker has: an open one, or one that the queue does not know. Error:
+    /// Settles items that no worker has: open ones, and those that the queue does not know. Error:
     /// [`Error::Io`].
-    pub fn settle_free(&self, item: QueueItem) -> Result<()> {
-        let open = self.items()?.into_iter().find(|open| open.index == item.index);
-        if let Some(open) = open {
-            let (from, to) = (self.dir.join(ITEMS).join(open.name()), self.dir.join(SETTLED));
-            let moved = unless_gone(fs::rename(&from, to.join(open.name())));
-            if moved.map_err(Error::io("rename", &from))? {
-                return Ok(());
+    pub fn settle_free(&self, items: &[QueueItem]) -> Result<()> {
+        let open = self.items()?;
+        for item in items {
+            let at = open.binary_search_by_key(&item.index, |open| open.index);
+            let Ok(at) = at else {
+                self.add_settled(*item)?;
+                continue;
+            };
+            let name = open[at].name();
+            let (from, to) = (self.dir.join(ITEMS).join(&name), self.dir.join(SETTLED).join(&name));
+            if !unless_gone(fs::rename(&from, &to)).map_err(Error::io("rename", &from))? {
+                self.add_settled(*item)?;
             }
         }
+        Ok(())
+    }
+
+    /// Adds an item that is settled already.
+    fn add_settled(&self, item: QueueItem) -> Result<()> {
         let path = self.dir.join(SETTLED).join(item.name());
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
@@ -420,9 +430,7 @@ mod tests {
         queue.reopen(|index| index == 1).unwrap();
         assert_eq!(queue.items().unwrap().len(), 2);
         // One that was made elsewhere is open no more, and settled once.
-        for index in [1, 7] {
-            queue.settle_free(QueueItem { index, weight: 5 }).unwrap();
-        }
+        queue.settle_free(&[1, 7].map(|index| QueueItem { index, weight: 5 })).unwrap();
         let left: Vec<u32> = queue.items().unwrap().iter().map(|item| item.index).collect();
         let settled: Vec<u32> = queue.settled().unwrap().iter().map(|item| item.index).collect();
         assert_eq!((left, settled), (vec![0], vec![1, 7]));

@@ -100,7 +100,8 @@ fn backing_of(path: &Path, named: &Named) -> Result<Option<BackingReference>> {
         )
     };
     let found = BackingReference::parse(name, folder).map_err(refused)?;
-    // A format that is told is never guessed: its first bytes may be those of another.
+    // The header names the format, so it is not guessed: the image's first bytes may be those of
+    // another format.
     let of_header = match named.backing_format.as_deref() {
         None => None,
         Some(format) => Some(

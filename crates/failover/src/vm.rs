@@ -135,7 +135,7 @@ pub trait ProtectedVm: Send {
     /// Returns the activity of the guest since the newest epoch. `now_ns` is the time of
     /// [`now_ns`].
     fn observe(&mut self, now_ns: u64) -> GuestActivity;
-    /// Captures the VM as epoch `epoch`; `reason` is told to users. The pages go to the encoder,
+    /// Captures the VM as epoch `epoch`. Users read `reason` beside the epoch. The pages go to the encoder,
     /// whose report arrives as [`VmAction::Report`]. Returns the number of the capture and of the
     /// gate's cut. Errors: [`Error::NotCaptured`]; the machine has changed; the VM or its disks
     /// cannot be captured.

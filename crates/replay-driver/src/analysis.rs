@@ -29,7 +29,6 @@ pub use files::{
     median_dispatch_ns, previous_timings,
 };
 pub use parts::PartMaker;
-pub use range::OpenIntervals;
 pub use results::differing_files;
 
 use crate::error::{AnalysisError, Error, Result};
@@ -274,9 +273,7 @@ impl<'a> Analysis<'a> {
         let is_new =
             |one: &&Interval| self.old.contains(&one.index) && !settled.contains(&one.index);
         let unsettled: Vec<Interval> = intervals.iter().filter(is_new).copied().collect();
-        for item in self.items(&unsettled)? {
-            queue.settle_free(item)?;
-        }
+        queue.settle_free(&self.items(&unsettled)?)?;
         Ok(queue)
     }
 

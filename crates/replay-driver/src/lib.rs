@@ -43,8 +43,8 @@ pub mod unrecorded_run;
 pub mod verification;
 
 pub use analysis::{
-    Analysis, AnalysisHeader, FinishedPart, IntervalState, OpenIntervals, PartMaker,
-    differing_files, interval_states, median_dispatch_ns, previous_timings,
+    Analysis, AnalysisHeader, FinishedPart, IntervalState, PartMaker, differing_files,
+    interval_states, median_dispatch_ns, previous_timings,
 };
 pub use analysis_subject::{AnalysisSubject, KnownIntervals, ReplayControl};
 pub use compare::{

@@ -88,8 +88,8 @@ pub struct CheckLimits<'a> {
 }
 
 /// Replays `interval` and compares its end with the next checkpoint, or at the end of the log with
-/// another replay. Calls `progress` with the
-/// number of instructions that it has replayed since the last call. Errors are in the result.
+/// another replay. Calls `progress` with the number of instructions that it has replayed since the
+/// last call. Errors are in the result.
 pub fn check_interval(
     source: &ReplayableRecording,
     interval: &Interval,
@@ -244,24 +244,12 @@ fn compare_after_end(
         return compare_at_log_end(source, interval, end, with, interrupted);
     };
     let place = RecordedCheckpoint { icount: interval.end_icount, checkpoint: end };
-    compare_replays(source, [interval.begin, place], at, with, interrupted)
-}
-
-/// Compares two replays at instruction `at`, which begin at the checkpoints `begins`, as
-/// [`compare_with_replay`] does.
-fn compare_replays(
-    source: &ReplayableRecording,
-    begins: [RecordedCheckpoint; 2],
-    at: u64,
-    with: &ReplayOptions,
-    interrupted: &AtomicBool,
-) -> Result<(VmDifference, u64)> {
-    let mut one = Replay::start(source, begins[0], Until::Instruction(at), with)?;
+    let mut one = Replay::start(source, interval.begin, Until::Instruction(at), with)?;
     if one.arrive(interrupted, &mut |_| ())? != StopReason::Target {
         return Err(Error::Interrupted);
     }
-    let of_one = (&mut one, begins[0].checkpoint);
-    let compared = compare_with_replay(source, of_one, begins[1], at, with, interrupted)?;
+    let of_one = (&mut one, interval.begin.checkpoint);
+    let compared = compare_with_replay(source, of_one, place, at, with, interrupted)?;
     one.end()?;
     Ok(compared)
 }

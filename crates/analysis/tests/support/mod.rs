@@ -324,8 +324,8 @@ impl Recording {
         vm
     }
 
-    /// What a tool is told of a run from checkpoint `from` that begins with the interval `first`, in
-    /// a directory of its own.
+    /// Returns the inputs of a tool's run in the directory `dir`. The run begins at checkpoint `from`,
+    /// with the interval `first`.
     pub fn context(&self, dir: &Path, from: usize, first: IcountInterval) -> RunContext {
         std::fs::create_dir_all(dir).unwrap();
         let warm_up =

@@ -63,7 +63,7 @@ impl LiveRanges {
             let took_s = done.wall_ns as f64 / 1e9;
             if done.start.is_some() { self.first.add(took_s) } else { self.following.add(took_s) }
         }
-        // Before a range had a second interval, its start is a guess: all of the first one.
+        // Until a range has had a second interval, half of the first one's time counts as its start.
         let first_s = self.first.mean();
         let run_s = if self.following.count > 0 { self.following.mean() } else { first_s / 2.0 };
         let times = RangeTimes {

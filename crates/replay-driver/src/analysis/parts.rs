@@ -88,6 +88,17 @@ impl Began {
     }
 }
 
+/// How a part was made.
+#[derive(Clone, Copy)]
+pub(super) struct PartTiming {
+    pub tries: u32,
+    pub began: Began,
+    /// The time that it took, in nanoseconds.
+    pub wall_ns: u64,
+    /// How long the start of its QEMU took; `None` if the QEMU had replayed the interval before.
+    pub start: Option<StartTimes>,
+}
+
 /// The tries of an interval so far.
 #[derive(Default)]
 pub(super) struct Tries {
@@ -142,11 +153,10 @@ impl Analysis<'_> {
             let messages = qemu_messages(&dir.join(QEMU_LOG));
             tries.add(ran.as_ref().map(|_| began.instant.elapsed().as_secs_f64()), &messages);
             match ran {
-                Ok(parts) => {
+                Ok((parts, start)) => {
                     let wall_ns = elapsed_ns(began.instant);
-                    let (parts, start) = parts;
-                    let done = finished(interval, maker, tries.count, (began, wall_ns), parts);
-                    let done = FinishedPart { start, ..done };
+                    let timing = PartTiming { tries: tries.count, began, wall_ns, start };
+                    let done = finished(interval, maker, timing, parts);
                     return self.publish_done(&dir, interval, &done, &tries.log);
                 }
                 Err(error) if tries.count >= maker.tries_max => {
@@ -338,10 +348,10 @@ fn with_last_lines(error: String, messages: &str) -> String {
 pub(super) fn finished(
     interval: &Interval,
     maker: PartMaker<'_>,
-    tries: u32,
-    (began, wall_ns): (Began, u64),
+    timing: PartTiming,
     parts: Vec<Part>,
 ) -> FinishedPart {
+    let PartTiming { tries, began, wall_ns, start } = timing;
     let since = began.time.duration_since(UNIX_EPOCH).unwrap_or_default();
     FinishedPart {
         index: interval.index,
@@ -350,7 +360,7 @@ pub(super) fn finished(
         began_at_ns: duration_ns(since),
         worker: maker.name.to_owned(),
         is_old: false,
-        start: None,
+        start,
         parts,
     }
 }

@@ -13,8 +13,8 @@
 //! of its own, so that one interval that fails costs no other one its part.
 
 use super::Analysis;
-use super::files::{FinishedPart, QEMU_LOG, empty_dir, qemu_messages};
-use super::parts::{Began, PartMaker, RangeBegin, RunCaller, Tries, finished};
+use super::files::{QEMU_LOG, empty_dir, qemu_messages};
+use super::parts::{Began, PartMaker, PartTiming, RangeBegin, RunCaller, Tries, finished};
 use crate::StartTimes;
 use crate::error::{AnalysisError, Error, Result};
 use keyframe_analysis::Part;
@@ -24,27 +24,6 @@ use keyframe_units::elapsed_ns;
 use std::collections::VecDeque;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
-
-/// The intervals from which a range takes.
-pub trait OpenIntervals {
-    /// Takes interval `index`. Returns false if it is not open. Error: the queue cannot be read or
-    /// written.
-    fn take(&self, index: u32) -> Result<bool>;
-
-    /// Notes that interval `index`, which was taken, has its part. Error: the queue cannot be
-    /// written.
-    fn settle(&self, index: u32) -> Result<()>;
-}
-
-impl OpenIntervals for Slot<'_> {
-    fn take(&self, index: u32) -> Result<bool> {
-        Ok(self.take_number(index)?)
-    }
-
-    fn settle(&self, index: u32) -> Result<()> {
-        Ok(Slot::settle(self, index)?)
-    }
-}
 
 /// An interval of a range that has begun, and has no part yet.
 #[derive(Clone, Copy)]
@@ -59,7 +38,7 @@ struct BegunInterval {
 struct RangeRun<'a> {
     analysis: &'a Analysis<'a>,
     maker: PartMaker<'a>,
-    open: &'a dyn OpenIntervals,
+    slot: &'a Slot<'a>,
     /// The directory of the run.
     dir: &'a Path,
     begun: VecDeque<BegunInterval>,
@@ -70,18 +49,18 @@ struct RangeRun<'a> {
 }
 
 impl Analysis<'_> {
-    /// Makes the part of `first` and, as far as they can be taken from `open`, of the intervals
-    /// after it, and publishes each part, or the reason why it failed. `on_progress` is called now
+    /// Makes the part of `first`, which `slot` has, and, as far as `slot` can take them, of the
+    /// intervals after it, and publishes each part, or the reason why it failed. `on_progress` is called now
     /// and then with the instruction that QEMU has reached.
     ///
     /// # Errors
     ///
     /// [`Error::Interrupted`] if `maker` was interrupted; other errors if the directory of the
-    /// analysis or `open` cannot be read or written. A replay that fails is no error.
+    /// analysis or the queue cannot be read or written. A replay that fails is no error.
     pub fn make(
         &self,
         first: &Interval,
-        open: &dyn OpenIntervals,
+        slot: &Slot<'_>,
         maker: PartMaker<'_>,
         on_progress: &mut dyn FnMut(u64),
     ) -> Result<()> {
@@ -94,7 +73,7 @@ impl Analysis<'_> {
         let mut run = RangeRun {
             analysis: self,
             maker,
-            open,
+            slot,
             dir: &dir,
             begun,
             start: None,
@@ -134,7 +113,7 @@ impl Analysis<'_> {
             if matches!(one_made, Err(Error::Interrupted)) {
                 return one_made;
             }
-            made = made.and(one_made.and_then(|()| open.settle(interval.index)));
+            made = made.and(one_made.and_then(|()| Ok(slot.settle(interval.index)?)));
         }
         made
     }
@@ -161,7 +140,7 @@ impl RunCaller for RangeRun<'_> {
             return Err(Error::Interrupted);
         }
         let Some(next) = self.analysis.interval_after(ended) else { return Ok(None) };
-        if !self.open.take(next.index)? {
+        if !self.slot.take_number(next.index)? {
             return Ok(None);
         }
         self.begun.push_back(BegunInterval::now(next));
@@ -199,9 +178,8 @@ impl RangeRun<'_> {
         let wall_ns = wall_ns.unwrap_or_default();
         let mut tries = Tries::default();
         tries.add(Ok(wall_ns as f64 / 1e9), &qemu_messages(&self.dir.join(QEMU_LOG)));
-        let timing = (began, wall_ns);
-        let done = finished(&interval, self.maker, tries.count, timing, vec![part]);
-        let done = FinishedPart { start: self.start.take(), ..done };
+        let timing = PartTiming { tries: tries.count, began, wall_ns, start: self.start.take() };
+        let done = finished(&interval, self.maker, timing, vec![part]);
         let published = self.analysis.publish_done(&dir, &interval, &done, &tries.log);
         if published.is_err() {
             // No other process knows of this directory.
@@ -209,7 +187,7 @@ impl RangeRun<'_> {
         }
         published?;
         self.begun.pop_front();
-        self.open.settle(interval.index)
+        Ok(self.slot.settle(interval.index)?)
     }
 }
 
