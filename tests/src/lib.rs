@@ -30,7 +30,6 @@ mod ram;
 pub mod recording;
 pub mod relay;
 mod slot;
-pub mod slurm;
 mod test_env;
 
 /// A libvirt daemon for one test; the tests of `keyframe-qemu` start the same.

@@ -1,6 +1,6 @@
 //! Tests analyses whose intervals run on the nodes of a Slurm cluster.
 
-use keyframe_tests::slurm::Cluster;
+use keyframe_test_hosts::{Rate, SlurmCluster};
 use keyframe_tests::{Boot, Process, TestEnv, number};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -21,7 +21,7 @@ fn count(path: &Path) -> usize {
 }
 
 /// Runs `keyframe analyze` into `out`, on the cluster's server.
-fn analyze(env: &TestEnv, cluster: &Cluster, options: &[&str]) -> Command {
+fn analyze(env: &TestEnv, cluster: &SlurmCluster, options: &[&str]) -> Command {
     let mut args = vec!["analyze", "R", "--tool", "hot", "--out", "A", "--json", "--keep-parts"];
     args.extend(["--on", "slurm:main", "--lease", "3s"]);
     args.extend(options);
@@ -51,7 +51,7 @@ fn assert_same_files(one: &Path, other: &Path) {
 #[test]
 fn a_recording_is_analysed_while_it_is_made_and_processes_die() {
     let mut env = TestEnv::without_store();
-    let cluster = Cluster::start(&env, 3);
+    let cluster = SlurmCluster::start(&env.path().join("cluster"), 3, Rate::GIGABIT).expect("a cluster");
     let mut vm = record(&env);
     let sealed = env.path().join("R/store/checkpoints");
     let begun = vm.wait_until(|_| (count(&sealed) >= 3).then_some(()));
@@ -73,7 +73,7 @@ fn a_recording_is_analysed_while_it_is_made_and_processes_die() {
 
     // Then the pilots are cancelled, and a node dies during an interval. The checkpoints now come
     // from a server, over the nodes' links.
-    cluster.output_of("scancel", &["--name=keyframe-hot"]);
+    cluster.output_of("scancel", &["--name=keyframe-hot"]).expect("scancel");
     env.set("XDG_STATE_HOME", &env.path().join("state").display().to_string());
     env.set("KEYFRAME_TOKEN", "the token of this test");
     env.set("KEYFRAME_CACHE", &env.path().join("cache").display().to_string());
@@ -101,9 +101,8 @@ fn a_recording_is_analysed_while_it_is_made_and_processes_die() {
     assert!(number(&sent, "bytes_sent") > 1 << 20 && number(&sent, "refused") == 0, "{sent}");
     let logs = std::fs::read_dir(env.path().join("A/slurm")).expect("the pilots' logs").flatten();
     assert!(logs.filter(|log| log.path().extension().is_some_and(|e| e == "log")).count() >= 3);
-    assert!(
-        cluster.output_of("squeue", &["--noheader", "--states=PENDING,RUNNING"]).trim().is_empty()
-    );
+    let left = cluster.output_of("squeue", &["--noheader", "--states=PENDING,RUNNING"]);
+    assert_eq!(left.expect("squeue").trim(), "");
 
     equals_an_analysis_in_sequence(&env, &report);
 }

@@ -10,8 +10,7 @@
 //! any words. A page that leaves a process behind fails. The text between the commands is not
 //! tested.
 
-use keyframe_test_hosts::Host;
-use keyframe_tests::slurm::Cluster;
+use keyframe_test_hosts::{Host, Rate, SlurmCluster};
 use keyframe_tests::{TestEnv, keyframe, small_guest};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fmt::Write as _;
@@ -261,7 +260,7 @@ fn soak_protect_a_redis_vm() {
 fn soak_analyse_a_boot_on_slurm() {
     let env = TestEnv::without_store();
     let page = Page::new("analyse-on-slurm", &env);
-    let cluster = Cluster::start(&env, 2);
+    let cluster = SlurmCluster::start(&env.path().join("cluster"), 2, Rate::GIGABIT).expect("a cluster");
     page.run_within(cluster.on_server(&page.bash()), Duration::from_mins(10));
 }
 

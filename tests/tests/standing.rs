@@ -50,12 +50,12 @@ fn check(qemu: &str, extra: &[&str], state: &str, commands: &[&str], sequence: &
     run.wait_for("KF READY");
     grow(&mut run, 3);
     env.ok(&["take", "--name", "guest", "--tag", "ran"]);
-    let mut starts = vec![0];
+    let mut rollbacks = 0;
     // A second time: what the rollback has set in QEMU is as it was.
     for command in commands {
         grow(&mut run, 3);
         make_stand(&env, &mut run, &monitor, state, command);
-        starts.push(hash_lines(&run.lines()).len());
+        rollbacks += 1;
         let done = env.json(&["rollback", "ran", "--name", "guest", "--json"]);
         assert_eq!(done["runs"], true, "{state}");
         assert_eq!(run_state(&monitor), "running");
@@ -68,12 +68,12 @@ fn check(qemu: &str, extra: &[&str], state: &str, commands: &[&str], sequence: &
     let done = env.json(&["rollback", "stood", "--name", "guest", "--json"]);
     assert_eq!((&done["runs"], &*run_state(&monitor)), (&json!(false), state));
     env.ok(&["rollback", "ran", "--name", "guest"]);
-    starts.push(hash_lines(&run.lines()).len());
+    rollbacks += 1;
     grow(&mut run, 3);
     if state == "suspended" {
         // A newer QEMU saves by itself that a VM sleeps, and not as a run state.
         make_stand(&env, &mut run, &monitor, state, commands[0]);
-        return end(&env, run, (state, &monitor), &starts, sequence);
+        return end(&env, run, (state, &monitor), rollbacks, sequence);
     }
     let back = env.run(&["rollback", "stood", "--name", "guest"]);
     if state == "shutdown" {
@@ -83,7 +83,7 @@ fn check(qemu: &str, extra: &[&str], state: &str, commands: &[&str], sequence: &
         assert_eq!(shown, state);
         // It is not in the middle of anything: it runs from an earlier checkpoint.
         env.ok(&["rollback", "ran", "--name", "guest"]);
-        starts.push(hash_lines(&run.lines()).len());
+        rollbacks += 1;
         grow(&mut run, 3);
     } else {
         let text = String::from_utf8_lossy(&back.stderr).into_owned();
@@ -92,15 +92,15 @@ fn check(qemu: &str, extra: &[&str], state: &str, commands: &[&str], sequence: &
         assert_eq!(run_state(&monitor), "running");
     }
     make_stand(&env, &mut run, &monitor, state, commands[0]);
-    end(&env, run, (state, &monitor), &starts, sequence);
+    end(&env, run, (state, &monitor), rollbacks, sequence);
 }
 
-/// Ends the run, whose guest began anew at each of the lines `starts`.
+/// Ends the run, whose guest went back to the same instant `rollbacks` times.
 fn end(
     env: &TestEnv,
     mut run: Process,
     (state, monitor): (&str, &Path),
-    starts: &[usize],
+    rollbacks: usize,
     sequence: &mut Sequence,
 ) {
     env.ok(&["stop", "--name", "guest"]);
@@ -108,13 +108,15 @@ fn end(
     assert_eq!(code, Some(if state == "guest-panicked" { 4 } else { 0 }), "{}", run.report());
     assert_no_errors(&run);
 
+    // A line that the guest printed before a rollback may reach this process after it. The numbers
+    // tell where the guest began anew: it had gone on by three lines before each rollback.
     let lines = hash_lines(&run.lines());
-    let mut firsts = Vec::new();
-    for (n, start) in starts.iter().enumerate() {
-        let end = starts.get(n + 1).copied().unwrap_or(lines.len());
-        sequence.check(&lines[*start..end], 3);
-        firsts.push(lines[*start].n);
+    let stretches: Vec<_> = lines.chunk_by(|one, next| one.n < next.n).collect();
+    assert_eq!(stretches.len(), rollbacks + 1, "{}", run.report());
+    for stretch in &stretches {
+        sequence.check(stretch, 3);
     }
+    let firsts: Vec<_> = stretches.iter().map(|stretch| stretch[0].n).collect();
     let (least, most) = (firsts[1..].iter().min().unwrap(), firsts[1..].iter().max().unwrap());
     assert!(most - least <= 1, "not the same instant each time: {firsts:?}");
     comes_back(env, monitor, state);

@@ -23,6 +23,14 @@ impl Rate {
     pub const GIGABIT: Self = Self { rate: "1gbit", burst: "256k" };
     /// 10 Gbit/s.
     pub const TEN_GIGABIT: Self = Self { rate: "10gbit", burst: "2m" };
+
+    /// Limits the rate at which `host` sends on `link`.
+    pub(crate) fn limit(self, host: &Host, link: &str) -> io::Result<()> {
+        let Self { rate, burst } = self;
+        host.ok(&format!(
+            "tc qdisc replace dev {link} root tbf rate {rate} burst {burst} latency 100ms"
+        ))
+    }
 }
 
 /// A direction of traffic on a host's link, seen from the host.
@@ -69,8 +77,8 @@ impl Network {
                 host.ok("ip tuntap add tap0 mode tap")?;
                 host.ok("ip link set tap0 master bridge up")?;
             }
-            shape(&switch, &format!("to-{name}"), rate)?;
-            shape(&host, "eth0", rate)?;
+            rate.limit(&switch, &format!("to-{name}"))?;
+            rate.limit(&host, "eth0")?;
             Ok(host)
         };
         let (a, b, c) = (linked("a", 1)?, linked("b", 2)?, linked("c", 3)?);
@@ -95,7 +103,7 @@ impl Network {
                 "tc qdisc replace dev {link} root tbf rate 8bit burst 1 latency 1ms"
             ));
         }
-        shape(end, &link, self.rate)
+        self.rate.limit(end, &link)
     }
 
     /// Adds a second link, between `a` (10.79.0.1) and `b` (10.79.0.2).
@@ -123,11 +131,4 @@ impl Network {
             _ => &self.c,
         }
     }
-}
-
-/// Limits the rate at which `host` sends on `link`.
-fn shape(host: &Host, link: &str, Rate { rate, burst }: Rate) -> io::Result<()> {
-    host.ok(&format!(
-        "tc qdisc replace dev {link} root tbf rate {rate} burst {burst} latency 100ms"
-    ))
 }
