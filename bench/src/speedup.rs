@@ -5,6 +5,7 @@
 //!             T_s                 T_1                T_2                T_both: gain of the machine
 //!                                                                       2 T_1 / T_both
 //!   wait     analyze --jobs 1, 2, 4, 8, 16 with the stand-in for a slow simulator
+//!   nodes    analyze --on slurm with 1, 2, 4, 8, 16 nodes with the stand-in, over links
 //! ```
 //!
 //! The peer is what a user would do without Keyframe's intervals: one replay, with the same tool.
@@ -12,13 +13,17 @@
 //! `speedup_over_gain` shows what the distribution costs. The results of one job and of two must equal
 //! that of one replay, byte for byte; otherwise the benchmark fails.
 
+mod node_cluster;
+mod nodes;
+mod waiting;
+
 use crate::part_selection::PartSelection;
 use crate::replay::recording::Recording;
 use crate::replay::run_method::{self, RunMethod};
 use crate::replay::workload::{self, PreparedWorkload};
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
-use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
+use keyframe_plot::Figure;
 use serde_json::Value;
 use std::path::Path;
 
@@ -28,8 +33,8 @@ const TOOLS: [&str; 4] = ["icount", "hot", "memtrace", "cache"];
 const OTHER_TOOLS: [&str; 3] = ["coverage", "working-set", "syscalls"];
 /// The part with the stand-in.
 const WAIT: &str = "wait";
-/// The numbers of workers with the stand-in.
-const WORKERS: [u64; 5] = [1, 2, 4, 8, 16];
+/// The part with the stand-in on the nodes of a cluster.
+const NODES: &str = "nodes";
 
 /// The extent of the benchmark.
 struct Plan {
@@ -42,6 +47,7 @@ struct Plan {
     wait_units: u32,
     wait_every: &'static str,
     wait_factor: u64,
+    nodes: nodes::Plan,
 }
 
 const FULL: Plan = Plan {
@@ -51,6 +57,7 @@ const FULL: Plan = Plan {
     wait_units: 40,
     wait_every: "250ms",
     wait_factor: 31,
+    nodes: nodes::FULL,
 };
 const QUICK: Plan = Plan {
     rounds: 1,
@@ -59,6 +66,7 @@ const QUICK: Plan = Plan {
     wait_units: 8,
     wait_every: "250ms",
     wait_factor: 8,
+    nodes: nodes::QUICK,
 };
 
 /// The times of a tool, by round.
@@ -77,7 +85,7 @@ struct ToolTimes {
 
 /// Measures.
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let names = TOOLS.into_iter().chain(OTHER_TOOLS).chain([WAIT]).map(str::to_owned);
+    let names = TOOLS.into_iter().chain(OTHER_TOOLS).chain([WAIT, NODES]).map(str::to_owned);
     let selection = PartSelection::new("speedup", &options.only, names)?;
     let is_named = !options.only.is_empty();
     let plan = if options.quick { &QUICK } else { &FULL };
@@ -100,7 +108,10 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         }
     }
     if is_named && selection.has(WAIT) {
-        charts.push(wait(options, plan, dir.path(), &mut report)?);
+        charts.push(waiting::measure(options, plan, dir.path(), &mut report)?);
+    }
+    if is_named && selection.has(NODES) {
+        charts.extend(nodes::measure(options, &plan.nodes, dir.path(), &mut report)?);
     }
     report.plot = Figure { title: "Parallel analysis over one replay".into(), charts };
     Ok(report)
@@ -192,47 +203,4 @@ fn add_tool(report: &mut Report, tool: &str, times: &ToolTimes) {
         report.ratio(format!("{name}_{tool}_least"), sample.percentile(1));
         report.ratio(format!("{name}_{tool}_most"), sample.percentile(100));
     }
-}
-
-/// Measures the speed-up with the stand-in for a slow simulator.
-fn wait(options: &Options, plan: &Plan, dir: &Path, report: &mut Report) -> Result<Chart, Error> {
-    let place = dir.join("wait");
-    record(options, ("idle", plan.wait_units), plan.wait_every, dir, &place)?;
-    let recording = Recording { options, dir: &place };
-    let factor = format!("factor={}", plan.wait_factor);
-    report.notes.insert(
-        WAIT.into(),
-        format!(
-            "a stand-in for a slow simulator: each interval is replayed exactly, then its worker \
-             waits until {} times its recorded time has passed",
-            plan.wait_factor
-        ),
-    );
-    let mut points = Vec::new();
-    let mut one_ns = f64::NAN;
-    for workers in WORKERS {
-        options.say(format!("wait, {workers} workers"));
-        let jobs = workers.to_string();
-        let arguments = ["--tool", WAIT, "--tool-arg", &factor, "--jobs", &jobs];
-        let (_, mut reports) = recording.reports(&arguments, 1)?;
-        let wall_ns = ns(&reports.pop().unwrap_or_default(), "wall_ns");
-        if workers == 1 {
-            one_ns = wall_ns;
-        }
-        let speedup = one_ns / wall_ns;
-        report.figure(format!("wait_{workers}_ns"), wall_ns);
-        report.ratio(format!("speedup_wait_{workers}"), speedup);
-        report.ratio(format!("speedup_over_workers_wait_{workers}"), speedup / workers as f64);
-        points.push(Point { x: workers as f64, y: speedup, deviation: None });
-    }
-    let linear = WORKERS.map(|n| Point { x: n as f64, y: n as f64, deviation: None });
-    Ok(Chart {
-        title: format!("a stand-in that takes {} times the recorded time", plan.wait_factor),
-        x: Axis::new("workers", Scale::Linear),
-        y: Axis::new("speed-up", Scale::Linear),
-        series: vec![
-            Series { name: "measured".into(), points },
-            Series { name: "as many times as workers".into(), points: linear.into() },
-        ],
-    })
 }

@@ -47,8 +47,9 @@ impl SlurmCluster {
         server.ok("ip link add bridge type bridge")?;
         server.ok(&format!("ip addr add {SERVER_ADDRESS}/24 dev bridge"))?;
         server.ok("ip link set bridge up")?;
-        let hosts =
-            (1..=nodes).map(|n| linked_host(&server, n, rate)).collect::<io::Result<Vec<Host>>>()?;
+        let hosts = (1..=nodes)
+            .map(|n| linked_host(&server, n, rate))
+            .collect::<io::Result<Vec<Host>>>()?;
         let conf = write_conf(dir, nodes)?;
         let mut cluster = Self { nodes: hosts, server, daemons: Vec::new(), conf, dir: dir.into() };
         cluster.start_munge()?;

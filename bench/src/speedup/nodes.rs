@@ -1,0 +1,329 @@
+//! The stand-in for a slow simulator on the nodes of a cluster, which fetch checkpoints over links.
+//!
+//! ```text
+//!   deferred    a recording that has ended                   1, 2, 4, 8, 16 nodes
+//!   delivery    the same, most nodes: whole, missing, cached, over each link
+//!   immediate   the analysis begins with the recording       from the begin of the recording
+//! ```
+//!
+//! All nodes share this machine, so that their replays share its processors. The waits do not.
+//! `keyframe plan` predicts each run, by the equations of the SimuBoost checkpoint paper (2.1 with
+//! enough nodes, else 3.5) and by a simulation of the intervals.
+
+use super::node_cluster::{Delivery, NodeCluster, NodeRequest};
+use super::waiting::{note, speed_up_chart};
+use super::{NODES, ns, record};
+use crate::{Error, Options, Report};
+use jiff::Timestamp;
+use keyframe_plot::{Chart, Point};
+use keyframe_test_hosts::Rate;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+/// The links by their names in keys. The curve over the number of nodes is measured with the first.
+const LINKS: [(&str, Rate); 2] = [("1gbit", Rate::GIGABIT), ("10gbit", Rate::TEN_GIGABIT)];
+/// Longest time until a recording has begun.
+const RECORDING_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// An immediate analysis.
+pub struct Immediate {
+    nodes: u64,
+    factor: u64,
+}
+
+/// The extent of the measurement.
+pub struct Plan {
+    /// The recorded time of the guest's work, in seconds.
+    seconds: u32,
+    /// The interval between checkpoints of the deferred analyses.
+    every: &'static str,
+    factor: u64,
+    /// The numbers of nodes of the deferred analyses, ascending.
+    nodes: &'static [u64],
+    /// The links with which deliveries are compared.
+    links: usize,
+    /// The interval between checkpoints of the immediate analyses.
+    immediate_every: &'static str,
+    immediate: &'static [Immediate],
+}
+
+/// The source has intervals of 1 s and more, and a factor of 31. With short intervals the last one
+/// of each node is a small part of the whole.
+pub const FULL: Plan = Plan {
+    seconds: 40,
+    every: "100ms",
+    factor: 31,
+    nodes: &[1, 2, 4, 8, 16],
+    links: 2,
+    immediate_every: "1s",
+    immediate: &[
+        Immediate { nodes: 16, factor: 12 },
+        Immediate { nodes: 16, factor: 31 },
+        Immediate { nodes: 8, factor: 31 },
+    ],
+};
+/// A look at all parts.
+pub const QUICK: Plan = Plan {
+    seconds: 8,
+    every: "100ms",
+    factor: 8,
+    nodes: &[1, 4, 8],
+    links: 1,
+    immediate_every: "500ms",
+    immediate: &[Immediate { nodes: 8, factor: 4 }],
+};
+
+/// What all measurements share.
+struct Bed<'a> {
+    options: &'a Options,
+    plan: &'a Plan,
+    dir: &'a Path,
+}
+
+/// Measures, and adds the results to `report`.
+pub fn measure(
+    options: &Options,
+    plan: &Plan,
+    dir: &Path,
+    report: &mut Report,
+) -> Result<Vec<Chart>, Error> {
+    report.notes.insert(NODES.into(), note(plan.factor));
+    let bed = Bed { options, plan, dir };
+    let place = dir.join("nodes-recording");
+    record(options, ("idle", plan.seconds), plan.every, dir, &place)?;
+    let most = plan.nodes.iter().chain(plan.immediate.iter().map(|one| &one.nodes)).max();
+    let most = most.map_or(1, |most| *most as u32);
+    let mut charts = Vec::new();
+    for (at, (link, rate)) in LINKS.into_iter().take(plan.links).enumerate() {
+        let cluster_dir = dir.join(link);
+        let cluster = NodeCluster::start(options, &cluster_dir, most, rate)?;
+        if at == 0 {
+            charts.push(bed.deferred(&cluster, &place, report)?);
+            for immediate in plan.immediate {
+                bed.immediate(&cluster, immediate, report)?;
+            }
+        }
+        bed.deliveries(&cluster, link, &place, report)?;
+    }
+    Ok(charts)
+}
+
+impl Bed<'_> {
+    /// Analyses the recording with each number of nodes.
+    fn deferred(
+        &self,
+        cluster: &NodeCluster<'_>,
+        recording: &Path,
+        report: &mut Report,
+    ) -> Result<Chart, Error> {
+        let (mut points, mut predicted) = (Vec::new(), Vec::new());
+        let mut one: Option<(f64, PathBuf)> = None;
+        for nodes in self.plan.nodes.iter().copied() {
+            self.options.say(format!("nodes, {nodes} deferred"));
+            let out = self.dir.join(format!("deferred-{nodes}"));
+            let request = NodeRequest {
+                recording,
+                nodes,
+                delivery: Delivery::Missing,
+                factor: self.plan.factor,
+                follow: false,
+                out: &out,
+            };
+            let began_ns = unix_ns(Timestamp::now());
+            let analysed = cluster.analyse(&request)?.report;
+            let ended_ns = unix_ns(Timestamp::now());
+            let wall_ns = ns(&analysed, "wall_ns");
+            report.figure(format!("nodes_{nodes}_ns"), wall_ns);
+            // Slurm starts the pilots, and the results are merged.
+            let (first_ns, last_ns) = work_span_ns(&analysed);
+            report.figure(format!("nodes_{nodes}_before_first_interval_ns"), first_ns - began_ns);
+            report.figure(format!("nodes_{nodes}_after_last_interval_ns"), ended_ns - last_ns);
+            let (one_ns, analysis) = one.get_or_insert((wall_ns, out));
+            let speed_up = *one_ns / wall_ns;
+            report.ratio(format!("speedup_nodes_{nodes}"), speed_up);
+            report.ratio(format!("speedup_over_nodes_{nodes}"), speed_up / nodes as f64);
+            points.push(point(nodes, speed_up));
+            // From the intervals of one node.
+            let prediction = self.predict(recording, analysis, nodes, &["--deferred"])?;
+            let simulated_ns = prediction.simulated_ns - prediction.recorded_ns;
+            report.ratio(format!("simulation_over_measured_nodes_{nodes}"), simulated_ns / wall_ns);
+            predicted.push(point(nodes, *one_ns / simulated_ns));
+        }
+        let title = format!(
+            "Nodes that wait {} times the recorded time, deferred, {}",
+            self.plan.factor, LINKS[0].0
+        );
+        let series = vec![("measured".into(), points), ("simulated".into(), predicted)];
+        Ok(speed_up_chart(title, "nodes", series))
+    }
+
+    /// Analyses the recording with the most nodes and each delivery.
+    fn deliveries(
+        &self,
+        cluster: &NodeCluster<'_>,
+        link: &str,
+        recording: &Path,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let nodes = self.plan.nodes.last().copied().unwrap_or(1);
+        for delivery in [Delivery::Whole, Delivery::Missing, Delivery::Cached] {
+            let key = format!("nodes_{nodes}_{link}_{}", delivery.key());
+            self.options.say(&key);
+            let request = NodeRequest {
+                recording,
+                nodes,
+                delivery,
+                factor: self.plan.factor,
+                follow: false,
+                out: &self.dir.join(&key),
+            };
+            let analysis = cluster.analyse(&request)?;
+            report.figure(format!("{key}_ns"), ns(&analysis.report, "wall_ns"));
+            report.figure(format!("{key}_fetched_bytes"), analysis.fetched_bytes);
+            let starts = analysis.report["intervals"].as_array().into_iter().flatten();
+            let starts: Vec<&Value> =
+                starts.map(|one| &one["start"]).filter(|start| start.is_object()).collect();
+            report.figure(format!("{key}_starts"), starts.len() as f64);
+            let total_ns: f64 = starts.into_iter().map(start_ns).sum();
+            report.figure(format!("{key}_all_starts_ns"), total_ns);
+        }
+        Ok(())
+    }
+
+    /// Records, and analyses at the same time.
+    fn immediate(
+        &self,
+        cluster: &NodeCluster<'_>,
+        Immediate { nodes, factor }: &Immediate,
+        report: &mut Report,
+    ) -> Result<(), Error> {
+        let key = format!("immediate_{nodes}_nodes_factor_{factor}");
+        self.options.say(format!("nodes, {key}"));
+        let (recording, out) =
+            (self.dir.join(format!("{key}-recording")), self.dir.join(format!("{key}-analysis")));
+        let analysis = std::thread::scope(|scope| {
+            let recorder = scope.spawn(|| {
+                let work = ("idle", self.plan.seconds);
+                record(self.options, work, self.plan.immediate_every, self.dir, &recording)
+            });
+            let begun = wait_for(&recording.join("store/checkpoints"));
+            let analysed = begun.and_then(|()| {
+                cluster.analyse(&NodeRequest {
+                    recording: &recording,
+                    nodes: *nodes,
+                    delivery: Delivery::Missing,
+                    factor: *factor,
+                    follow: true,
+                    out: &out,
+                })
+            });
+            let ended = Timestamp::now();
+            let recorded = recorder
+                .join()
+                .map_err(|_| Error::failed("record", "the thread of the recording panicked"))?;
+            recorded.and(analysed).map(|analysis| (analysis, ended))
+        });
+        let (analysis, ended) = analysis?;
+        let began = began_at(&recording)?;
+        let took_ns = ended.duration_since(began).as_nanos() as f64;
+        report.figure(format!("{key}_ns"), took_ns);
+        report.figure(format!("{key}_fetched_bytes"), analysis.fetched_bytes);
+        let prediction = self.predict(&recording, &out, *nodes, &[])?;
+        report.figure(format!("{key}_recorded_ns"), prediction.recorded_ns);
+        let equation_key = format!("{key}_over_equation_{}", prediction.equation.replace('.', "_"));
+        report.ratio(equation_key, took_ns / prediction.formula_ns);
+        report.ratio(format!("{key}_over_simulation"), took_ns / prediction.simulated_ns);
+        Ok(())
+    }
+
+    /// Predicts an analysis with `nodes` nodes by `keyframe plan`, from the times in `analysis`.
+    fn predict(
+        &self,
+        recording: &Path,
+        analysis: &Path,
+        nodes: u64,
+        more: &[&str],
+    ) -> Result<Prediction, Error> {
+        let output = Command::new(&self.options.keyframe)
+            .arg("plan")
+            .arg("--from")
+            .arg(recording)
+            .arg("--analysis")
+            .arg(analysis)
+            .args(["--simulate", "--json", "--nodes", &nodes.to_string()])
+            .args(more)
+            .output()
+            .map_err(Error::io("run keyframe plan"))?;
+        if !output.status.success() {
+            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            return Err(Error::failed("keyframe plan", text.trim()));
+        }
+        let plan: Value = serde_json::from_slice(&output.stdout)
+            .map_err(|e| Error::failed("read keyframe plan --json", e))?;
+        let row = &plan["simulated"]["table"][0];
+        let seconds = |value: &Value| value.as_f64().unwrap_or(f64::NAN) * 1e9;
+        let is_enough = row["closed_form"]["formula"] == "enough";
+        Ok(Prediction {
+            recorded_ns: seconds(&plan["measured"]["recorded_s"]),
+            simulated_ns: seconds(&row["makespan_s"]),
+            formula_ns: seconds(&row["closed_form"]["run_time_s"]),
+            equation: if is_enough { "2.1" } else { "3.5" },
+        })
+    }
+}
+
+/// The times of an analysis and its recording, as `keyframe plan` predicts them.
+struct Prediction {
+    recorded_ns: f64,
+    simulated_ns: f64,
+    /// By the equation.
+    formula_ns: f64,
+    equation: &'static str,
+}
+
+fn point(nodes: u64, y: f64) -> Point {
+    Point { x: nodes as f64, y, deviation: None }
+}
+
+/// Returns the time of a start: the RAM is copied while QEMU starts, or loaded when it is touched.
+fn start_ns(start: &Value) -> f64 {
+    let step = |name: &str| start[name].as_f64().unwrap_or(0.0);
+    step("checkpoint_ns") + step("qemu_ns").max(step("ram_ns"))
+}
+
+fn unix_ns(time: Timestamp) -> f64 {
+    time.as_nanosecond() as f64
+}
+
+/// Returns the begin of the first interval and the end of the last one, in nanoseconds since 1970.
+fn work_span_ns(analysed: &Value) -> (f64, f64) {
+    let intervals = analysed["intervals"].as_array().into_iter().flatten();
+    intervals.fold((f64::INFINITY, 0.0), |(first, last), interval| {
+        let began = ns(interval, "began_at_ns");
+        (f64::min(first, began), f64::max(last, began + ns(interval, "wall_ns")))
+    })
+}
+
+/// Returns the time at which a recording began.
+fn began_at(recording: &Path) -> Result<Timestamp, Error> {
+    let path = recording.join("recording.json");
+    let failed = || format!("read {}", path.display());
+    let text = std::fs::read(&path).map_err(Error::io(failed()))?;
+    let meta: Value = serde_json::from_slice(&text).map_err(|e| Error::failed(failed(), e))?;
+    let began = meta["began_at"].as_str().unwrap_or_default();
+    began.parse().map_err(|e| Error::failed(failed(), e))
+}
+
+/// Waits until a directory has an entry.
+fn wait_for(dir: &Path) -> Result<(), Error> {
+    let began = Instant::now();
+    while std::fs::read_dir(dir).map_or(0, Iterator::count) == 0 {
+        if began.elapsed() > RECORDING_TIMEOUT {
+            return Err(Error::failed("record", format!("{} stayed empty", dir.display())));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
+}
