@@ -3,7 +3,7 @@
 
 use keyframe_tests::{
     Boot, PassSequence, Process, TestEnv, chosen_qemus, needs_kvm, number, pass_lines, qemus, skip,
-    variants,
+    variants, wait_until,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -280,6 +280,35 @@ fn a_processor_that_lacks_what_the_guest_may_use_is_refused() {
         &["3dnow", "start it without"],
     );
     goes_on(&env, &id, &["--accel", "tcg"], &mut sequence);
+}
+
+/// A run under KVM is analysed while it goes on. The analysis ends with the run, also if that is
+/// killed.
+#[test]
+fn what_is_captured_under_kvm_is_simulated_meanwhile() {
+    needs_kvm!();
+    for (kill, qemu) in [false, true].into_iter().zip(chosen_qemus(0).iter().cycle()) {
+        let env = TestEnv::new();
+        let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", DIRTY) };
+        let mut run = env.start(&["--interval", "300ms"], &boot);
+        wait_until("a first checkpoint", || !env.list().is_empty());
+        let store = env.store();
+        let args = ["analyze", &*store, "--approximate", "--follow", "--tool", "icount"];
+        let mut analysis =
+            Process::start(env.command(&[&args[..], &["--out", "A", "--json"]].concat()));
+        let settled = env.path().join("A/queue/settled");
+        let count = || std::fs::read_dir(&settled).map_or(0, Iterator::count);
+        wait_until("simulated intervals of a run that goes on", || count() >= 2);
+        assert!(run.is_running(), "{}", run.report());
+        run.signal(if kill { Signal::KILL } else { Signal::INT });
+        run.wait();
+        let report =
+            analysis.wait_until(|p| serde_json::from_str::<Value>(&p.lines().join("\n")).ok());
+        let report = report.unwrap_or_else(|| panic!("{}", analysis.report()));
+        assert!(analysis.wait().success(), "{}", analysis.report());
+        let intervals = report["intervals"].as_array().map(Vec::len);
+        assert_eq!(intervals, Some(env.list().len() - 1), "{report:#}");
+    }
 }
 
 /// A run under KVM is analysed afterwards: TCG simulates each interval from its checkpoint.

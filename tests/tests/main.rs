@@ -60,6 +60,7 @@ mod session_example;
 mod standing;
 mod strategies;
 mod thp;
+mod tools;
 
 /// A file without its line above would be tests that nobody runs.
 #[test]

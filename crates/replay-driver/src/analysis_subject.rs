@@ -84,9 +84,7 @@ impl<'a> AnalysisSubject<'a> {
                 Ok(KnownIntervals { intervals, is_complete: true })
             }
             Self::Live(live) => live.intervals(needs_exact_ends),
-            Self::Unrecorded(run) => {
-                Ok(KnownIntervals { intervals: run.intervals.clone(), is_complete: true })
-            }
+            Self::Unrecorded(run) => run.intervals(),
         }
     }
 

@@ -25,7 +25,7 @@ pub struct JobSpec {
     pub store: Option<PathBuf>,
     /// The key file of the store; `None` if the store is not encrypted.
     pub key_file: Option<PathBuf>,
-    /// True if the recording may still be in progress.
+    /// True if the recording or the run may still be in progress.
     pub follow: bool,
     /// The number of times that an interval is tried.
     pub tries: u32,
@@ -89,20 +89,18 @@ impl JobSpec {
     /// A recording that is not followed must have ended. One that is followed must have begun:
     /// [`Error::NoStoreYet`] otherwise.
     pub fn open(&self, key: &KeyArg, events: SharedReplayEventSink) -> Result<OpenedSubject> {
+        if let Some(selection) = &self.captured {
+            let store = key.open(&self.subject).map_err(|e| Error::store(&self.subject, e))?;
+            let run = UnrecordedRun::open(store, selection.clone(), self.follow)?;
+            return Ok(OpenedSubject::Unrecorded(Box::new(run)));
+        }
         if self.follow {
             let live = LiveRecording::open(&self.subject, self.store.as_deref(), key, events)?;
             let live = live.ok_or_else(|| Error::NoStoreYet(self.subject.clone()))?;
             return Ok(OpenedSubject::Live(Box::new(live)));
         }
-        match &self.captured {
-            Some(selection) => {
-                let store = key.open(&self.subject).map_err(|e| Error::store(&self.subject, e))?;
-                UnrecordedRun::open(store, selection)
-                    .map(|run| OpenedSubject::Unrecorded(Box::new(run)))
-            }
-            None => ReplayableRecording::open(&self.subject, self.store.as_deref(), key, &*events)
-                .map(|recording| OpenedSubject::Recorded(Box::new(recording))),
-        }
+        ReplayableRecording::open(&self.subject, self.store.as_deref(), key, &*events)
+            .map(|recording| OpenedSubject::Recorded(Box::new(recording)))
     }
 
     /// Writes the description into `out`, the directory of its analysis. Error: the file cannot be

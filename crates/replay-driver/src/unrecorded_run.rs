@@ -11,12 +11,15 @@
 //! are marked as such. SimuBoost was evaluated in this way: checkpoints under KVM, simulations
 //! without a log.
 //!
+//! A run that goes on can be followed: its intervals appear with its checkpoints. It has ended when no
+//! process holds the store's lock, or when the store has a newer run.
+//!
 //! A second of the guest's time is a thousand million instructions (`-icount shift=0`), less the
 //! time in which it sleeps.
 
 use crate::error::{AnalysisError, Error, ReplayError, Result};
 use crate::replay::{ReplayDisks, RunningVm, serve_disks};
-use crate::{ReplayOptions, RunSelection};
+use crate::{KnownIntervals, ReplayOptions, RunSelection};
 use keyframe_inspect::guest_memory::CheckpointRam;
 use keyframe_inspect::source_of;
 use keyframe_kernel::cpu_time;
@@ -45,43 +48,56 @@ pub struct UnrecordedRun {
     pub run: String,
     /// The version of the QEMU that ran the VM.
     pub qemu_version: String,
-    /// The intervals between consecutive checkpoints of the run. An interval's length in
-    /// instructions is the time for which the guest ran, by the clock that the simulation uses.
-    pub intervals: Vec<Interval>,
+    selection: RunSelection,
+    /// The run may go on.
+    follow: bool,
 }
 
 impl UnrecordedRun {
-    /// Opens the newest run in `store` that has checkpoints in `selection`.
+    /// Opens the newest run in `store` that has checkpoints in `selection`. If `follow` is true, the
+    /// run may go on.
     ///
     /// # Errors
     ///
-    /// There is no such checkpoint, the run is of a group, or no two of its checkpoints are
-    /// consecutive.
-    pub fn open(store: Store, selection: &RunSelection) -> Result<Self> {
-        let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
-        let is_selected = |sealed: &&Sealed| {
-            selection.vm.as_ref().is_none_or(|vm| sealed.meta.vm == *vm)
-                && selection.from.is_none_or(|from| sealed.id.0 >= from)
-                && selection.to.is_none_or(|to| sealed.id.0 <= to)
-        };
-        let all: Vec<&Sealed> = listing.sealed.iter().filter(is_selected).collect();
-        let place = || store.path().to_owned();
+    /// There is no such checkpoint, or the run is of a group.
+    pub fn open(store: Store, selection: RunSelection, follow: bool) -> Result<Self> {
+        let all = selected(&store, &selection)?;
         let Some(newest) = all.last() else {
-            return Err(AnalysisError::NoSuchCheckpoint(place()).into());
+            return Err(AnalysisError::NoSuchCheckpoint(store.path().to_owned()).into());
         };
         if !newest.meta.members.is_empty() {
             return Err(AnalysisError::GroupNotSimulated.into());
         }
-        let of_run = |sealed: &&&Sealed| sealed.meta.run == newest.meta.run;
-        let run: Vec<&Sealed> = all.iter().filter(of_run).copied().collect();
-        let intervals = intervals_of(&run);
-        if intervals.is_empty() {
-            return Err(AnalysisError::NoConsecutiveCheckpoints(place()).into());
-        }
         let (run, qemu_version) =
             (newest.meta.run.clone(), newest.meta.machine.vmm_version.clone());
-        drop(listing);
-        Ok(Self { store, run, qemu_version, intervals })
+        Ok(Self { store, run, qemu_version, selection, follow })
+    }
+
+    /// Returns the intervals between consecutive checkpoints of the run. An interval's length in
+    /// instructions is the time for which the guest ran, by the clock that the simulation uses.
+    ///
+    /// # Errors
+    ///
+    /// The store cannot be read. A run that has ended has no two consecutive checkpoints.
+    pub fn intervals(&self) -> Result<KnownIntervals> {
+        // The lock is looked at first: a checkpoint that is sealed meanwhile is in the list then.
+        let is_locked = self.follow && self.is_locked()?;
+        let all = selected(&self.store, &self.selection)?;
+        let is_newest = all.last().is_none_or(|newest| newest.meta.run == self.run);
+        let of_run = all.iter().filter(|sealed| sealed.meta.run == self.run);
+        let intervals = intervals_of(&of_run.collect::<Vec<&Sealed>>());
+        let is_complete = !(is_locked && is_newest);
+        if is_complete && intervals.is_empty() {
+            let place = self.store.path().to_owned();
+            return Err(AnalysisError::NoConsecutiveCheckpoints(place).into());
+        }
+        Ok(KnownIntervals { intervals, is_complete })
+    }
+
+    /// Returns true while a process writes to the store.
+    fn is_locked(&self) -> Result<bool> {
+        let holder = self.store.lock_holder();
+        Ok(holder.map_err(|e| Error::store(self.store.path(), e))?.is_some())
     }
 
     /// Starts a paused VM at `checkpoint`. Errors: the checkpoint cannot be read; QEMU cannot be
@@ -184,6 +200,19 @@ impl SimulatedVm {
     pub fn end(self) -> Result<()> {
         self.vm.end()
     }
+}
+
+/// Returns the checkpoints in `store` that `selection` selects, in their order.
+fn selected(store: &Store, selection: &RunSelection) -> Result<Vec<Sealed>> {
+    let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
+    let is_selected = |sealed: &Sealed| {
+        selection.vm.as_ref().is_none_or(|vm| sealed.meta.vm == *vm)
+            && selection.from.is_none_or(|from| sealed.id.0 >= from)
+            && selection.to.is_none_or(|to| sealed.id.0 <= to)
+    };
+    let mut all = listing.sealed;
+    all.retain(is_selected);
+    Ok(all)
 }
 
 /// Returns the intervals between the checkpoints of a run.

@@ -2,7 +2,7 @@
 
 use crate::config::now;
 use crate::open_store::OpenStore;
-use crate::{Error, Result};
+use crate::{Error, Result, Store};
 use keyframe_store_backend::LockGuard;
 use serde::{Deserialize, Serialize};
 
@@ -25,6 +25,14 @@ impl OpenStore {
     /// `None` if the lock is free. Error: the backend fails.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.backend.lock_holder()?.map(|text| describe_holder(&text)))
+    }
+}
+
+impl Store {
+    /// Returns the description of the process that writes to the store, for messages. Returns `None`
+    /// if no process does. Error: the lock cannot be read.
+    pub fn lock_holder(&self) -> Result<Option<String>> {
+        self.inner().lock_holder()
     }
 }
 

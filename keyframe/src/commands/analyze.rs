@@ -41,6 +41,7 @@ Examples:
   keyframe analyze R --tool hot --tool-arg symbols=vmlinux --jobs 4 --out A
   keyframe analyze R --tool memtrace --from 500000000 --to 600000000 --out A --check-sequential
   keyframe analyze S --approximate --tool icount --out A
+  keyframe analyze S --approximate --follow --tool icount --out A
   keyframe analyze R --tool icount --out A --follow
   keyframe analyze R --tool cache --out /shared/A --on slurm:main --nodes 16
   keyframe analyze --list-tools"
@@ -82,9 +83,9 @@ pub struct Analyze {
     /// under TCG from its checkpoint, without a log. Approximate, and not deterministic
     #[arg(long)]
     approximate: bool,
-    /// REC may still be recorded: each interval is begun with as soon as its checkpoints are sealed
-    /// and the log has it, until the recording ends
-    #[arg(long, conflicts_with = "approximate")]
+    /// REC may still be recorded, or with --approximate run: each interval is begun with as soon as
+    /// its checkpoints are sealed and the log has it, until the recording or the run ends
+    #[arg(long)]
     follow: bool,
     /// With --approximate: the VM whose newest run it is [default: that of the newest checkpoint]
     #[arg(long, value_name = "NAME", requires = "approximate")]
