@@ -2,8 +2,8 @@
 //! whose memory the test computes. Each test is skipped if `/dev/kvm` cannot be opened.
 
 use keyframe_tests::{
-    Boot, PassSequence, Process, TestEnv, chosen_qemus, needs_kvm, number, pass_lines, qemus, skip,
-    variants, wait_until,
+    Boot, Orphan, PassSequence, Process, TestEnv, chosen_qemus, needs_kvm, number, pass_lines,
+    qemus, skip, variants, wait_until,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -290,7 +290,9 @@ fn what_is_captured_under_kvm_is_simulated_meanwhile() {
     for (kill, qemu) in [false, true].into_iter().zip(chosen_qemus(0).iter().cycle()) {
         let env = TestEnv::new();
         let boot = Boot { qemu: qemu.path.clone(), ..Boot::payload("kvm", DIRTY) };
-        let mut run = env.start(&["--interval", "300ms"], &boot);
+        let mut run = env.start(&["--interval", "300ms", "--name", "guest"], &boot);
+        // A VM outlives an engine that is killed.
+        let _vm = Orphan::of(&env, &mut run, "guest");
         wait_until("a first checkpoint", || !env.list().is_empty());
         let store = env.store();
         let args = ["analyze", &*store, "--approximate", "--follow", "--tool", "icount"];
