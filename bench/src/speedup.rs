@@ -33,8 +33,8 @@ const TOOLS: [&str; 4] = ["icount", "hot", "memtrace", "cache"];
 const OTHER_TOOLS: [&str; 3] = ["coverage", "working-set", "syscalls"];
 /// The part with the stand-in.
 const WAIT: &str = "wait";
-/// The part with the stand-in on the nodes of a cluster.
-const NODES: &str = "nodes";
+/// The parts with the stand-in on the nodes of a cluster.
+const NODES: [&str; 3] = ["nodes_deferred", "nodes_immediate", "nodes_delivery"];
 
 /// The extent of the benchmark.
 struct Plan {
@@ -85,7 +85,7 @@ struct ToolTimes {
 
 /// Measures.
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let names = TOOLS.into_iter().chain(OTHER_TOOLS).chain([WAIT, NODES]).map(str::to_owned);
+    let names = TOOLS.into_iter().chain(OTHER_TOOLS).chain([WAIT]).chain(NODES).map(str::to_owned);
     let selection = PartSelection::new("speedup", &options.only, names)?;
     let is_named = !options.only.is_empty();
     let plan = if options.quick { &QUICK } else { &FULL };
@@ -110,8 +110,10 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     if is_named && selection.has(WAIT) {
         charts.push(waiting::measure(options, plan, dir.path(), &mut report)?);
     }
-    if is_named && selection.has(NODES) {
-        charts.extend(nodes::measure(options, &plan.nodes, dir.path(), &mut report)?);
+    let of_nodes = NODES.map(|part| is_named && selection.has(part));
+    if of_nodes.contains(&true) {
+        let measured = nodes::measure(options, &plan.nodes, of_nodes, dir.path(), &mut report)?;
+        charts.extend(measured);
     }
     report.plot = Figure { title: "Parallel analysis over one replay".into(), charts };
     Ok(report)

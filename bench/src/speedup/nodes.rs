@@ -12,7 +12,7 @@
 
 use super::node_cluster::{Delivery, NodeCluster, NodeRequest};
 use super::waiting::{note, speed_up_chart};
-use super::{NODES, ns, record};
+use super::{ns, record};
 use crate::{Error, Options, Report};
 use jiff::Timestamp;
 use keyframe_plot::{Chart, Point};
@@ -82,30 +82,36 @@ struct Bed<'a> {
     dir: &'a Path,
 }
 
-/// Measures, and adds the results to `report`.
+/// Measures the selected parts, and adds the results to `report`.
 pub fn measure(
     options: &Options,
     plan: &Plan,
+    [deferred, immediate, delivery]: [bool; 3],
     dir: &Path,
     report: &mut Report,
 ) -> Result<Vec<Chart>, Error> {
-    report.notes.insert(NODES.into(), note(plan.factor));
+    report.notes.insert("nodes".into(), note(plan.factor));
     let bed = Bed { options, plan, dir };
     let place = dir.join("nodes-recording");
-    record(options, ("idle", plan.seconds), plan.every, dir, &place)?;
+    if deferred || delivery {
+        record(options, ("idle", plan.seconds), plan.every, dir, &place)?;
+    }
     let most = plan.nodes.iter().chain(plan.immediate.iter().map(|one| &one.nodes)).max();
     let most = most.map_or(1, |most| *most as u32);
     let mut charts = Vec::new();
-    for (at, (link, rate)) in LINKS.into_iter().take(plan.links).enumerate() {
+    let links = if delivery { plan.links } else { 1 };
+    for (at, (link, rate)) in LINKS.into_iter().take(links).enumerate() {
         let cluster_dir = dir.join(link);
         let cluster = NodeCluster::start(options, &cluster_dir, most, rate)?;
-        if at == 0 {
+        if at == 0 && deferred {
             charts.push(bed.deferred(&cluster, &place, report)?);
-            for immediate in plan.immediate {
-                bed.immediate(&cluster, immediate, report)?;
-            }
         }
-        bed.deliveries(&cluster, link, &place, report)?;
+        for run in plan.immediate.iter().filter(|_| at == 0 && immediate) {
+            bed.immediate(&cluster, run, report)?;
+        }
+        if delivery {
+            bed.deliveries(&cluster, link, &place, report)?;
+        }
     }
     Ok(charts)
 }
@@ -290,7 +296,7 @@ fn point(nodes: u64, y: f64) -> Point {
 /// Returns the time of a start: the RAM is copied while QEMU starts, or loaded when it is touched.
 fn start_ns(start: &Value) -> f64 {
     let step = |name: &str| start[name].as_f64().unwrap_or(0.0);
-    step("checkpoint_ns") + step("qemu_ns").max(step("ram_ns"))
+    step("checkpoint_ns") + (step("process_ns") + step("devices_ns")).max(step("ram_ns"))
 }
 
 fn unix_ns(time: Timestamp) -> f64 {

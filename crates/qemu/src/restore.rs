@@ -48,7 +48,6 @@ use crate::{Error, Qmp, Result, RunStatus, accelerator_check, audit, eventfd_coa
 use crossing::Crossing;
 use fill::Memory;
 use keyframe_machine::read_ascending;
-use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{
     Argument, CommandLineError, LineWord, backend_object, isolated_tap, lineage_mark,
     private_backend_object, with_tap_descriptors,
@@ -58,6 +57,7 @@ use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
 use lazy::{Lazy, SharedSource};
 use machine::check_machine;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, BufWriter};
 use std::net::Shutdown;
@@ -84,11 +84,17 @@ pub struct Restored {
     // Behind `vm` in vain: what is left of the serving is to end after QEMU was.
     vm: Vm,
     lazy: Option<Lazy>,
+    process_ns: u64,
     ready_ns: u64,
     filled_ns: Option<u64>,
 }
 
 impl Restored {
+    /// Returns the time from the call of [`start`] until QEMU's process answered, in nanoseconds.
+    pub fn process_ns(&self) -> u64 {
+        self.process_ns
+    }
+
     /// Returns the time from the call of [`start`] until the VM ran, or with `paused` until it
     /// could run, in nanoseconds.
     pub fn ready_ns(&self) -> u64 {
@@ -213,12 +219,12 @@ fn start_with(plan: &mut Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Res
     let state = StateFile::new(&plan.arguments)?;
     let (mut child, full_command) = starting.spawn(plan, &state, crossing.as_ref())?;
     match starting.load(plan, &mut child, ram, device_state, crossing.as_ref()) {
-        Ok(Loaded { qmp, lazy, single_core, ready_ns, filled_ns }) => {
+        Ok(Loaded { qmp, lazy, single_core, process_ns, ready_ns, filled_ns }) => {
             let lines = (plan.source.machine.user_command.clone(), full_command);
             let mut vm =
                 Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
             vm.set_single_core(single_core);
-            Ok(Restored { vm, lazy, ready_ns, filled_ns })
+            Ok(Restored { vm, lazy, process_ns, ready_ns, filled_ns })
         }
         Err(error) => {
             let _ = spawn::kill(&mut child);
@@ -247,6 +253,7 @@ struct Loaded {
     qmp: Qmp,
     lazy: Option<Lazy>,
     single_core: Option<SingleCore>,
+    process_ns: u64,
     ready_ns: u64,
     filled_ns: Option<u64>,
 }
@@ -260,6 +267,8 @@ struct Starting {
     monitor: Pair,
     incoming: Pair,
     started: Instant,
+    /// The time until QEMU's process answered, in nanoseconds.
+    process_ns: Cell<u64>,
 }
 
 impl Starting {
@@ -275,7 +284,9 @@ impl Starting {
                 .collect::<Result<Vec<_>>>()?,
         };
         let is_shared = !matches!(ram, Ram::Shared(..));
-        Ok(Self { memories, is_shared, monitor: Pair::new()?, incoming: Pair::new()?, started })
+        let (monitor, incoming) = (Pair::new()?, Pair::new()?);
+        let process_ns = Cell::new(0);
+        Ok(Self { memories, is_shared, monitor, incoming, started, process_ns })
     }
 
     fn spawn(
@@ -400,7 +411,7 @@ impl Starting {
         let mut single_core = None;
         if let Some(until) = plan.replays {
             single_core =
-                SingleCore::begin(&mut qmp, child.id(), &plan.arguments, RecordingMode::Replay);
+                SingleCore::begin(&mut qmp, child.id(), &plan.arguments, plan.replay_role());
             if let Until::Instruction(icount) = until {
                 qmp.replay_break(icount)?;
             }
@@ -423,7 +434,8 @@ impl Starting {
         if let Some(lazy) = lazy.as_mut().filter(|_| !plan.is_rehearsal) {
             lazy.prefetch()?;
         }
-        Ok(Loaded { qmp, lazy, single_core, ready_ns, filled_ns })
+        let process_ns = self.process_ns.get();
+        Ok(Loaded { qmp, lazy, single_core, process_ns, ready_ns, filled_ns })
     }
 
     /// Fills the memories while QEMU starts. Returns the time that it took.
@@ -436,7 +448,8 @@ impl Starting {
     ) -> Result<(Qmp, u64)> {
         let cancelled = AtomicBool::new(false);
         std::thread::scope(|scope| {
-            let filling = scope.spawn(|| fill::fill(&self.memories, ram, &cancelled));
+            let memories = &self.memories;
+            let filling = scope.spawn(|| fill::fill(memories, ram, &cancelled));
             let qmp = self.meet(plan, child, crossing);
             if qmp.is_err() {
                 cancelled.store(true, Ordering::Relaxed);
@@ -451,6 +464,7 @@ impl Starting {
         let monitor =
             self.monitor.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
         let mut qmp = connect(monitor, child, &plan.arguments)?;
+        self.process_ns.set(elapsed_ns(self.started));
         check_machine(&mut qmp, plan)?;
         if let Some(to) = crossing.map(|c| c.to) {
             accelerator_check::check_processors(
@@ -504,7 +518,7 @@ fn connect(ours: OwnedFd, child: &mut Child, line: &[Argument]) -> Result<Qmp> {
 fn prepare_process(command: &mut Command, plan: &Plan) -> Result<Option<OwnedFd>> {
     let preloaded = plan.replays.map(|_| eventfd_coalesce::prepare(command)).transpose()?;
     if plan.replays.is_some() {
-        thread_affinity::prepare(command, &plan.arguments);
+        thread_affinity::prepare(command, &plan.arguments, plan.replay_role());
         // A signal to the terminal's session must not reach the replay.
         keyframe_kernel::child_setup::kill_with_parent(command);
     }

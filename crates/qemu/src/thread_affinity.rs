@@ -15,9 +15,10 @@
 //! the guest halts or waits for it, or at the kernel's tick (4 ms). All threads with timers, the
 //! monitor's among them, are scheduled the same way.
 //!
-//! Only a guest whose clock follows its own time and that has no network is treated so
-//! ([`may_run_late`]): a replay that reads the host's clock waits for the main loop without
-//! halting, and one that sends packets may wait for ever.
+//! Only a guest whose clock follows its own time is treated so ([`may_run_late`]): a replay that
+//! reads the host's clock waits for the main loop without halting. A recording with a network is not:
+//! its packets come through the main loop. A replay with a network is, if its log has no holds
+//! (`keyframe_replay`'s `LogIndex::holds`): at a hold it may wait for ever.
 //!
 //! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel
 //! places the threads.
@@ -34,9 +35,26 @@ use crate::Qmp;
 use keyframe_kernel::cpu_affinity::{self, CoreClaim};
 use keyframe_kernel::{child_setup, priority};
 use keyframe_qemu_cmdline::Argument;
-use keyframe_qemu_cmdline::recording::{RecordingMode, may_run_late};
+use keyframe_qemu_cmdline::recording::may_run_late;
 use std::io::IsTerminal;
 use std::process::Command;
+
+/// What a QEMU does with a log.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum RecordedRole {
+    Records,
+    /// It replays. If `network_may_be_late`, the log has no place at which a network waits for the
+    /// main loop.
+    Replays {
+        network_may_be_late: bool,
+    },
+}
+
+impl RecordedRole {
+    fn may_run_late(self, arguments: &[Argument]) -> bool {
+        may_run_late(arguments, self == Self::Replays { network_may_be_late: true })
+    }
+}
 
 /// A recording or replaying QEMU whose threads are on one core.
 #[derive(Debug)]
@@ -57,13 +75,13 @@ impl SingleCore {
         qmp: &mut Qmp,
         pid: u32,
         arguments: &[Argument],
-        mode: RecordingMode,
+        role: RecordedRole,
     ) -> Option<Self> {
-        if !may_run_late(arguments) {
+        if !role.may_run_late(arguments) {
             return None;
         }
         let guest = qmp.cpu_threads().ok()?.first().copied()?;
-        let replays = mode == RecordingMode::Replay;
+        let replays = role != RecordedRole::Records;
         let placed = Self { pid, guest, replays, claim: bind_to_free_core(pid, guest) };
         placed.let_run_late(true);
         Some(placed)
@@ -89,9 +107,9 @@ impl SingleCore {
 
 /// Prepares `command`, which starts a QEMU with the command line `arguments`: it leads a session if
 /// its threads will be on one core.
-pub(crate) fn prepare(command: &mut Command, arguments: &[Argument]) {
+pub(crate) fn prepare(command: &mut Command, arguments: &[Argument], role: RecordedRole) {
     let reads_terminal = arguments.iter().any(reads_terminal) && std::io::stdin().is_terminal();
-    if may_run_late(arguments) && !reads_terminal {
+    if role.may_run_late(arguments) && !reads_terminal {
         child_setup::start_new_session(command);
     }
 }
@@ -120,17 +138,23 @@ mod tests {
 
     #[test]
     fn those_that_take_turns_lead_a_session() {
-        let leads = |words: &str| {
+        let leads_as = |role, words: &str| {
             // Its number and its session's.
             let mut command = Command::new("cut");
-            prepare(command.args(["-d ", "-f1,6", "/proc/self/stat"]), &line(words));
+            prepare(command.args(["-d ", "-f1,6", "/proc/self/stat"]), &line(words), role);
             let printed = String::from_utf8(command.output().unwrap().stdout).unwrap();
             let (pid, session) = printed.trim().split_once(' ').unwrap();
             pid == session
         };
+        let leads = |words: &str| leads_as(RecordedRole::Records, words);
         assert!(leads("-m 1G -rtc clock=vm"));
         assert!(!leads("-m 1G -rtc clock=host"));
-        assert!(!leads("-m 1G -rtc clock=vm -netdev user,id=n"));
+        let with_network = "-m 1G -rtc clock=vm -netdev user,id=n";
+        assert!(!leads(with_network));
+        for late in [false, true] {
+            let role = RecordedRole::Replays { network_may_be_late: late };
+            assert_eq!(leads_as(role, with_network), late);
+        }
     }
 
     #[test]

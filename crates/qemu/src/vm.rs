@@ -27,14 +27,13 @@ use crate::ramblock::{self, find_ram_blocks};
 use crate::spawn;
 use crate::sse_flags::SseFlags;
 use crate::statefile::StateFile;
-use crate::thread_affinity::{self, SingleCore};
+use crate::thread_affinity::{self, RecordedRole, SingleCore};
 use crate::watchdog::{Watched, WatchedMonitor};
 use crate::{
     AuditFinding, Error, QemuIdentity, Qmp, Result, VmExit, accelerator_check, audit, error,
     hotplug,
 };
 use keyframe_machine::HostBlock;
-use keyframe_qemu_cmdline::recording::RecordingMode;
 use keyframe_qemu_cmdline::{Argument, options_added_by_wrapper};
 use keyframe_units::RamLayout;
 use monitor_sockets::prepare_sockets;
@@ -156,7 +155,7 @@ impl Vm {
         command.args(full_command.iter().skip(1));
         prepare(&mut command);
         if is_recorded {
-            thread_affinity::prepare(&mut command, &line);
+            thread_affinity::prepare(&mut command, &line, RecordedRole::Records);
         }
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let [(_, ours), (_, watchdog)] = &monitors;
@@ -172,7 +171,7 @@ impl Vm {
         match connected {
             Ok(mut qmp) => {
                 let single_core = is_recorded
-                    .then(|| SingleCore::begin(&mut qmp, child.id(), &line, RecordingMode::Record))
+                    .then(|| SingleCore::begin(&mut qmp, child.id(), &line, RecordedRole::Records))
                     .flatten();
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 let lines = (user_command, full_command);

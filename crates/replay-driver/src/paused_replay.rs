@@ -93,7 +93,8 @@ impl PausedReplay {
                 format!("unix:{},server=on,wait=off", socket.display()).into(),
             ]);
         }
-        let options = ReplayOptions { extra, lazy: true, ..ReplayOptions::default() };
+        let options =
+            ReplayOptions { extra, lazy: true, stops_anywhere: true, ..ReplayOptions::default() };
         let mut replay = Replay::start(recording, route.begin, route.until, &options)?;
         match replay.arrive(interrupted, on_progress)? {
             StopReason::Interrupted => Ok(None),

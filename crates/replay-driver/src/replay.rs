@@ -49,13 +49,22 @@ pub struct ReplayOptions {
     pub log: Option<PathBuf>,
     /// True if pages of RAM are loaded when the guest touches them, not all before it runs.
     pub lazy: bool,
+    /// True if the replay is stopped at any instruction, and not only between intervals.
+    pub stops_anywhere: bool,
     /// The time for which the replay may stay at one instruction before it counts as diverged.
     pub patience: Duration,
 }
 
 impl Default for ReplayOptions {
     fn default() -> Self {
-        Self { extra: Vec::new(), console: None, log: None, lazy: false, patience: PATIENCE }
+        Self {
+            extra: Vec::new(),
+            console: None,
+            log: None,
+            lazy: false,
+            stops_anywhere: false,
+            patience: PATIENCE,
+        }
     }
 }
 
@@ -64,9 +73,11 @@ impl Default for ReplayOptions {
 pub struct StartTimes {
     /// Reading the checkpoint's index and serving its disks.
     pub checkpoint_ns: u64,
-    /// Then, starting QEMU's process with the tool's plugin, and loading the devices.
-    pub qemu_ns: u64,
-    /// Meanwhile, copying the RAM out of the store; `None` if its pages are loaded when the guest
+    /// Then, starting QEMU's process with the tool's plugin.
+    pub process_ns: u64,
+    /// Then, loading the devices.
+    pub devices_ns: u64,
+    /// Since the start of the process, copying the RAM out of the store; `None` if its pages are loaded when the guest
     /// touches them.
     pub ram_ns: Option<u64>,
 }
@@ -98,13 +109,20 @@ impl Replay {
             patience: options.patience,
         };
         let began = Instant::now();
-        let started = start_qemu(recording, checkpoint, stepper.next_stop(), options)?;
+        let network = if options.stops_anywhere {
+            NetworkPace::AtOnce
+        } else {
+            recording.network_pace(checkpoint)?
+        };
+        let started = start_qemu(recording, checkpoint, stepper.next_stop(), network, options)?;
         let whole_ns = elapsed_ns(began);
         let StartedReplay { restored, disks, loaded } = started;
-        let (ready_ns, ram_ns) = (restored.ready_ns(), restored.filled_ns());
+        let (ready_ns, process_ns) = (restored.ready_ns(), restored.process_ns());
+        let ram_ns = restored.filled_ns();
         let start_times = StartTimes {
             checkpoint_ns: whole_ns.saturating_sub(ready_ns),
-            qemu_ns: ready_ns,
+            process_ns,
+            devices_ns: ready_ns.saturating_sub(process_ns),
             ram_ns,
         };
         Ok(Self { vm: RunningVm { restored, disks }, stepper, loaded, start_times })
@@ -199,6 +217,16 @@ impl Drop for RunningVm {
     }
 }
 
+/// When the main loop of a replay runs for a network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NetworkPace {
+    /// At once: the replay comes to a place at which a card is about to send, or may be stopped at
+    /// one.
+    AtOnce,
+    /// Late: the replay passes no such place.
+    MayBeLate,
+}
+
 /// A QEMU that was started at a checkpoint of a recording.
 pub(crate) struct StartedReplay {
     pub restored: Restored,
@@ -212,6 +240,7 @@ pub(crate) fn start_qemu(
     recording: &ReplayableRecording,
     checkpoint: RecordedCheckpoint,
     until: Until,
+    network: NetworkPace,
     options: &ReplayOptions,
 ) -> Result<StartedReplay> {
     let store = &recording.store;
@@ -223,6 +252,7 @@ pub(crate) fn start_qemu(
     add_replay_options(&mut source, recording, options, disks.as_ref(), media.as_ref())?;
     let restore_options = RestoreOptions {
         replays: Some(until),
+        network_may_be_late: network == NetworkPace::MayBeLate,
         log: options.log.clone(),
         ..RestoreOptions::default()
     };

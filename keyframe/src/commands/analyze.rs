@@ -139,6 +139,8 @@ struct Report {
     guest_ns: Option<u64>,
     /// All replays and the merge.
     wall_ns: u64,
+    /// The merge of the intervals' parts into the results.
+    merge_ns: u64,
     /// What lies between an interval's end and the begin of the next on the same worker, in the
     /// median.
     dispatch_ns: Option<u64>,
@@ -208,7 +210,9 @@ impl Analyze {
             return self.tell_detached(&jobs);
         }
         let done = analysis.collect(&ReplayWords::default())?;
+        let merging = Instant::now();
         let summary = analysis.merge(done.clone())?;
+        let merge_ns = keyframe_units::elapsed_ns(merging);
         let wall_ns = keyframe_units::elapsed_ns(began);
         let sequential =
             self.check_sequential.then(|| self.in_sequence(&analysis, &summary, &interrupted));
@@ -225,6 +229,7 @@ impl Analyze {
             guest_ns: subject.is_approximate().then_some(length),
             intervals: done.iter().map(shown).collect(),
             wall_ns,
+            merge_ns,
             dispatch_ns: median_dispatch_ns(&done),
             files: summary.files,
             summary: summary.lines,

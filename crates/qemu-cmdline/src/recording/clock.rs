@@ -11,9 +11,6 @@
 //! logs the value; a replayed guest waits at each value for the main loop. The start value is given
 //! explicitly because QEMU 10 does not record it.
 //!
-//! A machine with a network keeps its own clock: its replays wait at each sent packet if their main
-//! loop is late (docs/design/record-replay.md).
-
 use crate::options::{Argument, keys, value_of};
 use jiff::Zoned;
 use jiff::tz::TimeZone;
@@ -32,7 +29,6 @@ impl RecordingClock<'_> {
     pub(crate) fn values(self, user: &[Argument]) -> Vec<String> {
         let given = of(user);
         match self {
-            Self::StartAt(_) if has_network(user) => given.into_iter().map(str::to_owned).collect(),
             Self::StartAt(now) => vec![from(&given.join(","), now)],
             Self::Same(words) => {
                 let recorded: Vec<_> = words.windows(2).filter(|pair| pair[0] == "-rtc").collect();
@@ -52,9 +48,11 @@ fn has_network(line: &[Argument]) -> bool {
 }
 
 /// Returns true if the main loop of a QEMU with this command line may run late without effect on
-/// the guest: the clock follows the guest's time, and there is no network.
-pub fn may_run_late(line: &[Argument]) -> bool {
-    value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm") && !has_network(line)
+/// the guest: the clock follows the guest's time, and no network waits for the main loop. With
+/// `network_may_be_late`, a network does not wait.
+pub fn may_run_late(line: &[Argument], network_may_be_late: bool) -> bool {
+    let follows_guest = value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm");
+    follows_guest && (network_may_be_late || !has_network(line))
 }
 
 /// True if the user chose the host's clock.
@@ -111,14 +109,13 @@ mod tests {
             assert_eq!(RecordingClock::StartAt(&now).values(&user), [recorded]);
             let made = line(&format!("-rtc {recorded}"));
             assert_eq!(
-                (may_run_late(&made), follows_host(&made)),
+                (may_run_late(&made, false), follows_host(&made)),
                 (!follows_host(&user), follows_host(&user))
             );
         }
-        let user = line("-netdev user,id=n -rtc base=localtime");
-        assert_eq!(RecordingClock::StartAt(&now).values(&user), ["base=localtime"]);
-        assert!(RecordingClock::StartAt(&now).values(&line("-netdev user,id=n")).is_empty());
-        assert!(!may_run_late(&line("-netdev user,id=n -rtc clock=vm")));
+        let with_network = line("-netdev user,id=n -rtc clock=vm");
+        assert!(!may_run_late(&with_network, false) && may_run_late(&with_network, true));
+        assert!(!may_run_late(&line("-netdev user,id=n -rtc clock=host"), true));
     }
 
     #[test]
@@ -129,10 +126,10 @@ mod tests {
             RecordingClock::Same(&recorded).values(&user),
             ["base=2026-11-24T21:02:00,clock=vm"]
         );
-        // A machine with a network keeps its own words.
+        // An earlier version left the clock of a machine with a network as it was.
         let own = words("qemu -m 64 -rtc base=localtime");
         assert_eq!(RecordingClock::Same(&own).values(&user), ["base=localtime"]);
-        assert!(!may_run_late(&user) && !follows_host(&user));
+        assert!(!may_run_late(&user, true) && !follows_host(&user));
         assert!(RecordingClock::Same(&words("qemu -m 64")).values(&line("-m 64")).is_empty());
     }
 }

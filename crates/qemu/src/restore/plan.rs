@@ -14,6 +14,7 @@ use super::host_probe::PresentHost;
 use super::stand_in::name_stand_ins;
 use super::{Lineage, RestoreOptions, RestorePurpose, RestoreSource, Until};
 use crate::binary::{self, QemuIdentity};
+use crate::thread_affinity::RecordedRole;
 use crate::{Error, Result, stream};
 use keyframe_machine::Accelerator;
 use keyframe_qemu_cmdline::{
@@ -34,6 +35,8 @@ pub struct Plan {
     pub(super) source: RestoreSource,
     pub(super) paused: bool,
     pub(super) replays: Option<Until>,
+    /// True if the main loop of a replay may be late for a network.
+    network_may_be_late: bool,
     pub(super) accelerator: Option<Accelerator>,
     /// True if the restored VM's clock counts instructions and the checkpoint's did not.
     pub(super) counts: bool,
@@ -53,6 +56,11 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// Returns what the restored QEMU does with the log of a recording.
+    pub(super) fn replay_role(&self) -> RecordedRole {
+        RecordedRole::Replays { network_may_be_late: self.network_may_be_late }
+    }
+
     /// Plans the restore of `source`, with `extra` arguments after its own.
     ///
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary;
@@ -67,6 +75,7 @@ impl Plan {
             qemu,
             paused,
             replays,
+            network_may_be_late,
             icount_shift,
             accelerator,
             disks,
@@ -125,6 +134,7 @@ impl Plan {
             source,
             paused,
             replays,
+            network_may_be_late,
             accelerator,
             counts: icount_shift.is_some(),
             lineage,

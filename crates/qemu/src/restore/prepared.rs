@@ -186,7 +186,8 @@ impl Prepared {
                     (plan.source.machine.user_command, std::mem::take(&mut self.full_command));
                 let vm =
                     Vm::from_parts(Lifetime::Child(child), qmp, state, lines, Origin::Restored);
-                Ok(Restored { vm, lazy: None, ready_ns, filled_ns: None })
+                // The process was there before.
+                Ok(Restored { vm, lazy: None, process_ns: 0, ready_ns, filled_ns: None })
             }
             Err(error) => {
                 let _ = spawn::kill(&mut child);

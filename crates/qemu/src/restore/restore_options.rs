@@ -16,6 +16,8 @@ pub struct RestoreOptions {
     /// replay. QEMU learns the end before it loads its devices, because a replay that waits at its
     /// checkpoint could already consume events of the log that come after it.
     pub replays: Option<Until>,
+    /// True if the main loop of a replay may be late for a network: the log has no holds.
+    pub network_may_be_late: bool,
     /// Makes QEMU count instructions, each of which takes two to this power nanoseconds of guest
     /// time (`-icount shift=N`). Under TCG only.
     pub icount_shift: Option<u32>,
