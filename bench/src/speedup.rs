@@ -4,6 +4,7 @@
 //!   tool     one replay of all   analyze --jobs 1   analyze --jobs 2   two analyses at once
 //!             T_s                 T_1                T_2                T_both: gain of the machine
 //!                                                                       2 T_1 / T_both
+//!   live     record, and analyze --follow --jobs 2 meanwhile; the same after the recording
 //!   wait     analyze --jobs 1, 2, 4, 8, 16 with the stand-in for a slow simulator
 //!   nodes    analyze --on slurm with 1, 2, 4, 8, 16 nodes with the stand-in, over links
 //! ```
@@ -13,6 +14,7 @@
 //! `speedup_over_gain` shows what the distribution costs. The results of one job and of two must equal
 //! that of one replay, byte for byte; otherwise the benchmark fails.
 
+mod live;
 mod node_cluster;
 mod nodes;
 mod waiting;
@@ -23,18 +25,27 @@ use crate::replay::run_method::{self, RunMethod};
 use crate::replay::workload::{self, PreparedWorkload};
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
+use jiff::Timestamp;
 use keyframe_plot::Figure;
 use serde_json::Value;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// The tools that are measured if `--only` names none.
 const TOOLS: [&str; 4] = ["icount", "hot", "memtrace", "cache"];
 /// Further tools that `--only` can name.
 const OTHER_TOOLS: [&str; 3] = ["coverage", "working-set", "syscalls"];
+/// The part that analyses during the recording.
+const LIVE: &str = "live";
+/// The tools with which that is measured.
+const LIVE_TOOLS: [&str; 2] = ["icount", "hot"];
 /// The part with the stand-in.
 const WAIT: &str = "wait";
 /// The parts with the stand-in on the nodes of a cluster.
 const NODES: [&str; 3] = ["nodes_deferred", "nodes_immediate", "nodes_delivery"];
+
+/// Longest time until a recording has begun.
+const RECORDING_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The extent of the benchmark.
 struct Plan {
@@ -85,7 +96,8 @@ struct ToolTimes {
 
 /// Measures.
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let names = TOOLS.into_iter().chain(OTHER_TOOLS).chain([WAIT]).chain(NODES).map(str::to_owned);
+    let names =
+        TOOLS.into_iter().chain(OTHER_TOOLS).chain([LIVE, WAIT]).chain(NODES).map(str::to_owned);
     let selection = PartSelection::new("speedup", &options.only, names)?;
     let is_named = !options.only.is_empty();
     let plan = if options.quick { &QUICK } else { &FULL };
@@ -105,6 +117,12 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         for tool in tools {
             let times = tool_times(options, plan, &recording, tool)?;
             add_tool(&mut report, tool, &times);
+        }
+    }
+    if selection.has(LIVE) {
+        let work = (("processes", plan.units), plan.every);
+        for tool in LIVE_TOOLS {
+            live::measure(options, tool, work, dir.path(), &mut report)?;
         }
     }
     if is_named && selection.has(WAIT) {
@@ -205,4 +223,26 @@ fn add_tool(report: &mut Report, tool: &str, times: &ToolTimes) {
         report.ratio(format!("{name}_{tool}_least"), sample.percentile(1));
         report.ratio(format!("{name}_{tool}_most"), sample.percentile(100));
     }
+}
+
+/// Returns the time at which a recording began.
+fn began_at(recording: &Path) -> Result<Timestamp, Error> {
+    let path = recording.join("recording.json");
+    let failed = || format!("read {}", path.display());
+    let text = std::fs::read(&path).map_err(Error::io(failed()))?;
+    let meta: Value = serde_json::from_slice(&text).map_err(|e| Error::failed(failed(), e))?;
+    let began = meta["began_at"].as_str().unwrap_or_default();
+    began.parse().map_err(|e| Error::failed(failed(), e))
+}
+
+/// Waits until a directory has an entry.
+fn wait_for(dir: &Path) -> Result<(), Error> {
+    let began = Instant::now();
+    while std::fs::read_dir(dir).map_or(0, Iterator::count) == 0 {
+        if began.elapsed() > RECORDING_TIMEOUT {
+            return Err(Error::failed("record", format!("{} stayed empty", dir.display())));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    Ok(())
 }

@@ -69,14 +69,21 @@ impl Recording<'_> {
 
     /// Returns its number of instructions.
     pub fn instructions(&self) -> Result<u64, Error> {
+        self.number("instructions")
+    }
+
+    /// Returns the time for which the VM was recorded, in nanoseconds.
+    pub fn duration_ns(&self) -> Result<f64, Error> {
+        self.number("duration_ns").map(|ns| ns as f64)
+    }
+
+    /// Returns a number of `recording.json`.
+    fn number(&self, name: &str) -> Result<u64, Error> {
         let path = self.dir.join("recording.json");
         let text = std::fs::read(&path).map_err(Error::io(format!("read {}", path.display())))?;
-        let known = serde_json::from_slice::<Value>(&text)
-            .ok()
-            .and_then(|meta| meta["instructions"].as_u64());
-        known.ok_or_else(|| {
-            Error::failed(format!("read {}", path.display()), "it has no number of instructions")
-        })
+        let known =
+            serde_json::from_slice::<Value>(&text).ok().and_then(|meta| meta[name].as_u64());
+        known.ok_or_else(|| Error::failed(format!("read {}", path.display()), format!("no {name}")))
     }
 
     /// Analyses it in `at_once` concurrent processes. If there are several, the time is until the last

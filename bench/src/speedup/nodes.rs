@@ -12,7 +12,7 @@
 
 use super::node_cluster::{Delivery, NodeCluster, NodeRequest};
 use super::waiting::{note, speed_up_chart};
-use super::{ns, record};
+use super::{began_at, ns, record, wait_for};
 use crate::{Error, Options, Report};
 use jiff::Timestamp;
 use keyframe_plot::{Chart, Point};
@@ -20,13 +20,9 @@ use keyframe_test_hosts::Rate;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
 
 /// The links by their names in keys. The curve over the number of nodes is measured with the first.
 const LINKS: [(&str, Rate); 2] = [("1gbit", Rate::GIGABIT), ("10gbit", Rate::TEN_GIGABIT)];
-/// Longest time until a recording has begun.
-const RECORDING_TIMEOUT: Duration = Duration::from_secs(60);
-
 /// An immediate analysis.
 pub struct Immediate {
     nodes: u64,
@@ -310,26 +306,4 @@ fn work_span_ns(analysed: &Value) -> (f64, f64) {
         let began = ns(interval, "began_at_ns");
         (f64::min(first, began), f64::max(last, began + ns(interval, "wall_ns")))
     })
-}
-
-/// Returns the time at which a recording began.
-fn began_at(recording: &Path) -> Result<Timestamp, Error> {
-    let path = recording.join("recording.json");
-    let failed = || format!("read {}", path.display());
-    let text = std::fs::read(&path).map_err(Error::io(failed()))?;
-    let meta: Value = serde_json::from_slice(&text).map_err(|e| Error::failed(failed(), e))?;
-    let began = meta["began_at"].as_str().unwrap_or_default();
-    began.parse().map_err(|e| Error::failed(failed(), e))
-}
-
-/// Waits until a directory has an entry.
-fn wait_for(dir: &Path) -> Result<(), Error> {
-    let began = Instant::now();
-    while std::fs::read_dir(dir).map_or(0, Iterator::count) == 0 {
-        if began.elapsed() > RECORDING_TIMEOUT {
-            return Err(Error::failed("record", format!("{} stayed empty", dir.display())));
-        }
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    Ok(())
 }

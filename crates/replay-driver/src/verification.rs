@@ -32,7 +32,8 @@ use std::time::{Duration, Instant};
 const SETTLE_TURNS: u32 = 5;
 const SETTLE: Duration = Duration::from_millis(100);
 /// How often two replays go on to a later instruction while only devices differ, and the least
-/// number of instructions to it.
+/// number of instructions to the first one. Each step is ten times the one before: a guest that is
+/// busy with packets leaves an interrupt pending for long.
 const LATER_MAX: u32 = 4;
 const LATER_INSTRUCTIONS: u64 = 10_000;
 
@@ -278,7 +279,8 @@ fn compare_with_replay(
         }
         let sides = [(&mut *one, checkpoint), (&mut other, begin.checkpoint)];
         let difference = difference_of_replays(source, sides)?;
-        let next = source.log_index()?.next_unambiguous(at.saturating_add(LATER_INSTRUCTIONS));
+        let step = LATER_INSTRUCTIONS * 10u64.pow(later);
+        let next = source.log_index()?.next_unambiguous(at.saturating_add(step));
         let may_go_on = difference.is_of_devices_alone() && later < LATER_MAX;
         let last = source.last_stop()?;
         let next = next.filter(|next| may_go_on && *next <= last);

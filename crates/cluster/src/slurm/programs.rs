@@ -11,6 +11,19 @@ use std::time::{Duration, Instant};
 const PATIENCE: Duration = Duration::from_secs(60);
 /// The longest answer, in bytes.
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
+/// Time between two tries to reach the controller.
+const TRY_EVERY: Duration = Duration::from_secs(1);
+/// What the programs say if the controller does not answer them. It has done nothing then.
+const UNREACHABLE: [&str; 3] =
+    ["Unable to contact slurm controller", "Connection refused", "No route to host"];
+/// What they say if its answer is lost. It may have done what was asked.
+const ANSWER_LOST: [&str; 5] = [
+    "Zero Bytes were transmitted or received",
+    "Socket timed out",
+    "Communication connection failure",
+    "Connection reset by peer",
+    "Transport endpoint is not connected",
+];
 /// Time between two looks whether a program has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(5);
 
@@ -22,10 +35,32 @@ pub struct SlurmPrograms {
 }
 
 impl SlurmPrograms {
-    /// Runs `program` with `input` as its standard input and returns its standard output.
+    /// Runs `program` with `input` as its standard input and returns its standard output. If the
+    /// controller does not answer, which a busy one does for seconds, runs it again for a minute.
+    /// A job is submitted again only if the controller cannot have received it.
     ///
     /// Errors: [`Error::NoProgram`], [`Error::TimedOut`], [`Error::Refused`].
     pub fn ask(
+        &self,
+        program: &'static str,
+        args: &[impl AsRef<OsStr>],
+        input: &[u8],
+    ) -> Result<String> {
+        let is_repeatable = program != super::SBATCH;
+        let limit = Instant::now() + PATIENCE;
+        loop {
+            match self.ask_once(program, args, input) {
+                Err(Error::Refused { message, .. })
+                    if Instant::now() < limit && is_silence(&message, is_repeatable) =>
+                {
+                    std::thread::sleep(TRY_EVERY);
+                }
+                answer => return answer,
+            }
+        }
+    }
+
+    fn ask_once(
         &self,
         program: &'static str,
         args: &[impl AsRef<OsStr>],
@@ -50,6 +85,13 @@ impl SlurmPrograms {
         let message = format!("{} ({status})", message.trim());
         Err(Error::Refused { program, message })
     }
+}
+
+/// Returns whether a program says with `message` that the controller did not answer. If
+/// `is_repeatable`, it may have done what was asked.
+fn is_silence(message: &str, is_repeatable: bool) -> bool {
+    let lost = ANSWER_LOST.iter().filter(|_| is_repeatable);
+    UNREACHABLE.iter().chain(lost).any(|text| message.contains(text))
 }
 
 fn read(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<String> {

@@ -172,6 +172,25 @@ fn pilots_without_progress_are_an_error() {
 }
 
 #[test]
+fn a_controller_that_does_not_answer_at_once_is_asked_again() {
+    let fake = Fake::new();
+    let silent_once = |message: &str, then: &str| {
+        format!("if mkdir silent; then echo '{message}' >&2; exit 1; fi; {then}")
+    };
+    let message = "slurm_load_jobs error: Zero Bytes were transmitted or received";
+    let programs = SlurmPrograms { dir: Some(fake.dir.path().into()) };
+    fake.program(SQUEUE, &silent_once(message, "echo tasks"));
+    assert_eq!(programs.ask(SQUEUE, &[""; 0], &[]).unwrap(), "tasks\n");
+    // The job may have been submitted.
+    fs::remove_dir(fake.path("silent")).unwrap();
+    fake.program(SBATCH, &silent_once(message, "echo 7"));
+    assert!(matches!(programs.ask(SBATCH, &[""; 0], &[]), Err(Error::Refused { .. })));
+    fs::remove_dir(fake.path("silent")).unwrap();
+    fake.program(SBATCH, &silent_once("Unable to contact slurm controller", "echo 7"));
+    assert_eq!(programs.ask(SBATCH, &[""; 0], &[]).unwrap(), "7\n");
+}
+
+#[test]
 fn missing_and_failing_programs_are_errors_with_a_fix() {
     let fake = Fake::new();
     let queue = fake.queue(1);

@@ -1,0 +1,63 @@
+//! An analysis during the recording, over the same analysis after it.
+//!
+//! ```text
+//!   deferred   record ──────────▶ analyze --jobs 2 ────▶      T_record + T_2
+//!   live       record ──────────▶
+//!              analyze --follow --jobs 2 ──────────▶          T_live, from the begin of the recording
+//! ```
+//!
+//! While the guest is recorded it has a processor for itself, so that on two processors an analysis
+//! has one until the recording ends.
+
+use super::{began_at, ns, record, wait_for};
+use crate::replay::recording::Recording;
+use crate::{Error, Options, Report};
+use jiff::Timestamp;
+use std::path::Path;
+
+/// Records `work` with a checkpoint `every` so often, analyses it meanwhile with `tool` and two jobs,
+/// and again when the recording has ended. Adds the results to `report`.
+pub fn measure(
+    options: &Options,
+    tool: &str,
+    (work, every): ((&str, u32), &'static str),
+    dir: &Path,
+    report: &mut Report,
+) -> Result<(), Error> {
+    options.say(format!("{tool}, live"));
+    let place = dir.join(format!("{tool}-live"));
+    let recording = Recording { options, dir: &place };
+    let arguments = ["--tool", tool, "--jobs", "2"];
+    let live = std::thread::scope(|scope| {
+        let recorder = scope.spawn(|| record(options, work, every, dir, &place));
+        let begun = wait_for(&place.join("store/checkpoints"));
+        let live = begun.and_then(|()| {
+            let live = recording.reports(&[&arguments[..], &["--follow"]].concat(), 1)?;
+            Ok((live, Timestamp::now()))
+        });
+        let recorded = recorder
+            .join()
+            .map_err(|_| Error::failed("record", "the thread of the recording panicked"))?;
+        recorded.and(live)
+    });
+    let ((_, mut live), ended) = live?;
+    let live = live.pop().unwrap_or_default();
+    let live_ns = ended.duration_since(began_at(&place)?).as_nanos() as f64;
+    let recorded_ns = recording.duration_ns()?;
+    options.say(format!("{tool}, the same deferred"));
+    let (_, mut deferred) = recording.reports(&arguments, 1)?;
+    let deferred = deferred.pop().unwrap_or_default();
+    if live["summary"] != deferred["summary"] {
+        return Err(Error::failed(
+            format!("analyze --follow --tool {tool}"),
+            "the summary is not that of the analysis after the recording",
+        ));
+    }
+    let deferred_ns = ns(&deferred, "wall_ns");
+    report.figure(format!("{tool}_live_recorded_ns"), recorded_ns);
+    report.figure(format!("{tool}_live_ns"), live_ns);
+    report.figure(format!("{tool}_live_deferred_ns"), deferred_ns);
+    report.ratio(format!("live_over_recording_alone_{tool}"), live_ns / recorded_ns);
+    report.ratio(format!("gain_of_live_{tool}"), (recorded_ns + deferred_ns) / live_ns);
+    Ok(())
+}
