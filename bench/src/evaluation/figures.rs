@@ -3,27 +3,35 @@
 mod chart;
 mod deduplication;
 mod dirty;
+mod distribution;
+mod en_bloc;
 mod pauses;
+mod predictions;
 mod processing;
+mod queueing;
 mod reading;
 mod sizes;
 mod speed_up;
 
-use super::evaluated_run::EvaluatedRun;
 use super::output::Outputs;
+use super::rounds::RunRounds;
 use crate::{Error, Report};
 
 /// Writes the files of all figures and adds their main values to `report`.
 pub fn write_all(
-    runs: &[EvaluatedRun],
+    groups: &[RunRounds],
     outputs: &mut Outputs,
     report: &mut Report,
 ) -> Result<(), Error> {
-    dirty::write(runs, outputs, report)?;
-    deduplication::write(runs, outputs, report)?;
-    sizes::write(runs, outputs, report)?;
-    pauses::write(runs, outputs, report)?;
-    processing::write(runs, outputs, report)?;
-    reading::write(runs, outputs, report)?;
-    speed_up::write(runs, outputs, report)
+    queueing::write(outputs)?;
+    en_bloc::write(groups, outputs, report)?;
+    dirty::write(groups, outputs, report)?;
+    deduplication::write(groups, outputs, report)?;
+    sizes::write(groups, outputs, report)?;
+    pauses::write(groups, outputs, report)?;
+    processing::write(groups, outputs, report)?;
+    reading::write(groups, outputs, report)?;
+    speed_up::write(groups, outputs, report)?;
+    distribution::write(groups, outputs, report)?;
+    predictions::write(groups, outputs, report)
 }

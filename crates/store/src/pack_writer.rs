@@ -31,5 +31,5 @@ mod pages;
 mod placed;
 mod writer;
 
-pub use placed::{PageInput, Placed, PlacedBlock, PutTimes};
+pub use placed::{PageInput, Placed, PlacedBlock};
 pub use writer::PackWriter;
