@@ -35,3 +35,40 @@ pub fn write_all(
     distribution::write(groups, outputs, report)?;
     predictions::write(groups, outputs, report)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::evaluated_run::samples;
+    use super::*;
+
+    #[test]
+    fn every_table_has_rows_of_numbers_and_every_link_leads_to_a_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let runs = [500, 1000, 2000].map(|ms| [1, 2].map(|round| samples::run(ms, round)));
+        let groups = RunRounds::of_runs(runs.into_iter().flatten());
+        let (mut outputs, mut report) =
+            (Outputs::new(dir.path()).unwrap(), Report::new("evaluation"));
+        write_all(&groups, &mut outputs, &mut report).unwrap();
+        outputs.write_report("head\n").unwrap();
+        let index = std::fs::read_to_string(dir.path().join("report.md")).unwrap();
+        let links: Vec<&str> =
+            index.split("](").skip(1).filter_map(|rest| rest.split(')').next()).collect();
+        assert!(links.len() > 60, "{index}");
+        for link in links {
+            let bytes = std::fs::read(dir.path().join(link)).unwrap();
+            if link.ends_with(".csv") {
+                let text = String::from_utf8(bytes).unwrap();
+                let widths: Vec<usize> = text.lines().map(|line| line.split(',').count()).collect();
+                assert!(
+                    widths.len() > 1 && widths.iter().all(|width| *width == widths[0]),
+                    "{text}"
+                );
+                assert!(!text.contains("NaN") && !text.contains("inf"), "{link}: {text}");
+            }
+        }
+        // The runs follow the model exactly, so that the test interval is predicted exactly.
+        let ratio = report.ratios["small_1000ms_1_jobs_formula_over_measured"];
+        assert!((ratio - 1.0).abs() < 1e-6, "{ratio}");
+        assert!((report.ratios["small_2000ms_immediate_over_deferred_pause"] - 1.0).abs() < 1e-9);
+    }
+}

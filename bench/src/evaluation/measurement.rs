@@ -12,7 +12,9 @@ use super::machine::{Machine, first_line_of};
 use crate::{Error, Options};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
+use std::fs::Permissions;
 use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// The version of the files.
@@ -164,7 +166,8 @@ impl MeasurementFiles {
         let operation = format!("write {}", path.display());
         let text = serde_json::to_vec(measurement).map_err(|e| Error::failed(&operation, e))?;
         let write = || {
-            let mut file = tempfile::NamedTempFile::new_in(&self.dir)?;
+            let readable = Permissions::from_mode(0o644);
+            let mut file = tempfile::Builder::new().permissions(readable).tempfile_in(&self.dir)?;
             file.write_all(&text)?;
             file.as_file().sync_all()?;
             file.persist(&path)?;
@@ -196,4 +199,74 @@ fn read(path: &Path) -> Result<Measurement, Error> {
 #[derive(Deserialize)]
 struct FormatOnly {
     format: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::evaluated_run::samples;
+    use super::*;
+
+    fn provenance() -> Provenance {
+        let text = |text: &str| text.to_owned();
+        Provenance {
+            keyframe: text("keyframe 1"),
+            keyframe_blake3: text("aa"),
+            plan: text("a plan"),
+            machine: Machine {
+                processor: text("P"),
+                processors: 2,
+                ram_bytes: 1,
+                kernel: text("Linux 1"),
+                virtualisation: text("none"),
+                scratch: text("ext4"),
+                qemu: text("QEMU 1"),
+            },
+        }
+    }
+
+    #[test]
+    fn measurements_come_back_in_the_order_of_rounds_and_others_are_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = MeasurementFiles::in_output(dir.path()).unwrap();
+        for (every_ms, round) in [(500, 2), (2000, 1), (500, 1)] {
+            let run = samples::run(every_ms, round);
+            files.save(&Measurement::of(run, &provenance(), None)).unwrap();
+        }
+        let loaded = files.load(Some(&provenance())).unwrap();
+        let keys: Vec<_> = loaded.iter().map(|one| (one.key().round, one.key().every_ms)).collect();
+        assert_eq!(keys, [(1, 500), (1, 2000), (2, 500)]);
+        assert_eq!(loaded[1].run.followed.as_ref().unwrap().checkpoints.len(), 3);
+
+        let other = Provenance { keyframe_blake3: "bb".into(), ..provenance() };
+        let refused = files.load(Some(&other)).unwrap_err();
+        let text = format!("{refused} {}", refused.fix().unwrap_or_default());
+        for part in ["small-2000ms-1.json", "build of keyframe", "aa, and now it is bb", "--out"] {
+            assert!(text.contains(part), "{part}: {text}");
+        }
+        // Without a call's own provenance, the files are compared with each other.
+        assert!(files.load(None).is_ok());
+        files.save(&Measurement::of(samples::run(1000, 1), &other, None)).unwrap();
+        assert!(files.load(None).unwrap_err().to_string().contains("another build"));
+    }
+
+    #[test]
+    fn damaged_and_misnamed_files_are_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = MeasurementFiles::in_output(dir.path()).unwrap();
+        files.save(&Measurement::of(samples::run(500, 1), &provenance(), None)).unwrap();
+        let path = |name: &str| dir.path().join("measurements").join(name);
+        let good = std::fs::read_to_string(path("small-500ms-1.json")).unwrap();
+        let other_format = good.replace(r#"{"format":1,"#, r#"{"format":2,"#);
+        let other_workload = good.replace(r#""workload":"small""#, r#""workload":"games""#);
+        for (bad, part) in [
+            ("{", "EOF"),
+            (other_format.as_str(), "format 2"),
+            (other_workload.as_str(), "games"),
+            (good.as_str(), "small-500ms-1.json instead"),
+        ] {
+            std::fs::write(path("bad.json"), bad).unwrap();
+            let text = files.load(None).unwrap_err().to_string();
+            assert!(text.contains("bad.json") && text.contains(part), "{text}");
+        }
+    }
 }

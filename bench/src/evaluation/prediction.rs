@@ -7,9 +7,10 @@
 //!   intervals of 1, 4 s ───────────────────────────────────▶ not fitted: a test
 //! ```
 //!
-//! A worker replays neighbouring intervals in one QEMU. So the start of QEMU, `t_start`, is paid once
-//! for a range, here once for each job. The paper's `t_i` is the cost of each further interval: the
-//! part of its replay that does not grow with its length.
+//! A worker replays neighbouring intervals in one QEMU. So `t_start`, the start of QEMU and the
+//! translation of the code that it finds first, is paid once for a range, here once for each job. The
+//! paper's `t_i` is the cost of each further interval: the part of its replay that does not grow with
+//! its length.
 
 use super::evaluated_run::{EvaluatedRun, mean};
 use super::rounds::{RunRounds, Spread};
@@ -89,32 +90,43 @@ fn fit_jobs(groups: &[&RunRounds], jobs: u64) -> Option<FittedConstants> {
         by_round.entry(run.round).or_default().extend(intervals.unwrap_or_default());
     }
     let all: Vec<IntervalTime> = by_round.values().flatten().copied().collect();
-    let (fit, t_start_s) = (fit_intervals(&all)?, start_s(&all));
-    let fits: Vec<SlowdownFit> =
-        by_round.values().filter_map(|intervals| fit_intervals(intervals)).collect();
+    let fit = fit_intervals(&all)?;
+    let fits: Vec<(SlowdownFit, f64)> = by_round
+        .values()
+        .filter_map(|intervals| {
+            let fit = fit_intervals(intervals)?;
+            Some((fit, start_s(intervals, &fit)))
+        })
+        .collect();
     Some(FittedConstants {
         jobs,
         fit,
-        t_start_s,
-        t_i_s: Spread::of(fits.iter().map(|fit| fit.t_i)),
-        slowdown: Spread::of(fits.iter().map(|fit| fit.slowdown)),
-        t_start_spread_s: Spread::of(by_round.values().map(|intervals| start_s(intervals))),
+        t_start_s: start_s(&all, &fit),
+        t_i_s: Spread::of(fits.iter().map(|(fit, _)| fit.t_i)),
+        slowdown: Spread::of(fits.iter().map(|(fit, _)| fit.slowdown)),
+        t_start_spread_s: Spread::of(fits.iter().map(|(_, start_s)| *start_s)),
     })
 }
 
-/// Returns the line through the times of intervals, without the starts of ranges.
+/// Returns the line through the times of the intervals to which a worker went on. If there are none,
+/// it is through all, without the starts of QEMU.
 fn fit_intervals(intervals: &[IntervalTime]) -> Option<SlowdownFit> {
     let timed = |one: &IntervalTime| TimedSimulation {
         recorded_s: one.recorded_s,
         simulated_s: one.replay_s - one.start_s.unwrap_or(0.0),
     };
-    fit_slowdown(&intervals.iter().map(timed).collect::<Vec<_>>())
+    let later: Vec<TimedSimulation> =
+        intervals.iter().filter(|one| one.start_s.is_none()).map(timed).collect();
+    let all = || intervals.iter().map(timed).collect::<Vec<_>>();
+    fit_slowdown(&if later.is_empty() { all() } else { later })
 }
 
-/// Returns the mean time to start a range; 0 if none was started.
-fn start_s(intervals: &[IntervalTime]) -> f64 {
-    let mean_s = mean(intervals.iter().filter_map(|one| one.start_s));
-    if mean_s.is_finite() { mean_s } else { 0.0 }
+/// Returns the mean time by which the first interval of a range takes longer than the line says: the
+/// start of QEMU, and code that is not translated yet. It is 0 if no range began.
+fn start_s(intervals: &[IntervalTime], fit: &SlowdownFit) -> f64 {
+    let firsts = intervals.iter().filter(|one| one.start_s.is_some());
+    let longer_s = |one: &IntervalTime| one.replay_s - fit.t_i - fit.slowdown * one.recorded_s;
+    mean(firsts.map(longer_s)).max(0.0)
 }
 
 /// Returns what `constants` predict for the analyses after the recordings of `group`; `None` if none
@@ -266,7 +278,7 @@ mod tests {
         let constants = FittedConstants {
             jobs: 1,
             fit,
-            t_start_s: start_s(&intervals),
+            t_start_s: start_s(&intervals, &fit),
             t_i_s: none,
             slowdown: none,
             t_start_spread_s: none,

@@ -2,9 +2,9 @@
 
 use super::keyframe_json::{KeyframeJson, RunningCommand};
 use super::workload::{BEGIN, PASS, PreparedGuest};
+use crate::Error;
 use crate::interrupt::Interrupt;
 use crate::running_guest::RunningGuest;
-use crate::Error;
 use jiff::Timestamp;
 use serde_json::Value;
 use std::path::{Path, PathBuf};

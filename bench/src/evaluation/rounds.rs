@@ -68,8 +68,13 @@ pub fn spread_columns(name: &str) -> [String; 3] {
 impl RunRounds {
     /// Groups measurements by workload, in the order of all workloads, and by rising interval.
     pub fn group(measurements: Vec<Measurement>) -> Vec<Self> {
+        Self::of_runs(measurements.into_iter().map(|one| one.run))
+    }
+
+    /// Groups runs, as [`Self::group`].
+    pub fn of_runs(runs: impl Iterator<Item = EvaluatedRun>) -> Vec<Self> {
         let mut groups: Vec<Self> = Vec::new();
-        for run in measurements.into_iter().map(|one| one.run) {
+        for run in runs {
             match groups.iter_mut().find(|group| group.key() == run.key()) {
                 Some(group) => group.rounds.push(run),
                 None => groups.push(Self { rounds: vec![run] }),

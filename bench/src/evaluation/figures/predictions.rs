@@ -184,8 +184,9 @@ fn write_constants(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Er
         }
         values.push(format!("{key}: t_c {} ms", pause_ms.decimals(1)));
     }
-    let title = "constants of the model: t_i is the cost of each interval, t_start that of a range \
-                 (the start of QEMU), paid once by each job; t_c is the mean pause";
+    let title = "constants of the model: t_i is the cost of each interval; t_start that of a range (the \
+                 start of QEMU, and code that is not translated yet), paid once by each job; t_c is \
+                 the mean pause";
     let paper = PaperFigure { number: "P3", file: "p3-constants", title };
     outputs.add(paper, &table, &no_figure(), values.join("; "))
 }

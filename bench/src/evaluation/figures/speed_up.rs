@@ -213,7 +213,7 @@ fn run_times(groups: &[RunRounds]) -> CsvTable {
             ("simulated: deferred", |run| &run.simulations.deferred_simulated),
             ("simulated: immediate", |run| &run.simulations.immediate),
             ("simulated: immediate over 1 Gbit/s", |run| &run.simulations.over_network),
-            ("simulated: immediate over 1 Gbit/s, whole images", |run| &run.simulations.en_bloc),
+            ("simulated: immediate with whole images over 1 Gbit/s", |run| &run.simulations.en_bloc),
         ];
         for (how, rows) in simulated {
             for nodes in NODES {
