@@ -101,6 +101,7 @@ impl Plan {
 }
 
 /// Why a call measured no further.
+#[derive(Clone, Copy)]
 enum Ended {
     /// All was tried.
     AllTried,

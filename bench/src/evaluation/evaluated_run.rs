@@ -3,8 +3,8 @@
 use super::checkpoint_figures::{self, CheckpointFigures, RunPhase, number, timestamp};
 use super::image_reading::{self, ImageReadTimes};
 use super::keyframe_json::KeyframeJson;
-use super::recording::{AnalysisRequest, Recording, RecordingPlan, read_json};
-use super::simulations::{self, Simulations};
+use super::recording::{Recording, RecordingPlan, read_json};
+use super::simulations::{self, CheckpointTimes, Simulations};
 use super::workload::Workload;
 use super::{Plan, maps};
 use crate::Error;
@@ -20,7 +20,7 @@ const FOLLOWING_JOBS: u64 = 1;
 pub struct IntervalInstructions {
     /// The checkpoint at its end; `None` if the recording ends there.
     pub end_checkpoint: Option<u64>,
-    /// The end of the interval in seconds, estimated from its share of all instructions.
+    /// The end of the interval, in seconds since the recording began.
     pub end_s: f64,
     pub count: f64,
 }
@@ -101,6 +101,7 @@ pub fn mean(values: impl Iterator<Item = f64>) -> f64 {
     sum / count
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde gives a reference")]
 fn write_workload<S: Serializer>(workload: &&'static Workload, to: S) -> Result<S::Ok, S::Error> {
     workload.key.serialize(to)
 }
@@ -151,15 +152,16 @@ pub fn measure_run(
     let recorded_s = number(&meta, "duration_ns")? / 1e9;
     let all_instructions = number(&meta, "instructions")?;
     let from_instruction = (all_instructions * plan.left_out) as u64;
-    let analysis = AnalysisRequest { recorded_s, from_instruction };
-    let simulations = simulations::measure(&recording, analysis, all_instructions, dir)?;
+    let taken = [&first].into_iter().chain(&checkpoints).map(|one| (one.id, one.at_s));
+    let times = CheckpointTimes { at_s: taken.collect(), recorded_s };
+    let simulations = simulations::measure(&recording, from_instruction, &times, dir)?;
     if !simulations.is_same {
         let problem = "the results of the intervals differ from those of one replay of the whole \
                        recording: it does not replay exactly on this machine";
         (options.warning)(&format!("{name}: {problem}; see keyframe verify"));
     }
     let analysis = read_json(&dir.join(simulations::ONE_JOB).join("analysis.json"))?;
-    let instructions = instructions(&analysis, recorded_s, all_instructions)?;
+    let instructions = instructions(&analysis, &times)?;
     let followed = if is_followed {
         options.say(format!("{name}: recording once more, with an analysis beside it"));
         let again = dir.join("again");
@@ -214,20 +216,14 @@ fn measure_followed(
 
 fn instructions(
     analysis: &Value,
-    recorded_s: f64,
-    all: f64,
+    times: &CheckpointTimes,
 ) -> Result<Vec<IntervalInstructions>, Error> {
     let intervals = analysis["intervals"].as_array().into_iter().flatten();
     intervals
         .map(|interval| {
-            let begin = number(interval, "from_icount")?;
-            let end = number(interval, "end_icount")?;
-            let end_s = recorded_s * end / all.max(1.0);
-            Ok(IntervalInstructions {
-                end_checkpoint: interval["end"].as_u64(),
-                end_s,
-                count: end - begin,
-            })
+            let end_checkpoint = interval["end"].as_u64();
+            let count = number(interval, "end_icount")? - number(interval, "from_icount")?;
+            Ok(IntervalInstructions { end_checkpoint, end_s: times.of(end_checkpoint), count })
         })
         .collect()
 }
@@ -283,6 +279,7 @@ pub mod samples {
             let start_s = |at: u64| at.is_multiple_of(count / jobs).then_some(0.5);
             let time = |at: u64| IntervalTime {
                 recorded_s: every_s,
+                instructions: every_s * 1e8,
                 replay_s: 0.1 + 2.0 * every_s + start_s(at).unwrap_or(0.0),
                 start_s: start_s(at),
             };

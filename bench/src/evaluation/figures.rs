@@ -56,7 +56,7 @@ mod tests {
         assert!(links.len() > 60, "{index}");
         for link in links {
             let bytes = std::fs::read(dir.path().join(link)).unwrap();
-            if link.ends_with(".csv") {
+            if std::path::Path::new(link).extension().is_some_and(|end| end == "csv") {
                 let text = String::from_utf8(bytes).unwrap();
                 let widths: Vec<usize> = text.lines().map(|line| line.split(',').count()).collect();
                 assert!(

@@ -264,7 +264,7 @@ mod tests {
         let time = |(at, length): (usize, &f64)| {
             let start_s = (at == 0).then_some(0.5);
             let replay_s = 0.1 + 2.0 * length + start_s.unwrap_or(0.0);
-            IntervalTime { recorded_s: *length, replay_s, start_s }
+            IntervalTime { recorded_s: *length, instructions: 1.0, replay_s, start_s }
         };
         lengths.iter().enumerate().map(time).collect()
     }

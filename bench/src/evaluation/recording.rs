@@ -26,15 +26,6 @@ pub struct RecordingPlan {
     pub work_ms: u64,
 }
 
-/// The part of a recording that is analysed.
-#[derive(Clone, Copy, Debug)]
-pub struct AnalysisRequest {
-    /// The duration of the whole recording.
-    pub recorded_s: f64,
-    /// The instruction at which the analysis begins.
-    pub from_instruction: u64,
-}
-
 /// A recording of a workload.
 pub struct Recording<'a> {
     keyframe: KeyframeJson<'a>,
@@ -61,7 +52,7 @@ impl<'a> Recording<'a> {
         plan: RecordingPlan,
         dir: PathBuf,
     ) -> Result<Self, Error> {
-        Self::make_beside(keyframe, guest, plan, dir, &mut |_| Ok(()))
+        Self::make_beside(keyframe, guest, plan, dir, &mut |_, _| Ok(()))
     }
 
     /// Boots and records `guest` into `dir`, and analyses the recording with `jobs` jobs while it is
@@ -76,10 +67,15 @@ impl<'a> Recording<'a> {
         let out = dir.with_extension("followed").display().to_string();
         let began = Instant::now();
         let mut analysis = None::<RunningCommand>;
-        let recording = Self::make_beside(keyframe, guest, plan, dir, &mut |dir| {
-            let meta = dir.join("recording.json");
-            let is_there = || Ok(meta.exists().then_some(()));
-            keyframe.interrupt.wait("the recording has begun", FOLLOW_S, is_there)?;
+        let recording = Self::make_beside(keyframe, guest, plan, dir, &mut |running, dir| {
+            let checkpoints = dir.join("store/checkpoints");
+            let is_sealed = || {
+                // Fails if the recorder has ended.
+                running.poll_for(BEGIN)?;
+                let mut listed = std::fs::read_dir(&checkpoints).into_iter().flatten();
+                Ok(listed.next().map(drop))
+            };
+            keyframe.interrupt.wait("its first checkpoint is sealed", FOLLOW_S, is_sealed)?;
             let jobs = jobs.to_string();
             let arguments = [
                 "--tool", "icount", "--follow", "--jobs", &jobs, "--out", &out, "--quiet", "--json",
@@ -101,18 +97,30 @@ impl<'a> Recording<'a> {
         guest: &PreparedGuest,
         plan: RecordingPlan,
         dir: PathBuf,
-        begun: &mut dyn FnMut(&Path) -> Result<(), Error>,
+        begun: &mut dyn FnMut(&mut RunningGuest, &Path) -> Result<(), Error>,
     ) -> Result<Self, Error> {
         let KeyframeJson { options, interrupt } = keyframe;
         let program = options.keyframe.display().to_string();
         let (out, every) = (dir.display().to_string(), format!("{}ms", plan.every_ms));
-        let words =
-            [&program, "record", "--quiet", "--checkpoint-every", &every, "--out", &out, "--"];
+        // Other benchmarks may run on this machine.
+        let name = format!("bench-{}", std::process::id());
+        let words = [
+            &program,
+            "record",
+            "--quiet",
+            "--name",
+            &name,
+            "--checkpoint-every",
+            &every,
+            "--out",
+            &out,
+            "--",
+        ];
         let line: Vec<String> =
             words.into_iter().map(str::to_owned).chain(guest.command.iter().cloned()).collect();
         let mut running = RunningGuest::start(&line)?;
         let (started_at, started) = (SystemTime::now(), Instant::now());
-        begun(&dir)?;
+        begun(&mut running, &dir)?;
         if let Some(start_command) = &guest.start_command {
             wait_for(&mut running, "KF READY", interrupt)?;
             running.say(start_command)?;
@@ -156,17 +164,17 @@ impl<'a> Recording<'a> {
         read_json(&self.dir.join("recording.json"))
     }
 
-    /// Analyses it with `jobs` jobs into `out` and returns the report. With `in_sequence`, one
+    /// Analyses it from an instruction on, with `jobs` jobs into `out`, and returns the report. With `in_sequence`, one
     /// replay of the whole part runs too, and the report compares the results.
     pub fn analyze(
         &self,
-        request: AnalysisRequest,
+        from_instruction: u64,
         jobs: u64,
         in_sequence: bool,
         out: &Path,
     ) -> Result<Value, Error> {
         let (out, jobs) = (out.display().to_string(), jobs.to_string());
-        let from = request.from_instruction.to_string();
+        let from = from_instruction.to_string();
         let arguments = [
             "--tool", "icount", "--jobs", &jobs, "--from", &from, "--out", &out, "--quiet",
             "--json",

@@ -2,7 +2,7 @@
 //! more nodes from the measured times of the intervals.
 
 use super::checkpoint_figures::number;
-use super::recording::{AnalysisRequest, Recording, read_json};
+use super::recording::{Recording, read_json};
 use crate::Error;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -27,8 +27,9 @@ pub struct SimulatedRun {
 /// The time of an interval in an analysis.
 #[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct IntervalTime {
-    /// Its part of the recorded time, by its instructions.
+    /// The time between its checkpoints.
     pub recorded_s: f64,
+    pub instructions: f64,
     /// The time of its replay, with the start of QEMU if it is the first of a range.
     pub replay_s: f64,
     /// The time to start QEMU at its begin; `None` if the worker went on to it from the interval
@@ -87,12 +88,12 @@ pub fn with_nodes(rows: &[SimulatedRun], nodes: u64) -> Option<SimulatedRun> {
     rows.iter().find(|row| row.nodes == nodes).copied()
 }
 
-/// Analyses a recording of `all_instructions` twice, and simulates more nodes. The analyses go to
-/// directories in `dir`.
+/// Analyses a recording twice, from an instruction on, and simulates more nodes. `times` are those of its checkpoints. The
+/// analyses go to directories in `dir`.
 pub fn measure(
     recording: &Recording<'_>,
-    request: AnalysisRequest,
-    all_instructions: f64,
+    from_instruction: u64,
+    times: &CheckpointTimes,
     dir: &Path,
 ) -> Result<Simulations, Error> {
     let mut deferred = Vec::new();
@@ -100,14 +101,13 @@ pub fn measure(
     for (jobs, name) in [(1, ONE_JOB), (2, "two-jobs")] {
         let in_sequence = jobs == 1;
         let out = dir.join(name);
-        let report = recording.analyze(request, jobs, in_sequence, &out)?;
+        let report = recording.analyze(from_instruction, jobs, in_sequence, &out)?;
         if in_sequence {
             sequential_s = number(&report, "sequential_wall_ns")? / 1e9;
             is_same = report["equals_sequential"] == true;
         }
-        let each_s = request.recorded_s / all_instructions.max(1.0);
         let analysis = read_json(&out.join("analysis.json"))?;
-        let intervals = interval_times(&report, &analysis, each_s)?;
+        let intervals = interval_times(&report, &analysis, times)?;
         let analysis_s = number(&report, "wall_ns")? / 1e9;
         deferred.push(MeasuredAnalysis { jobs, analysis_s, intervals });
     }
@@ -135,36 +135,52 @@ pub fn measure(
     })
 }
 
-/// Returns the times of the intervals of an analysis. `each_s` is the recorded time of an
-/// instruction.
+/// The times at which checkpoints of a recording were taken.
+pub struct CheckpointTimes {
+    /// Numbers of checkpoints, and seconds since the recording began.
+    pub at_s: Vec<(u64, f64)>,
+    /// The duration of the recording.
+    pub recorded_s: f64,
+}
+
+impl CheckpointTimes {
+    /// Returns the time of the checkpoint number `id`. Without one, it is the end of the recording.
+    pub fn of(&self, id: Option<u64>) -> f64 {
+        let taken = self.at_s.iter().find(|(known, _)| Some(*known) == id);
+        taken.map_or(self.recorded_s, |(_, at_s)| *at_s)
+    }
+}
+
+/// Returns the times of the intervals of an analysis.
 fn interval_times(
     report: &Value,
     analysis: &Value,
-    each_s: f64,
+    times: &CheckpointTimes,
 ) -> Result<Vec<IntervalTime>, Error> {
-    let lengths: Vec<(u64, f64)> = analysis["intervals"]
-        .as_array()
-        .into_iter()
-        .flatten()
+    let known = analysis["intervals"].as_array().map(Vec::as_slice).unwrap_or_default();
+    let replayed = report["intervals"].as_array().into_iter().flatten();
+    replayed
         .map(|one| {
-            let len = number(one, "end_icount")? - number(one, "from_icount")?;
-            Ok((number(one, "index")? as u64, len * each_s))
-        })
-        .collect::<Result<_, Error>>()?;
-    let times = report["intervals"].as_array().into_iter().flatten();
-    times
-        .map(|one| {
-            let index = number(one, "index")? as u64;
-            let length = lengths.iter().find(|(of, _)| *of == index).ok_or_else(|| {
-                Error::failed("read the analysis", format!("interval {index} has no length"))
-            })?;
+            let index = number(one, "index")?;
+            let interval = known
+                .iter()
+                .find(|interval| interval["index"].as_f64() == Some(index))
+                .ok_or_else(|| {
+                    Error::failed("read the analysis", format!("interval {index} has no ends"))
+                })?;
+            let (begin, end) = (interval["begin"]["checkpoint"].as_u64(), interval["end"].as_u64());
             let start = &one["start"];
-            let start_s = match start.is_object() {
-                true => Some((number(start, "checkpoint_ns")? + number(start, "qemu_ns")?) / 1e9),
-                false => None,
+            let start_s = if start.is_object() {
+                Some((number(start, "checkpoint_ns")? + number(start, "qemu_ns")?) / 1e9)
+            } else {
+                None
             };
-            let replay_s = number(one, "wall_ns")? / 1e9;
-            Ok(IntervalTime { recorded_s: length.1, replay_s, start_s })
+            Ok(IntervalTime {
+                recorded_s: (times.of(end) - times.of(begin)).max(0.0),
+                instructions: number(interval, "end_icount")? - number(interval, "from_icount")?,
+                replay_s: number(one, "wall_ns")? / 1e9,
+                start_s,
+            })
         })
         .collect()
 }

@@ -481,10 +481,10 @@ impl Run {
             members: request.members,
             timing: Timing {
                 processing: request.timing.processing.map(|phases| ProcessingPhases {
-                    hash: put.hash_ns,
-                    look_up: put.look_up_ns,
-                    compress: put.compress_ns,
-                    append: put.append_ns,
+                    hash: put.hash,
+                    look_up: put.look_up,
+                    compress: put.compress,
+                    append: put.append,
                     sync: sync_ns,
                     map: map_ns,
                     ..phases
@@ -496,9 +496,7 @@ impl Run {
             map_chain,
         };
         let file = checkpoint::encode(id, self.inner.config.id, &meta, &device);
-        let written = map_written
-            .map_err(Error::from)
-            .and_then(|()| Ok(self.inner.backend.put(&name, &file?)?));
+        let written = map_written.and_then(|()| self.inner.backend.put(&name, &file?));
         if written.is_err() {
             // Removes the checkpoint first: without its map it would be damaged.
             let removed = self.inner.backend.remove(&name);

@@ -10,6 +10,9 @@ use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 /// The interval that the paper examines in detail, in seconds.
 const DETAIL_S: f64 = 2.0;
 
+/// A function that reads a value from a run.
+pub type RunValue = fn(&EvaluatedRun) -> f64;
+
 /// The names of a quantity.
 #[derive(Clone, Copy, Debug)]
 pub struct Quantity {

@@ -7,7 +7,9 @@ use super::super::evaluated_run::EvaluatedRun;
 use super::super::output::{Outputs, PaperFigure};
 use super::super::rounds::RunRounds;
 use super::super::simulations::with_nodes;
-use super::chart::{by_workload, figure, spread_point, spread_row, spread_table, values_of_runs};
+use super::chart::{
+    RunValue, by_workload, figure, spread_point, spread_row, spread_table, values_of_runs,
+};
 use crate::{Error, Report};
 use keyframe_plot::{Axis, Chart, Figure, Scale, Series};
 
@@ -20,7 +22,7 @@ pub fn write(
     outputs: &mut Outputs,
     report: &mut Report,
 ) -> Result<(), Error> {
-    let quantities: [(&str, fn(&EvaluatedRun) -> f64); 9] = [
+    let quantities: [(&str, RunValue); 9] = [
         ("whole_bytes", whole_bytes),
         ("missing_bytes", missing_bytes),
         ("whole_over_missing", |run| whole_bytes(run) / missing_bytes(run)),
@@ -38,9 +40,7 @@ pub fn write(
         report.ratio(format!("{}_whole_over_missing", group.key()), over_missing.median);
     }
     let values = values_of_runs(groups, |group| {
-        let mib = |of: fn(&EvaluatedRun) -> f64| {
-            group.spread(|run| of(run) / f64::from(1 << 20)).decimals(1)
-        };
+        let mib = |of: RunValue| group.spread(|run| of(run) / f64::from(1 << 20)).decimals(1);
         let [whole_s, missing_s] =
             [whole_run_time_s, missing_run_time_s].map(|of| group.spread(of).median);
         format!(
@@ -78,7 +78,7 @@ fn missing_run_time_s(run: &EvaluatedRun) -> f64 {
 fn chart(groups: &[RunRounds]) -> Figure {
     let mut series = Vec::new();
     for (key, of_workload) in by_workload(groups) {
-        let line = |name: &str, of: fn(&EvaluatedRun) -> f64| Series {
+        let line = |name: &str, of: RunValue| Series {
             name: format!("{key}: {name}"),
             points: of_workload
                 .iter()

@@ -4,7 +4,7 @@ use super::super::checkpoint_cost;
 use super::super::output::{CsvTable, Outputs, PaperFigure};
 use super::super::prediction::{self, FittedConstants, PredictedAnalysis};
 use super::super::rounds::{RunRounds, Spread, spread_columns};
-use super::chart::{by_workload, figure, no_figure, spread_point};
+use super::chart::{by_workload, no_figure, spread_point};
 use crate::{Error, Report};
 use keyframe_plot::{Axis, Chart, Figure, Scale, Series};
 
@@ -94,13 +94,24 @@ fn write_analyses(
     outputs.add(paper, &table, &chart(&predicted), values.join("; "))
 }
 
+/// Each workload has its own chart.
 fn chart(predicted: &[(&RunRounds, PredictedAnalysis)]) -> Figure {
-    let mut series: Vec<Series> = Vec::new();
+    let mut charts: Vec<Chart> = Vec::new();
     for (group, one) in predicted {
+        let key = group.workload().key;
+        if charts.last().is_none_or(|chart| chart.title != key) {
+            charts.push(Chart {
+                title: key.into(),
+                x: Axis::new("interval, seconds", Scale::Log),
+                y: Axis::new("ratio", Scale::Linear),
+                series: Vec::new(),
+            });
+        }
+        let Some(Chart { series, .. }) = charts.last_mut() else { continue };
         let ratios =
             [("formula", one.formula_over_measured), ("simulated", one.simulated_over_measured)];
         for (how, ratio) in ratios {
-            let name = format!("{}, {} jobs, {how}", group.workload().key, one.jobs);
+            let name = format!("{} jobs, {how}", one.jobs);
             let point = spread_point(group.every_s(), ratio);
             match series.iter_mut().find(|known| known.name == name) {
                 Some(known) => known.points.push(point),
@@ -108,12 +119,7 @@ fn chart(predicted: &[(&RunRounds, PredictedAnalysis)]) -> Figure {
             }
         }
     }
-    figure(Chart {
-        title: "Predicted over measured time of an analysis".into(),
-        x: Axis::new("interval, seconds", Scale::Log),
-        y: Axis::new("ratio", Scale::Linear),
-        series,
-    })
+    Figure { title: "Predicted over measured time of an analysis".into(), charts }
 }
 
 /// The analyses beside the recording.

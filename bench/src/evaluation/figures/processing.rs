@@ -111,11 +111,11 @@ fn write_steps(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Error>
     outputs.add(paper, &means, &super::chart::no_figure(), String::new())
 }
 
-/// The chart shows the first workload.
+/// The chart shows the first workload, without [`REST`]: there are no more colours.
 fn steps_over_time(groups: &[RunRounds]) -> Figure {
     let first = in_detail(groups).into_iter().next();
     let checkpoints = first.map(|group| &group.median_round().checkpoints[..]).unwrap_or_default();
-    let series = names().into_iter().enumerate().map(|(at, name)| Series {
+    let series = PROCESSING_STEPS.into_iter().enumerate().map(|(at, name)| Series {
         name: name.replace('_', " "),
         points: checkpoints.iter().map(|one| point(one.at_s, steps_ms(one)[at])).collect(),
     });

@@ -11,8 +11,10 @@ use super::chart::{
 use crate::{Error, Report};
 use keyframe_plot::Scale;
 
+type PartBytes = fn(&CheckpointFigures) -> f64;
+
 /// The parts of a checkpoint that are not content.
-const PARTS: [(&str, fn(&CheckpointFigures) -> f64); 4] = [
+const PARTS: [(&str, PartBytes); 4] = [
     ("metadata_bytes", CheckpointFigures::metadata_bytes),
     ("device_state_bytes", |one| one.device_bytes),
     ("ram_map_bytes", |one| one.ram_map_bytes),

@@ -8,9 +8,13 @@ use super::super::evaluated_run::EvaluatedRun;
 use super::super::output::{CsvTable, Outputs, PaperFigure};
 use super::super::rounds::{RunRounds, Spread, spread_columns};
 use super::super::simulations::{SimulatedRun, with_nodes};
-use super::chart::{by_workload, in_detail, point, spread_point, summary, values_of_runs};
+use super::chart::{
+    RunValue, by_workload, in_detail, point, spread_point, summary, values_of_runs,
+};
 use crate::{Error, Report};
 use keyframe_plot::{Axis, Chart, Figure, Scale, Series};
+
+type SimulatedRows = fn(&EvaluatedRun) -> &[SimulatedRun];
 
 /// The number of nodes in the paper.
 const PAPER_NODES: u64 = 4;
@@ -28,7 +32,9 @@ pub fn write(
     write_run_times(groups, outputs)?;
     write_speed_ups(groups, outputs, report)?;
     write_analyses(groups, outputs)?;
-    groups.iter().for_each(|group| add_to_report(group, report));
+    for group in groups {
+        add_to_report(group, report);
+    }
     Ok(())
 }
 
@@ -73,7 +79,7 @@ fn write_run_times(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Er
         });
         shown.join(", ")
     });
-    let lines: [(&str, fn(&EvaluatedRun) -> f64); 3] = [
+    let lines: [(&str, RunValue); 3] = [
         ("4 nodes, immediate, simulated", |run| {
             value_of(&run.simulations.immediate, PAPER_NODES, |row| row.makespan_s)
         }),
@@ -82,8 +88,8 @@ fn write_run_times(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Er
         }),
         ("2 jobs, deferred, measured", |run| run_time_s(run, 2)),
     ];
-    let chart = by_interval(groups, "Total run time, seconds", &lines);
-    let plot = Figure { title: "Total run time".into(), charts: vec![chart] };
+    let charts = by_interval(groups, "seconds", &lines);
+    let plot = Figure { title: "Total run time".into(), charts };
     let title = "total run time of recording and deferred analysis; measured with 1 and 2 jobs, \
                  *simulated* beyond";
     let paper = PaperFigure { number: "6.14", file: "6.14-run-time", title };
@@ -107,7 +113,7 @@ fn write_speed_ups(
             group.spread(|run| run.simulations.fit.slowdown).decimals(1)
         )
     });
-    let lines: [(&str, fn(&EvaluatedRun) -> f64); 3] = [
+    let lines: [(&str, RunValue); 3] = [
         ("4 nodes, immediate, simulated", |run| {
             value_of(&run.simulations.immediate, PAPER_NODES, |row| row.speed_up)
         }),
@@ -116,8 +122,8 @@ fn write_speed_ups(
         }),
         ("2 jobs, deferred, measured", |run| run.simulations.sequential_s / run_time_s(run, 2)),
     ];
-    let chart = by_interval(groups, "Speed-up over one simulation", &lines);
-    let charts = vec![chart, over_nodes(groups)];
+    let mut charts = by_interval(groups, "speed-up over one replay", &lines);
+    charts.push(over_nodes(groups));
     let plot = Figure { title: "Speed-up, with the recording in the run time".into(), charts };
     let title = "speed-up of immediate dispatch with the recording in the run time, *simulated*, \
                  against the model";
@@ -151,44 +157,35 @@ fn write_analyses(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Err
             group.spread(|run| speed_up(run, 2)).decimals(2)
         )
     });
-    let lines: [(&str, fn(&EvaluatedRun) -> f64); 3] = [
+    let lines: [(&str, RunValue); 3] = [
         ("1 job, measured", |run| speed_up(run, 1)),
         ("2 jobs, measured", |run| speed_up(run, 2)),
         ("4 nodes, simulated", |run| simulated_speed_up(run, PAPER_NODES)),
     ];
-    let chart = by_interval(groups, "Analysis over one replay", &lines);
-    let plot =
-        Figure { title: "Speed-up of the analysis over one replay".into(), charts: vec![chart] };
+    let charts = by_interval(groups, "speed-up over one replay", &lines);
+    let plot = Figure { title: "Speed-up of the analysis over one replay".into(), charts };
     let title = "speed-up of the analysis alone over one replay of the whole recording: measured with 1 \
                  and 2 jobs, *simulated* beyond";
     let paper = PaperFigure { number: "6.15", file: "6.15-analysis-speed-up", title };
     outputs.add(paper, &table, &plot, values)
 }
 
-/// Returns a chart over the interval with these lines for each workload.
-fn by_interval(
-    groups: &[RunRounds],
-    title: &str,
-    lines: &[(&str, fn(&EvaluatedRun) -> f64)],
-) -> Chart {
-    let mut series = Vec::new();
-    for (key, of_workload) in by_workload(groups) {
-        series.extend(lines.iter().map(|(name, of)| {
-            Series {
-                name: format!("{key}: {name}"),
-                points: of_workload
-                    .iter()
-                    .map(|group| spread_point(group.every_s(), group.spread(of)))
-                    .collect(),
-            }
-        }));
-    }
-    Chart {
-        title: title.into(),
+/// Returns a chart over the interval for each workload, with these lines.
+fn by_interval(groups: &[RunRounds], label: &str, lines: &[(&str, RunValue)]) -> Vec<Chart> {
+    let line = |of_workload: &[&RunRounds], name: &str, of: RunValue| Series {
+        name: name.into(),
+        points: of_workload
+            .iter()
+            .map(|group| spread_point(group.every_s(), group.spread(of)))
+            .collect(),
+    };
+    let chart = |(key, of_workload): (&str, Vec<&RunRounds>)| Chart {
+        title: key.into(),
         x: Axis::new("interval, seconds", Scale::Log),
-        y: Axis::new(title, Scale::Linear),
-        series,
-    }
+        y: Axis::new(label, Scale::Linear),
+        series: lines.iter().map(|(name, of)| line(&of_workload, name, *of)).collect(),
+    };
+    by_workload(groups).into_iter().map(chart).collect()
 }
 
 fn run_times(groups: &[RunRounds]) -> CsvTable {
@@ -209,11 +206,13 @@ fn run_times(groups: &[RunRounds]) -> CsvTable {
             let speed_up = group.spread(|run| run.simulations.sequential_s / run_time_s(run, jobs));
             add("measured: deferred", jobs, [run_time, speed_up, none(), none()]);
         }
-        let simulated: [(&str, fn(&EvaluatedRun) -> &[SimulatedRun]); 4] = [
+        let simulated: [(&str, SimulatedRows); 4] = [
             ("simulated: deferred", |run| &run.simulations.deferred_simulated),
             ("simulated: immediate", |run| &run.simulations.immediate),
             ("simulated: immediate over 1 Gbit/s", |run| &run.simulations.over_network),
-            ("simulated: immediate with whole images over 1 Gbit/s", |run| &run.simulations.en_bloc),
+            ("simulated: immediate with whole images over 1 Gbit/s", |run| {
+                &run.simulations.en_bloc
+            }),
         ];
         for (how, rows) in simulated {
             for nodes in NODES {

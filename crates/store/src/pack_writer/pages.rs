@@ -93,10 +93,10 @@ impl PackWriter {
         let encoded = Instant::now();
         self.bases.begin_batch();
         let appended = items.iter_mut().try_for_each(|item| self.append_page(item));
-        self.times.hash_ns += duration_ns(hashed - began);
-        self.times.look_up_ns += duration_ns(found - hashed);
-        self.times.compress_ns += duration_ns(encoded - found);
-        self.times.append_ns += elapsed_ns(encoded);
+        self.times.hash += duration_ns(hashed - began);
+        self.times.look_up += duration_ns(found - hashed);
+        self.times.compress += duration_ns(encoded - found);
+        self.times.append += elapsed_ns(encoded);
         if appended.is_ok() {
             items.iter().enumerate().for_each(|(at, item)| placed(at, item.placed));
         }

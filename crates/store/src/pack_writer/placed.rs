@@ -38,8 +38,8 @@ pub struct PlacedBlock {
 /// The time that the steps of putting pages took, in nanoseconds.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PutTimes {
-    pub hash_ns: u64,
-    pub look_up_ns: u64,
-    pub compress_ns: u64,
-    pub append_ns: u64,
+    pub hash: u64,
+    pub look_up: u64,
+    pub compress: u64,
+    pub append: u64,
 }
