@@ -200,7 +200,7 @@ fn write_outputs(
 ) -> Result<Report, Error> {
     let measurements = files.load(None)?;
     let why = match ended {
-        Ended::StopAfter(limit) => format!("stopped after {limit:?}"),
+        Ended::StopAfter(limit) => format!("stopped after {}", humantime::format_duration(limit)),
         Ended::Interrupted => "interrupted".into(),
         Ended::AllTried => "some could not be measured, see the warnings".into(),
     };

@@ -31,6 +31,10 @@ fn numbers(fixed: &[f64], spreads: &[Spread]) -> Vec<f64> {
     fixed.iter().copied().chain(spreads.iter().flat_map(|one| one.numbers())).collect()
 }
 
+fn count_of_jobs(jobs: u64) -> String {
+    if jobs == 1 { "1 job".into() } else { format!("{jobs} jobs") }
+}
+
 /// The analyses after the recording.
 fn write_analyses(
     groups: &[RunRounds],
@@ -74,9 +78,9 @@ fn write_analyses(
         report.ratio(format!("{key}_fitted_simulation_over_measured"), simulated.median);
         if one.is_test {
             values.push(format!(
-                "{}, {} jobs: measured {} s, formula {:.1} s (ratio {}), simulated {:.1} s (ratio {})",
+                "{}, {}: measured {} s, formula {:.1} s (ratio {}), simulated {:.1} s (ratio {})",
                 group.key(),
-                one.jobs,
+                count_of_jobs(one.jobs),
                 one.measured_s.decimals(1),
                 one.formula_s.median,
                 formula.decimals(2),
@@ -111,7 +115,7 @@ fn chart(predicted: &[(&RunRounds, PredictedAnalysis)]) -> Figure {
         let ratios =
             [("formula", one.formula_over_measured), ("simulated", one.simulated_over_measured)];
         for (how, ratio) in ratios {
-            let name = format!("{} jobs, {how}", one.jobs);
+            let name = format!("{}, {how}", count_of_jobs(one.jobs));
             let point = spread_point(group.every_s(), ratio);
             match series.iter_mut().find(|known| known.name == name) {
                 Some(known) => known.points.push(point),
@@ -181,7 +185,8 @@ fn write_constants(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Er
             let spreads = [t_i_s, slowdown, t_start_spread_s, pause_ms];
             table.row(&[key], &numbers(&fixed, &spreads));
             values.push(format!(
-                "{key}, {jobs} jobs: t_i {} s, s_sim/s_log {}, t_start {} s (R² {:.2})",
+                "{key}, {}: t_i {} s, s_sim/s_log {}, t_start {} s (R² {:.2})",
+                count_of_jobs(jobs),
                 t_i_s.decimals(3),
                 slowdown.decimals(2),
                 t_start_spread_s.decimals(2),

@@ -107,10 +107,10 @@ fn write_speed_ups(
             group.spread(|run| value_of(&run.simulations.immediate, PAPER_NODES, of))
         };
         format!(
-            "{PAPER_NODES} nodes {} simulated, {:.2} by the model (slowdown {})",
+            "{PAPER_NODES} nodes {} simulated, {:.2} by the model (one replay takes {} times the recording)",
             of(|row| row.speed_up).decimals(2),
             of(|row| row.formula_speed_up).median,
-            group.spread(|run| run.simulations.fit.slowdown).decimals(1)
+            group.spread(|run| run.simulations.sequential_s / run.recorded_s).decimals(2)
         )
     });
     let lines: [(&str, RunValue); 3] = [
