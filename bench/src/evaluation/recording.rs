@@ -164,8 +164,8 @@ impl<'a> Recording<'a> {
         read_json(&self.dir.join("recording.json"))
     }
 
-    /// Analyses it from an instruction on, with `jobs` jobs into `out`, and returns the report. With `in_sequence`, one
-    /// replay of the whole part runs too, and the report compares the results.
+    /// Analyses it from an instruction on, with `jobs` jobs into `out`, and returns the report. With
+    /// `in_sequence`, one replay of the whole part runs too, and the report compares the results.
     pub fn analyze(
         &self,
         from_instruction: u64,

@@ -88,8 +88,8 @@ pub fn with_nodes(rows: &[SimulatedRun], nodes: u64) -> Option<SimulatedRun> {
     rows.iter().find(|row| row.nodes == nodes).copied()
 }
 
-/// Analyses a recording twice, from an instruction on, and simulates more nodes. `times` are those of its checkpoints. The
-/// analyses go to directories in `dir`.
+/// Analyses a recording twice, from an instruction on, and simulates more nodes. `times` are those
+/// of its checkpoints. The analyses go to directories in `dir`.
 pub fn measure(
     recording: &Recording<'_>,
     from_instruction: u64,
