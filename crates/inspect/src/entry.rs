@@ -1,6 +1,8 @@
 //! The entry of a checkpoint that `keyframe list --json` prints, and sums over many checkpoints.
 
-use keyframe_store::{DiskCounts, DiskMeta, PausePhases, ProcessingPhases, Sealed, SectorBreakdown};
+use keyframe_store::{
+    DiskCounts, DiskMeta, PausePhases, ProcessingPhases, Sealed, SectorBreakdown,
+};
 use keyframe_units::{PAGE_BYTES, percentile};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
