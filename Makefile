@@ -16,8 +16,9 @@ help:
 	@echo "make fuzz         every parser of outside bytes, KEYFRAME_FUZZ_SECONDS (30) each"
 	@echo "make bench        every benchmark of keyframe-bench; JSON and plots in $(OUT)/bench"
 	@echo "make bench-peers  install the databases and archivers that the store's benchmark compares with"
-	@echo "make evaluation   chapter 6 of the SimuBoost checkpoint paper on this machine, an hour;"
-	@echo "                  CSV, plots and report in $(OUT)/evaluation"
+	@echo "make evaluation   chapter 6 of the SimuBoost checkpoint paper on this machine, three rounds of"
+	@echo "                  an hour; measurements, CSV, plots and report in $(OUT)/evaluation. It goes on"
+	@echo "                  where it was stopped; EVALUATION=\"--stop-after 100m\" makes a piece of it"
 	@echo "make guide        the guide (docs/guide) as a book in $(OUT)/guide; builds mdBook in target/tools"
 	@echo "make lint         formatting, clippy, and the licences, sources and bans of dependencies"
 	@echo "make deny         licences, sources, bans and advisories of dependencies, with cargo-deny;"
@@ -61,7 +62,7 @@ bench-peers: setup
 	@scripts/bench-peers
 
 evaluation: build guests
-	@scripts/evaluation
+	@scripts/evaluation $(EVALUATION)
 
 guide: setup
 	@OUT=$(OUT) scripts/guide

@@ -6,6 +6,7 @@ use crate::{
 };
 use keyframe_units::error_chain as chain;
 use std::path::PathBuf;
+use std::time::Duration;
 
 /// How a benchmark is run.
 pub struct Options {
@@ -27,6 +28,8 @@ pub struct Options {
     pub qemu: Option<PathBuf>,
     /// The directory to which `evaluation` writes; `out/evaluation` if `None`.
     pub out: Option<PathBuf>,
+    /// The time after which `evaluation` begins no further measurement; no limit if `None`.
+    pub stop_after: Option<Duration>,
     /// The store whose newest run `store` feeds; a generated stream if `None`.
     pub from: Option<keyframe_store::Store>,
     /// Called with a line about the measurement that begins.
@@ -71,10 +74,11 @@ pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
     let Some((benchmark, run)) = ALL.into_iter().find(|(known, _)| *known == name) else {
         return Err(Error::failed("find the benchmark", format!("no benchmark is named {name}")));
     };
-    let special: [(&str, bool, &[&str]); 4] = [
+    let special: [(&str, bool, &[&str]); 5] = [
         ("--qemu", options.qemu.is_some(), &["replay", "speedup", "evaluation"]),
         ("--seconds", options.seconds.is_some(), &["replication"]),
         ("--out", options.out.is_some(), &["evaluation"]),
+        ("--stop-after", options.stop_after.is_some(), &["evaluation"]),
         ("--from", options.from.is_some(), &["store"]),
     ];
     for (option, is_set, benchmarks) in special {

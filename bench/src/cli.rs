@@ -8,8 +8,10 @@ use std::fmt;
 use std::fs::OpenOptions;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 const FAILED: u8 = 1;
+const INCOMPLETE: u8 = 3;
 const NO_STORE: u8 = 10;
 const LOCKED: u8 = 11;
 
@@ -35,8 +37,10 @@ Benchmarks:
                unprotected guest: compiling, computing, a web server, a coordinator; and the time
                of a failover; on hosts of network namespaces, as root (70 minutes)
   evaluation   chapter 6 of the SimuBoost checkpoint paper: written pages of workloads,
-               deduplication, sizes, pauses, reading, run time and speed-up, by interval; CSV,
-               plots and report.md in --out (1 hour)
+               deduplication, sizes, pauses, reading, run time and speed-up, by interval, and the
+               model's predictions; CSV, plots and report.md in --out. Each measurement is a file
+               in --out/measurements. The same call again goes on with those that are missing
+               (3 rounds of 50 minutes)
   memtrace-columns  the column encoders of memtrace.parquet against the parquet library's, on the rows
                of a guest: time and size (1 minute)
   store        ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file:
@@ -55,12 +59,14 @@ Examples:
   keyframe-bench replication --quick
   keyframe-bench replication --only web,1gbit,paper,adaptive --seconds 20 --json > web.json
   keyframe-bench replication --only failover
-  keyframe-bench evaluation --only compile,2000ms --out out/evaluation
+  keyframe-bench evaluation --only compile,2000ms --rounds 1 --out look
+  keyframe-bench evaluation --stop-after 100m
+  keyframe-bench evaluation --stop-after 0s
   keyframe-bench store --quick
   keyframe-bench store --only keyframe,kyoto,borg
   keyframe-bench store --from runs
 
-Exit codes: 0 done, 1 failed, 2 usage, 10 no store, 11 store locked";
+Exit codes: 0 done, 1 failed, 2 usage, 3 evaluation stopped before all was measured, 10 no store, 11 store locked";
 
 /// Measure Keyframe against its peers on this machine
 #[derive(clap::Parser, Debug)]
@@ -111,6 +117,10 @@ pub struct Cli {
     /// The directory to which `evaluation` writes its files [default: out/evaluation]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Let `evaluation` begin no further measurement after this time (90s, 100m); 0s only writes the
+    /// report of what is there. Exit code 3: measurements are missing, the same call goes on
+    #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
+    stop_after: Option<Duration>,
     /// Measure one store of `store`, in a process of its own
     #[arg(long, hide = true, value_name = "JSON", conflicts_with = "json")]
     job: Option<String>,
@@ -132,7 +142,11 @@ impl Cli {
         if let Some(path) = &self.plot {
             report.plot.write(path).map_err(|e| Failure::new(chain(&e)))?;
         }
-        print(&self.output(&report)?)
+        print(&self.output(&report)?)?;
+        match report.incomplete {
+            None => Ok(()),
+            Some(why) => Err(Failure { code: INCOMPLETE, ..Failure::new(why) }),
+        }
     }
 
     fn options(&self) -> Result<Options, Failure> {
@@ -147,6 +161,7 @@ impl Cli {
             real_guest: self.real_guest.clone(),
             qemu: self.qemu.clone(),
             out: self.out.clone(),
+            stop_after: self.stop_after,
             from: self.from.as_ref().map(open).transpose()?,
             progress: if self.quiet { |_| () } else { |line| eprintln!("keyframe-bench: {line}") },
             warning: |line| eprintln!("keyframe-bench: {line}"),

@@ -1,5 +1,7 @@
 //! Errors of benchmarks.
 
+use std::path::PathBuf;
+
 /// Why a benchmark has no result.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -32,6 +34,26 @@ pub enum Error {
         /// The option.
         option: &'static str,
     },
+    /// A measurement of `evaluation` was made with something else than this call would use.
+    #[error("{path} was measured with another {property}: {there}, and now it is {here}", path = path.display())]
+    OtherMeasurement {
+        /// The measurement's file.
+        path: PathBuf,
+        /// What differs.
+        property: &'static str,
+        /// Its value in the file.
+        there: String,
+        /// Its value now.
+        here: String,
+    },
+    /// A file beside the measurements of `evaluation` is none.
+    #[error("{path} is no measurement: {problem}", path = path.display())]
+    BadMeasurement {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
     /// The program that drives the databases is missing.
     #[error("the databases are not built: {problem}")]
     NoPeers {
@@ -58,6 +80,13 @@ impl Error {
             ),
             Self::NoPeers { .. } => {
                 Some("run make bench-peers in the project's directory, and the benchmark there too")
+            }
+            Self::OtherMeasurement { .. } => Some(
+                "name another directory with --out, or remove the file (and all others like it) to \
+                 measure again",
+            ),
+            Self::BadMeasurement { .. } => {
+                Some("remove the file to measure again, or name another directory with --out")
             }
             _ => None,
         }

@@ -2,33 +2,53 @@
 //! (2015) on this machine.
 //!
 //! ```text
-//!   a workload, an interval:
-//!     keyframe record --checkpoint-every ─┬▶ list --json, stats --json     figures of checkpoints
+//!   a measurement: a workload, an interval, a round
+//!     keyframe record --checkpoint-every ─┬▶ list --json, stats --json, maps   figures of checkpoints
 //!                                         ├▶ images, read warm and cold
-//!                                         ├▶ analyze --jobs 1, --jobs 2    times and instructions
-//!                                         └▶ plan --analysis --simulate    more nodes
-//!   all of them ─▶ figures/ ─▶ OUT/NAME.csv, .svg, .png, OUT/report.md
+//!                                         ├▶ analyze --jobs 1, --jobs 2        times and instructions
+//!                                         └▶ plan --analysis --simulate        more nodes
+//!     keyframe record, analyze --follow beside it                              one of them in a round
+//!       ─▶ OUT/measurements/NAME.json
+//!   all files there ─▶ rounds ─▶ figures/ ─▶ OUT/NAME.csv, .svg, .png, OUT/report.md
 //! ```
 //!
 //! All values are measured in the run, except those marked *computed* (transfer times, from bytes)
 //! and *simulated* (more nodes, from the measured times of intervals). The report shows the values
 //! of the paper for comparison; they are from other hardware and are no target.
+//!
+//! Invariants: a measurement is there completely or not at all. A call measures what is missing, a
+//! round after the other, so that a call that stops early leaves complete rounds.
 
+mod checkpoint_cost;
+mod checkpoint_figures;
 mod evaluated_run;
 mod figures;
 mod image_reading;
+mod keyframe_json;
+mod machine;
+mod maps;
+mod measurement;
 mod output;
 mod paper_statement;
+mod prediction;
 mod recording;
-mod reprocessing;
+mod report_head;
+mod rounds;
+mod selection;
 mod simulations;
 mod workload;
 
+use crate::interrupt::Interrupt;
 use crate::{Error, Options, Report};
-use evaluated_run::EvaluatedRun;
+use evaluated_run::{EvaluatedRun, RunRequest};
+use keyframe_json::KeyframeJson;
+use measurement::{Measurement, MeasurementFiles, MeasurementKey, Provenance, commit_of};
 use output::Outputs;
+use report_head::ReportHead;
+use rounds::RunRounds;
+use selection::Selection;
 use std::path::{Path, PathBuf};
-use workload::Workload;
+use std::time::{Duration, Instant};
 
 /// The default output directory.
 const OUT: &str = "out/evaluation";
@@ -39,6 +59,8 @@ struct Plan {
     workloads: &'static [&'static str],
     /// The times between checkpoints, if `--only` names none.
     intervals_ms: &'static [u64],
+    /// The number of rounds, if `--rounds` does not say it.
+    rounds: u16,
     /// The duration of the work after the boot.
     work_ms: u64,
     /// The number of checkpoints whose images are read.
@@ -51,6 +73,7 @@ struct Plan {
 const FULL: Plan = Plan {
     workloads: &["compile", "bonnie", "stream"],
     intervals_ms: &[500, 1000, 2000, 4000, 8000],
+    rounds: 3,
     work_ms: 24_000,
     reads: 8,
     left_out: 0.0,
@@ -58,128 +81,162 @@ const FULL: Plan = Plan {
 const QUICK: Plan = Plan {
     workloads: &["small"],
     intervals_ms: &[500, 1000],
+    rounds: 1,
     work_ms: 1500,
     reads: 2,
     left_out: 0.85,
 };
 
-/// Measures all runs and writes the report.
-pub fn run(options: &Options) -> Result<Report, Error> {
-    if options.rounds.is_some() {
-        return Err(Error::NoOption { benchmark: "evaluation", option: "--rounds" });
+impl Plan {
+    /// Describes what each measurement does.
+    fn description(&self) -> String {
+        format!(
+            "{} s of work after the boot, {} images read, the last {:.0} % of the instructions analysed",
+            self.work_ms as f64 / 1e3,
+            self.reads,
+            (1.0 - self.left_out) * 100.0
+        )
     }
+}
+
+/// Why a call measured no further.
+#[derive(Clone, Copy)]
+enum Ended {
+    /// All was tried.
+    AllTried,
+    /// The time of `--stop-after` has passed.
+    StopAfter(Duration),
+    /// A signal asked the program to end.
+    Interrupted,
+}
+
+/// Measures what is missing and writes the report.
+pub fn run(options: &Options) -> Result<Report, Error> {
     let plan = if options.quick { &QUICK } else { &FULL };
     let selection = Selection::new(&options.only, plan)?;
+    let wanted = selection.keys(options.rounds.unwrap_or(plan.rounds));
     let out = options.out.clone().unwrap_or_else(|| OUT.into());
-    let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
     // Fails now if the directory cannot be made, not after an hour.
     Outputs::new(&out)?;
-    let mut runs = Vec::new();
-    for workload in selection.workloads {
-        for every_ms in &selection.intervals_ms {
-            match measure(options, plan, workload, *every_ms, dir.path()) {
-                Ok(run) => {
-                    runs.push(run);
-                    // A later run may fail: the files of the completed runs are written now.
-                    write_outputs(&runs, &out)?;
-                }
-                // This machine may lack the guest of the workload.
-                Err(e) => options
-                    .left_out(&format!("{}, {every_ms} ms ({})", workload.key, workload.about), &e),
+    let files = MeasurementFiles::in_output(&out)?;
+    let (missing, ended) = if options.stop_after == Some(Duration::ZERO) {
+        let known = keys(&files.load(None)?);
+        (without(&wanted, &known), Ended::StopAfter(Duration::ZERO))
+    } else {
+        measure_missing(options, plan, &selection, &wanted, &files)?
+    };
+    write_outputs(&files, &out, &wanted, &missing, ended, options)
+}
+
+/// Measures those of `wanted` that have no file. Returns those that still have none, and why it
+/// ended.
+fn measure_missing(
+    options: &Options,
+    plan: &Plan,
+    selection: &Selection,
+    wanted: &[MeasurementKey],
+    files: &MeasurementFiles,
+) -> Result<(Vec<MeasurementKey>, Ended), Error> {
+    let began = Instant::now();
+    let provenance = Provenance::now(options, plan.description())?;
+    let commit = commit_of(&options.keyframe);
+    let mut known = keys(&files.load(Some(&provenance))?);
+    let to_do = without(wanted, &known);
+    if to_do.len() < wanted.len() {
+        let there = wanted.len() - to_do.len();
+        options.say(format!("{there} of {} measurements are there already", wanted.len()));
+    }
+    let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
+    let interrupt = Interrupt::listen()?;
+    let keyframe = KeyframeJson { options, interrupt: &interrupt };
+    let mut ended = Ended::AllTried;
+    for key in &to_do {
+        if let Some(limit) = options.stop_after.filter(|limit| began.elapsed() >= *limit) {
+            ended = Ended::StopAfter(limit);
+            break;
+        }
+        match measure(keyframe, plan, selection.request(*key)?, dir.path()) {
+            Ok(run) => {
+                files.save(&Measurement::of(run, &provenance, commit.clone()))?;
+                known.push(*key);
+                options.say(format!(
+                    "measured {} of {}, {:.0} minutes",
+                    wanted.len() - without(wanted, &known).len(),
+                    wanted.len(),
+                    began.elapsed().as_secs_f64() / 60.0
+                ));
+            }
+            Err(_) if interrupt.is_set() => {
+                ended = Ended::Interrupted;
+                break;
+            }
+            // This machine may lack the guest of the workload.
+            Err(e) => {
+                let subject = format!("{}, {} ms, round {}", key.workload, key.every_ms, key.round);
+                options.left_out(&subject, &e);
             }
         }
     }
-    if runs.is_empty() {
-        return Err(Error::failed("evaluate", "no workload could be run"));
-    }
-    options.say(format!("report: {}", out.join("report.md").display()));
-    write_outputs(&runs, &out)
+    Ok((without(wanted, &known), ended))
 }
 
-fn write_outputs(runs: &[EvaluatedRun], out: &Path) -> Result<Report, Error> {
+fn keys(measurements: &[Measurement]) -> Vec<MeasurementKey> {
+    measurements.iter().map(Measurement::key).collect()
+}
+
+/// Returns those of `all` that are not among `known`.
+fn without(all: &[MeasurementKey], known: &[MeasurementKey]) -> Vec<MeasurementKey> {
+    all.iter().filter(|key| !known.contains(key)).copied().collect()
+}
+
+/// Writes the figures and the report of all measurements that are there.
+fn write_outputs(
+    files: &MeasurementFiles,
+    out: &Path,
+    wanted: &[MeasurementKey],
+    missing: &[MeasurementKey],
+    ended: Ended,
+    options: &Options,
+) -> Result<Report, Error> {
+    let measurements = files.load(None)?;
+    let why = match ended {
+        Ended::StopAfter(limit) => format!("stopped after {}", humantime::format_duration(limit)),
+        Ended::Interrupted => "interrupted".into(),
+        Ended::AllTried => "some could not be measured, see the warnings".into(),
+    };
+    let there = wanted.len() - missing.len();
+    let incomplete = (!missing.is_empty()).then(|| {
+        format!("{there} of {} measurements are there: {why}; the same call goes on", wanted.len())
+    });
+    let Some(head) = ReportHead::of(&measurements) else {
+        let problem = incomplete.unwrap_or_else(|| "no workload could be run".into());
+        return Err(Error::failed("evaluate", problem));
+    };
+    let groups = RunRounds::group(measurements);
     let mut outputs = Outputs::new(out)?;
     let mut report = Report::new("evaluation");
-    figures::write_all(runs, &mut outputs, &mut report)?;
-    outputs.write_report(runs)?;
+    figures::write_all(&groups, &mut outputs, &mut report)?;
+    outputs.write_report(&head.text(&groups, incomplete.as_deref().unwrap_or_default()))?;
+    options.say(format!("report: {}", out.join("report.md").display()));
+    report.incomplete = incomplete;
     Ok(report)
 }
 
-/// Measures one workload with one interval, in a directory of its own in `parent`.
+/// Makes one measurement, in a directory of its own in `parent`.
 fn measure(
-    options: &Options,
+    keyframe: KeyframeJson<'_>,
     plan: &Plan,
-    workload: &'static Workload,
-    every_ms: u64,
+    request: RunRequest,
     parent: &Path,
 ) -> Result<EvaluatedRun, Error> {
-    let dir: PathBuf = parent.join(format!("{}-{every_ms}", workload.key));
+    let name = format!("{}-{}", request.workload.key, request.every_ms);
+    let dir: PathBuf = parent.join(name);
     std::fs::create_dir(&dir).map_err(Error::io(format!("make {}", dir.display())))?;
-    let measured = evaluated_run::measure_run(options, plan, workload, every_ms, &dir);
+    let measured = evaluated_run::measure_run(keyframe, plan, request, &dir);
     // The next recording needs the space.
     let removed =
         std::fs::remove_dir_all(&dir).map_err(Error::io(format!("remove {}", dir.display())));
     let run = measured?;
     removed?;
     Ok(run)
-}
-
-/// The workloads and intervals to measure.
-struct Selection {
-    workloads: Vec<&'static Workload>,
-    intervals_ms: Vec<u64>,
-}
-
-impl Selection {
-    /// Selects the workloads and intervals that `only` names; those of the plan if it names none.
-    fn new(only: &[String], plan: &Plan) -> Result<Self, Error> {
-        let intervals: Vec<(String, u64)> =
-            FULL.intervals_ms.iter().map(|ms| (format!("{ms}ms"), *ms)).collect();
-        let names: Vec<&str> = workload::ALL
-            .iter()
-            .map(|workload| workload.key)
-            .chain(intervals.iter().map(|(name, _)| name.as_str()))
-            .collect();
-        if let Some(part) = only.iter().find(|part| !names.contains(&part.as_str())) {
-            let (benchmark, part) = ("evaluation", part.clone());
-            return Err(Error::NoPart { benchmark, part, parts: names.join(", ") });
-        }
-        let is_named = |name: &str| only.iter().any(|part| part == name);
-        let select = |is_selected: &dyn Fn(&str) -> bool| -> Vec<&'static Workload> {
-            workload::ALL.iter().filter(|workload| is_selected(workload.key)).collect()
-        };
-        let mut workloads = select(&is_named);
-        if workloads.is_empty() {
-            workloads = select(&|key| plan.workloads.contains(&key));
-        }
-        let mut intervals_ms: Vec<u64> =
-            intervals.iter().filter(|(name, _)| is_named(name)).map(|(_, ms)| *ms).collect();
-        if intervals_ms.is_empty() {
-            intervals_ms = plan.intervals_ms.to_vec();
-        }
-        Ok(Self { workloads, intervals_ms })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn workloads_and_intervals_are_selected_independently() {
-        let of = |only: &[&str]| {
-            let only: Vec<String> = only.iter().map(ToString::to_string).collect();
-            Selection::new(&only, &FULL).map(|selection| {
-                let keys: Vec<_> = selection.workloads.iter().map(|one| one.key).collect();
-                (keys, selection.intervals_ms)
-            })
-        };
-        assert_eq!(of(&[]).unwrap(), (FULL.workloads.to_vec(), FULL.intervals_ms.to_vec()));
-        assert_eq!(of(&["bonnie"]).unwrap(), (vec!["bonnie"], FULL.intervals_ms.to_vec()));
-        assert_eq!(of(&["small", "2000ms"]).unwrap(), (vec!["small"], vec![2000]));
-        let text = of(&["3s"]).unwrap_err().to_string();
-        assert!(
-            text.contains("no part 3s") && text.contains("bonnie") && text.contains("500ms"),
-            "{text}"
-        );
-    }
 }

@@ -22,6 +22,10 @@ pub struct Report {
     /// A table for a person; empty if the benchmark has none.
     #[serde(skip)]
     pub table: String,
+    /// Why the benchmark stopped before all was measured, and how it goes on; `None` if it is
+    /// complete.
+    #[serde(skip)]
+    pub incomplete: Option<String>,
 }
 
 impl Report {
@@ -35,6 +39,7 @@ impl Report {
             notes: BTreeMap::new(),
             plot,
             table: String::new(),
+            incomplete: None,
         }
     }
 

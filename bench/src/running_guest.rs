@@ -85,21 +85,8 @@ impl RunningGuest {
     pub fn wait_for(&mut self, text: &str, seconds: u64) -> Result<String, Error> {
         let deadline = Instant::now() + Duration::from_secs(seconds);
         while Instant::now() < deadline {
-            if let Some(line) =
-                self.with_lines(|lines| lines.iter().find(|line| line.text.contains(text)).cloned())
-            {
-                return Ok(line.text);
-            }
-            // A guest whose job has failed or ended prints no more lines.
-            let last_lines = [self.lines("KF ERROR"), self.lines("KF DONE")].concat();
-            if let Some(line) = last_lines.first() {
-                return Err(Error::failed(format!("wait for {text:?}"), &line.text));
-            }
-            if let Some(exit) = self.child.try_wait().map_err(Error::io("wait for a guest"))? {
-                return Err(Error::failed(
-                    format!("wait for {text:?}"),
-                    format!("the guest ended with {exit}"),
-                ));
+            if let Some(line) = self.poll_for(text)? {
+                return Ok(line);
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -108,6 +95,26 @@ impl RunningGuest {
             format!("wait for {text:?}"),
             format!("not within {seconds} s; last line: {last:?}"),
         ))
+    }
+
+    /// Returns the first line that contains `text`; `None` if there is none yet. Fails if the guest
+    /// has reported an error or the end of its job instead.
+    pub fn poll_for(&mut self, text: &str) -> Result<Option<String>, Error> {
+        if let Some(line) =
+            self.with_lines(|lines| lines.iter().find(|line| line.text.contains(text)).cloned())
+        {
+            return Ok(Some(line.text));
+        }
+        // A guest whose job has failed or ended prints no more lines.
+        let last_lines = [self.lines("KF ERROR"), self.lines("KF DONE")].concat();
+        if let Some(line) = last_lines.first() {
+            return Err(Error::failed(format!("wait for {text:?}"), &line.text));
+        }
+        if let Some(exit) = self.child.try_wait().map_err(Error::io("wait for a guest"))? {
+            let problem = format!("the guest ended with {exit}");
+            return Err(Error::failed(format!("wait for {text:?}"), problem));
+        }
+        Ok(None)
     }
 
     /// Returns the console lines that begin with `prefix`.

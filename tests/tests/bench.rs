@@ -352,7 +352,9 @@ fn what_a_benchmark_does_not_have_is_refused() {
     refused(&env, &["replay", "--only", "oracle"], 1, &["no part oracle", "memtrace", "redis"]);
     refused(&env, &["restore", "--qemu", "/nowhere"], 1, &["restore has no --qemu"]);
     refused(&env, &["evaluation", "--only", "3s"], 1, &["no part 3s", "bonnie", "500ms"]);
-    refused(&env, &["evaluation", "--rounds", "2"], 1, &["evaluation has no --rounds"]);
+    refused(&env, &["pause", "--stop-after", "1m"], 1, &["pause has no --stop-after"]);
+    refused(&env, &["evaluation", "--stop-after", "long"], 2, &["--stop-after"]);
+    refused(&env, &["evaluation", "--stop-after", "0s", "--out", "none"], 1, &["0 of 45"]);
     refused(&env, &["replication", "--only", "100mbit"], 1, &["no part 100mbit", "10gbit", "sp"]);
     refused(&env, &["pause", "--seconds", "5"], 1, &["pause has no --seconds"]);
     refused(&env, &["replication", "--seconds", "1"], 2, &["--seconds"]);
@@ -387,6 +389,8 @@ fn soak_the_papers_figures_and_tables_are_written_and_agree() {
         "total_bytes",
         "pause_ns",
         "encode_ns",
+        "processing_ns",
+        "immediate_pause_ns",
         "read_warm_ns",
         "read_cold_ns",
         "deferred_1_jobs_s",
@@ -404,6 +408,8 @@ fn soak_the_papers_figures_and_tables_are_written_and_agree() {
     let missing = ratios[&format!("{run}_missing_over_ram")].as_f64().unwrap();
     assert!(missing > 0.0 && missing < 1.0, "{report}");
     let out = env.path().join("evaluation");
+    let measurement = out.join("measurements/small-500ms-1.json");
+    let written = std::fs::read(&measurement).expect("the measurement");
     let index = std::fs::read_to_string(out.join("report.md")).expect("the report");
     let links: Vec<&str> =
         index.split("](").skip(1).filter_map(|rest| rest.split(')').next()).collect();
@@ -426,4 +432,15 @@ fn soak_the_papers_figures_and_tables_are_written_and_agree() {
             assert!(!bytes.is_empty(), "{link}");
         }
     }
+    // The same call again measures nothing, and a report of another program is refused.
+    let args = ["evaluation", "--quick", "--only", "500ms", "--out", "evaluation"];
+    let again = TestEnv::run_within(env.benchmark(&args), LIMIT);
+    let told = String::from_utf8_lossy(&again.stderr);
+    assert!(again.status.success() && told.contains("1 of 1 measurements are there"), "{told}");
+    assert_eq!(std::fs::read(&measurement).expect("the measurement"), written);
+    let text = String::from_utf8(written).expect("text");
+    let begin = text.find("keyframe_blake3\":\"").expect("the program's hash") + 18;
+    let other = format!("{}{}{}", &text[..begin], "0".repeat(64), &text[begin + 64..]);
+    std::fs::write(&measurement, other).expect("write it");
+    refused(&env, &args, 1, &["small-500ms-1.json", "another build of keyframe", "--out"]);
 }

@@ -8,12 +8,13 @@ use crate::Error;
 use keyframe_store::Store;
 use keyframe_units::{CheckpointId, PageIndex, PageRange};
 use rustix::fs::{Advice, fadvise};
+use serde::{Deserialize, Serialize};
 use std::fs::File;
 use std::path::Path;
 use std::time::Instant;
 
 /// The times to read one image.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 pub struct ImageReadTimes {
     /// The number of the checkpoint.
     pub checkpoint: u64,

@@ -1,7 +1,6 @@
 //! Writes the files of the evaluation: CSV and pictures for each figure, and the report that lists
 //! them.
 
-use super::evaluated_run::EvaluatedRun;
 use super::paper_statement::paper_statement;
 use crate::Error;
 use keyframe_plot::Figure;
@@ -18,6 +17,11 @@ impl CsvTable {
     /// Makes a table without rows.
     pub fn new(columns: &[&str]) -> Self {
         Self { columns: columns.iter().map(ToString::to_string).collect(), rows: Vec::new() }
+    }
+
+    /// Makes a table without rows, whose columns have computed names.
+    pub fn with_columns(columns: Vec<String>) -> Self {
+        Self { columns, rows: Vec::new() }
     }
 
     /// Adds a row: words, then numbers. A number that is not finite becomes an empty cell.
@@ -45,7 +49,8 @@ fn cell(number: f64) -> String {
 /// The figure or table of the paper that an output reproduces.
 #[derive(Clone, Copy, Debug)]
 pub struct PaperFigure {
-    /// Its number in the paper. A table's number begins with `T`, for example `T6.3`.
+    /// Its number in the paper. A table's number begins with `T`, for example `T6.3`, and a
+    /// section's with `S`. Comparisons that the paper does not have are numbered `P1`, `P2`, ...
     pub number: &'static str,
     /// The name of the output's files, without their extension.
     pub file: &'static str,
@@ -101,29 +106,13 @@ impl Outputs {
         Ok(())
     }
 
-    /// Writes `report.md`, which lists the runs and the figures.
-    pub fn write_report(&self, runs: &[EvaluatedRun]) -> Result<(), Error> {
-        let mut text = String::from(REPORT_HEAD);
-        for run in runs {
-            let _ = writeln!(
-                text,
-                "| {}: {} | {} | {:.1} s | {} | {} | {} |",
-                run.key(),
-                run.workload.about,
-                run.workload.stands_for,
-                run.recorded_s,
-                run.checkpoints.len() + usize::from(run.first.is_some()),
-                run.instructions.len(),
-                if run.simulations.is_same { "yes" } else { "**no**" }
-            );
-        }
-        text.push_str(
-            "\n| figure or table | content | files | the paper | here |\n|---|---|---|---|---|\n",
+    /// Writes `report.md`: `head`, and a line for each figure.
+    pub fn write_report(&self, head: &str) -> Result<(), Error> {
+        let mut text = format!(
+            "{head}\n| figure or table | content | files | the paper | here |\n|---|---|---|---|---|\n"
         );
         for ReportLine { figure: PaperFigure { number, title, .. }, links, values } in &self.lines {
-            let name = number
-                .strip_prefix('T')
-                .map_or_else(|| format!("figure {number}"), |n| format!("table {n}"));
+            let name = name_of(number);
             let paper = paper_statement(number);
             let _ = writeln!(text, "| {name} | {title} | {links} | {paper} | {values} |");
         }
@@ -137,22 +126,19 @@ impl Outputs {
     }
 }
 
-const REPORT_HEAD: &str = "\
-# Evaluation, after chapter 6 of the SimuBoost checkpoint paper
-
-All numbers were measured in this run, on this machine, under TCG (a recording counts instructions),
-except those marked *computed* or *simulated*. The paper's numbers are from another machine, under
-KVM: they show what was measured, and are no target. Means are over the checkpoints after the boot.
-If not all intervals were analysed, run times and speed-ups are of the recording and of the analysed
-intervals.
-
-| run | stands for | recorded | checkpoints | intervals analysed | results equal those of one replay |
-|---|---|---|---|---|---|
-";
+/// Returns the name of what has this number in the paper.
+fn name_of(number: &str) -> String {
+    let (kind, rest) = number.split_at(1);
+    match kind {
+        "T" => format!("table {rest}"),
+        "S" => format!("section {rest}"),
+        "P" => format!("prediction {rest}"),
+        _ => format!("figure {number}"),
+    }
+}
 
 const REPORT_END: &str = "
-Not reproduced: figure 6.1 and tables 6.1 and 6.2 (the paper's machines), and A.6 (the cost of
-distribution for the recording: only the simulation dispatches intervals during the recording).
+Not reproduced: figure 6.1 and tables 6.1 and 6.2 (the paper's machines).
 ";
 
 #[cfg(test)]

@@ -20,6 +20,7 @@ pub const PASS: &str = "kf-pass";
 const DISK_BYTES: u64 = 512 << 20;
 
 /// A workload of the evaluation.
+#[derive(Debug)]
 pub struct Workload {
     /// Its name in keys.
     pub key: &'static str,
@@ -34,7 +35,7 @@ pub struct Workload {
 }
 
 /// All workloads.
-pub const ALL: [Workload; 4] = [
+pub static ALL: [Workload; 4] = [
     Workload {
         key: "compile",
         about: "gcc over this project's guest programs, objects on a disk",
@@ -76,6 +77,16 @@ pub struct PreparedGuest {
 }
 
 impl Workload {
+    /// Returns the workload of this name.
+    pub fn named(key: &str) -> Option<&'static Self> {
+        ALL.iter().find(|workload| workload.key == key)
+    }
+
+    /// Returns its place among all workloads.
+    pub fn place(&self) -> Option<usize> {
+        ALL.iter().position(|workload| workload.key == self.key)
+    }
+
     /// Prepares the guest. Writes its scripts and the image of its disk into `dir`.
     pub fn prepare(&self, options: &Options, dir: &Path) -> Result<PreparedGuest, Error> {
         let repeated = format!("n=0\nwhile :; do {}; n=$((n+1)); echo {PASS}; done\n", self.pass);

@@ -1,6 +1,8 @@
 //! The entry of a checkpoint that `keyframe list --json` prints, and sums over many checkpoints.
 
-use keyframe_store::{DiskCounts, DiskMeta, PausePhases, Sealed, SectorBreakdown};
+use keyframe_store::{
+    DiskCounts, DiskMeta, PausePhases, ProcessingPhases, Sealed, SectorBreakdown,
+};
 use keyframe_units::{PAGE_BYTES, percentile};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -69,6 +71,9 @@ pub struct Entry {
     pub backlog_ns: u64,
     /// The time to hash, compress and store its pages after the pause.
     pub encode_ns: u64,
+    /// The durations of the steps after the pause.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub processing: Option<ProcessingPhases>,
     /// The bytes of all RAM blocks of the VM.
     pub ram_bytes: u64,
     /// The disks that the guest can write to, with the writes since the checkpoint before.
@@ -144,6 +149,7 @@ impl Entry {
             interval_ns: timing.interval_ns,
             backlog_ns: timing.backlog_ns,
             encode_ns: timing.encode_ns,
+            processing: timing.processing,
             ram_bytes: meta.ram.len_bytes(),
             disks: meta.disks.iter().map(DiskEntry::of).collect(),
         }

@@ -9,10 +9,10 @@ use super::session_vm::SessionVm;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
 use keyframe_qemu::AuditFinding;
 use keyframe_store::{
-    DiskState, MachineMeta, MemberMeta, PausePhases, Recorded, Run, SealRequest, Sealed, SinceBoot,
-    Timing,
+    DiskState, MachineMeta, MemberMeta, PausePhases, ProcessingPhases, Recorded, Run, SealRequest,
+    Sealed, SinceBoot, Timing,
 };
-use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, duration_ns};
+use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, duration_ns, elapsed_ns};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -217,6 +217,7 @@ impl CheckpointSink for StoreSink {
         // A checkpoint may have been taken before the one behind the rollback was sealed: it
         // follows that one.
         let parent = label.parent.filter(|(_, times)| *times > self.went_back);
+        let storing_disks = Instant::now();
         if let Some(cut) = &label.cut {
             if let Some((parent, _)) = parent {
                 // The overlay is a new one over that checkpoint.
@@ -225,6 +226,7 @@ impl CheckpointSink for StoreSink {
             let fault = self.fault.as_ref();
             cut.put(&mut self.run, &mut || Self::strike(fault))?;
         }
+        let disks = elapsed_ns(storing_disks);
         let icount = label.position.as_ref().and_then(|position| position.get().copied());
         let recorded = self
             .recording
@@ -248,6 +250,7 @@ impl CheckpointSink for StoreSink {
             strategy: t.strategy.into(),
             round_pages: t.rounds.iter().map(|r| r.pages).chain([t.pause_pages]).collect(),
             encode_ns: t.encode_ns,
+            processing: Some(ProcessingPhases { disks, ..ProcessingPhases::default() }),
         };
         let sealed = self.run.seal(SealRequest {
             taken_at: captured.taken_at.try_into()?,

@@ -151,6 +151,31 @@ pub struct Timing {
     pub round_pages: Vec<u64>,
     /// The time of hashing, deduplication, compression and appending, until the seal began.
     pub encode_ns: u64,
+    /// The durations of the steps after the pause; `None` if they were not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub processing: Option<ProcessingPhases>,
+}
+
+/// The steps of a checkpoint's processing after the pause, in nanoseconds. Pages that pre-copy
+/// copied before the pause count too. The first four steps are those of the pages of RAM, and what
+/// they lack to `encode_ns` is the rest of the encoder. The others belong to the seal. The write of
+/// the checkpoint's own file, which holds these numbers, is not among them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProcessingPhases {
+    /// The time of hashing pages.
+    pub hash: u64,
+    /// The time of looking for their content in the store, and for bases of deltas.
+    pub look_up: u64,
+    /// The time of making deltas and of compressing.
+    pub compress: u64,
+    /// The time of appending records to packs.
+    pub append: u64,
+    /// The time of reading and storing the written blocks of all disks.
+    pub disks: u64,
+    /// The time of flushing and syncing the packs.
+    pub sync: u64,
+    /// The time of making and writing the map of pages and blocks.
+    pub map: u64,
 }
 
 /// The parts of a pause, in nanoseconds. They follow each other without a gap; the device state

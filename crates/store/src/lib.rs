@@ -109,7 +109,8 @@ pub use keyframe_store_format::disk_meta::{
 };
 pub use keyframe_store_format::identity::FORMAT_VERSION;
 pub use keyframe_store_format::meta::{
-    Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, Recorded, SinceBoot, Timing,
+    Counts, MachineMeta, MemberMeta, Meta, Origin, PausePhases, ProcessingPhases, Recorded,
+    SinceBoot, Timing,
 };
 pub use keyframe_units::CheckpointId;
 pub use listing::{Listing, UnreadableCheckpoint};

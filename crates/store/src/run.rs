@@ -35,12 +35,15 @@ use keyframe_store_format::disk_meta::{
     BaseMeta, DiskCounts, DiskMeta, SectorCounts, blocks_of, space_pages,
 };
 use keyframe_store_format::meta::{
-    Counts, MachineMeta, MemberMeta, Meta, Origin, SinceBoot, Timing,
+    Counts, MachineMeta, MemberMeta, Meta, Origin, ProcessingPhases, SinceBoot, Timing,
 };
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_units::{CheckpointId, Epoch, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
+use keyframe_units::{
+    CheckpointId, Epoch, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE, elapsed_ns,
+};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// The data that a seal needs in addition to the pages.
 #[derive(Clone, Debug)]
@@ -60,7 +63,8 @@ pub struct SealRequest<'a> {
     pub machine: MachineMeta,
     /// The members of a group; empty for one VM.
     pub members: Vec<MemberMeta>,
-    /// The durations of the steps.
+    /// The durations of the steps. If `processing` is set, the seal fills in all of it except
+    /// `disks`.
     pub timing: Timing,
     /// The device state as QEMU gave it.
     pub device_state: &'a [u8],
@@ -441,15 +445,22 @@ impl Run {
     fn write_checkpoint(&mut self, request: SealRequest<'_>) -> Result<(CheckpointId, Meta)> {
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
         follow::follow_prune(&self.inner, session, &mut self.progress)?;
+        let syncing = Instant::now();
         session.packs.sync()?;
+        let sync_ns = elapsed_ns(syncing);
+        let put = session.packs.take_times();
         let id = session.next_checkpoint;
         // A failed seal may leave a file, so that its number is not tried again.
         session.next_checkpoint += 1;
 
         // The run was refused if this had no answer.
         let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
+        let mapping = Instant::now();
         let (map, map_chain) = self.progress.next_map(&self.chain, id, self.id, space_pages);
         let map_file = map.encode(self.inner.config.id);
+        let (map_name, name) = (layout::map(id), layout::checkpoint(CheckpointId(id)));
+        let map_written = self.inner.backend.put(&map_name, &map_file);
+        let map_ns = elapsed_ns(mapping);
         let device = DeviceSection::new(request.device_state);
         let counts = Counts {
             map_bytes: map_file.len() as u64,
@@ -468,18 +479,24 @@ impl Run {
             disks: self.disks.clone(),
             machine: request.machine,
             members: request.members,
-            timing: request.timing,
+            timing: Timing {
+                processing: request.timing.processing.map(|phases| ProcessingPhases {
+                    hash: put.hash,
+                    look_up: put.look_up,
+                    compress: put.compress,
+                    append: put.append,
+                    sync: sync_ns,
+                    map: map_ns,
+                    ..phases
+                }),
+                ..request.timing
+            },
             counts,
             origin: self.origin.take(),
             map_chain,
         };
-        let file = checkpoint::encode(id, self.inner.config.id, &meta, &device)?;
-        let (map_name, name) = (layout::map(id), layout::checkpoint(CheckpointId(id)));
-        let written = self
-            .inner
-            .backend
-            .put(&map_name, &map_file)
-            .and_then(|()| self.inner.backend.put(&name, &file));
+        let file = checkpoint::encode(id, self.inner.config.id, &meta, &device);
+        let written = map_written.and_then(|()| self.inner.backend.put(&name, &file?));
         if written.is_err() {
             // Removes the checkpoint first: without its map it would be damaged.
             let removed = self.inner.backend.remove(&name);

@@ -1,9 +1,13 @@
 //! The time until a node has a checkpoint: read from the store (figure 6.12), and sent over a link
 //! (figure 6.13, computed).
 
-use super::super::evaluated_run::{CheckpointFigures, EvaluatedRun, mean};
+use super::super::checkpoint_figures::CheckpointFigures;
+use super::super::evaluated_run::{EvaluatedRun, mean};
 use super::super::output::{CsvTable, Outputs, PaperFigure};
-use super::chart::{Quantity, figure, in_detail, over_interval, point, summary};
+use super::super::rounds::RunRounds;
+use super::chart::{
+    Quantity, figure, in_detail, over_interval, point, spread_row, spread_table, summary,
+};
 use crate::{Error, Report};
 use keyframe_plot::{Axis, Chart, Figure, Scale, Series};
 
@@ -12,19 +16,19 @@ const BITS_PER_S: f64 = 1e9;
 
 /// Writes them.
 pub fn write(
-    runs: &[EvaluatedRun],
+    groups: &[RunRounds],
     outputs: &mut Outputs,
     report: &mut Report,
 ) -> Result<(), Error> {
-    write_reading(runs, outputs)?;
-    write_transfer(runs, outputs)?;
-    for run in runs {
-        let key = run.key();
-        let ram_bytes = run.mean(|checkpoint| checkpoint.ram_bytes);
-        report.figure(format!("{key}_read_warm_ns"), warm_ms(run) * 1e6);
-        report.figure(format!("{key}_read_cold_ns"), cold_ms(run) * 1e6);
-        report.figure(format!("{key}_transfer_missing_bytes"), missing_bytes(run));
-        report.ratio(format!("{key}_missing_over_ram"), missing_bytes(run) / ram_bytes);
+    write_reading(groups, outputs)?;
+    write_transfer(groups, outputs)?;
+    for group in groups {
+        let key = group.key();
+        report.figure(format!("{key}_read_warm_ns"), group.spread(warm_ms).median * 1e6);
+        report.figure(format!("{key}_read_cold_ns"), group.spread(cold_ms).median * 1e6);
+        report.figure(format!("{key}_transfer_missing_bytes"), group.spread(missing_bytes).median);
+        let over_ram = group.spread(|run| missing_bytes(run) / run.mean(|one| one.ram_bytes));
+        report.ratio(format!("{key}_missing_over_ram"), over_ram.median);
     }
     Ok(())
 }
@@ -39,10 +43,7 @@ fn cold_ms(run: &EvaluatedRun) -> f64 {
 
 /// Returns the mean size of a checkpoint for a node that has the one before, in bytes.
 fn missing_bytes(run: &EvaluatedRun) -> f64 {
-    let missing = |one: &CheckpointFigures| {
-        one.stored_bytes + one.disk_stored_bytes + one.map_bytes + one.device_bytes
-    };
-    run.mean(missing)
+    run.mean(CheckpointFigures::missing_bytes)
 }
 
 /// Returns the seconds that `bytes` take on the link.
@@ -51,13 +52,15 @@ fn on_link_s(bytes: f64) -> f64 {
 }
 
 /// Figure 6.12.
-fn write_reading(runs: &[EvaluatedRun], outputs: &mut Outputs) -> Result<(), Error> {
-    let columns = ["workload", "interval_s", "checkpoint", "image_bytes", "warm_ms", "cold_ms"];
+fn write_reading(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Error> {
+    let columns =
+        ["workload", "interval_s", "round", "checkpoint", "image_bytes", "warm_ms", "cold_ms"];
     let mut table = CsvTable::new(&columns);
-    for run in runs {
+    for run in groups.iter().flat_map(RunRounds::rounds) {
         for read in &run.reads {
             let numbers = [
                 run.every_s,
+                f64::from(run.round),
                 read.checkpoint as f64,
                 read.image_bytes,
                 read.warm_s * 1e3,
@@ -66,16 +69,19 @@ fn write_reading(runs: &[EvaluatedRun], outputs: &mut Outputs) -> Result<(), Err
             table.row(&[run.workload.key], &numbers);
         }
     }
-    let values =
-        summary(runs, |run| format!("warm {:.0} ms, cold {:.0} ms", warm_ms(run), cold_ms(run)));
+    let values = summary(groups, |group| {
+        let [warm, cold] = [group.spread(warm_ms), group.spread(cold_ms)];
+        format!("warm {} ms, cold {} ms", warm.decimals(0), cold.decimals(0))
+    });
     let title = "reading a whole image from the store, warm and cold";
     let paper = PaperFigure { number: "6.12", file: "6.12-read", title };
-    outputs.add(paper, &table, &reading_chart(runs), values)
+    outputs.add(paper, &table, &reading_chart(groups), values)
 }
 
-fn reading_chart(runs: &[EvaluatedRun]) -> Figure {
+fn reading_chart(groups: &[RunRounds]) -> Figure {
     let mut series = Vec::new();
-    for run in in_detail(runs) {
+    for group in in_detail(groups) {
+        let run = group.median_round();
         let warm = run.reads.iter().map(|one| point(one.checkpoint as f64, one.warm_s * 1e3));
         let cold = run.reads.iter().map(|one| point(one.checkpoint as f64, one.cold_s * 1e3));
         let workload = run.workload.key;
@@ -91,21 +97,21 @@ fn reading_chart(runs: &[EvaluatedRun]) -> Figure {
 }
 
 /// Figure 6.13.
-fn write_transfer(runs: &[EvaluatedRun], outputs: &mut Outputs) -> Result<(), Error> {
-    let columns = ["workload", "interval_s", "whole_ram_s", "missing_bytes", "missing_s"];
-    let mut table = CsvTable::new(&columns);
-    let whole_s = |run: &EvaluatedRun| run.mean(|checkpoint| on_link_s(checkpoint.ram_bytes));
-    for run in runs {
-        let missing = missing_bytes(run);
-        let numbers = [run.every_s, whole_s(run), missing, on_link_s(missing)];
-        table.row(&[run.workload.key], &numbers);
-    }
+fn write_transfer(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Error> {
+    let whole_s = |run: &EvaluatedRun| run.mean(|one| on_link_s(one.ram_bytes));
     let missing_ms = |run: &EvaluatedRun| on_link_s(missing_bytes(run)) * 1e3;
+    let mut table = spread_table(&["whole_ram_s", "missing_bytes", "missing_ms"]);
+    for group in groups {
+        let spreads =
+            [group.spread(whole_s), group.spread(missing_bytes), group.spread(missing_ms)];
+        spread_row(&mut table, group, &spreads);
+    }
     let title = "Computed: a checkpoint for a node that has the one before, over 1 Gbit/s";
     let quantity = Quantity { column: "missing_ms", label: "ms, mean" };
-    let (_, plot) = over_interval(title, quantity, runs, missing_ms);
-    let values = summary(runs, |run| {
-        format!("whole RAM {:.2} s, missing pages {:.0} ms", whole_s(run), missing_ms(run))
+    let (_, plot) = over_interval(title, quantity, groups, missing_ms);
+    let values = summary(groups, |group| {
+        let [whole, missing] = [group.spread(whole_s), group.spread(missing_ms)];
+        format!("whole RAM {:.2} s, missing parts {} ms", whole.median, missing.decimals(0))
     });
     let title = "transfer, *computed* from bytes for 1 Gbit/s";
     let paper = PaperFigure { number: "6.13", file: "6.13-transfer", title };

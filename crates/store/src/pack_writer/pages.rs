@@ -21,7 +21,8 @@ use keyframe_store_format::codec::Codec;
 use keyframe_store_format::derived::Derivation;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_store_format::record::{RECORD_BYTES_MAX, RECORD_HEADER_BYTES, Record, RecordKind};
-use keyframe_units::{Page, ZERO_PAGE};
+use keyframe_units::{Page, ZERO_PAGE, duration_ns, elapsed_ns};
+use std::time::Instant;
 
 /// The pages of a batch if there is one thread: they stay in its cache between two steps.
 const PAGES_PER_THREAD: usize = 32;
@@ -74,20 +75,28 @@ impl PackWriter {
             })
             .collect();
         let key = self.inner.config.key.clone();
+        let began = Instant::now();
         side_by_side(&mut items, &mut self.compressors, &|items, _| hash_items(items, &key));
+        let hashed = Instant::now();
         self.bases.begin_batch();
         let (mut bytes, mut content) = (Vec::new(), ZERO_PAGE);
         for item in &mut items {
             self.find(item, &mut bytes, &mut content);
         }
+        let found = Instant::now();
         let (bases, compressors) = (&self.bases, &mut self.compressors);
         side_by_side(&mut items, compressors, &|items, compressor| {
             for item in items {
                 item.encode(bases, compressor);
             }
         });
+        let encoded = Instant::now();
         self.bases.begin_batch();
         let appended = items.iter_mut().try_for_each(|item| self.append_page(item));
+        self.times.hash += duration_ns(hashed - began);
+        self.times.look_up += duration_ns(found - hashed);
+        self.times.compress += duration_ns(encoded - found);
+        self.times.append += elapsed_ns(encoded);
         if appended.is_ok() {
             items.iter().enumerate().for_each(|(at, item)| placed(at, item.placed));
         }

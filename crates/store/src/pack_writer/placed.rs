@@ -34,3 +34,12 @@ pub struct PlacedBlock {
     /// The sectors of the block, by how each was stored.
     pub sectors: SectorCounts,
 }
+
+/// The time that the steps of putting pages took, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PutTimes {
+    pub hash: u64,
+    pub look_up: u64,
+    pub compress: u64,
+    pub append: u64,
+}

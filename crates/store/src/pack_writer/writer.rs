@@ -7,7 +7,7 @@ use crate::medium;
 use crate::open_store::OpenStore;
 use crate::pack_writer::encode::Scratch;
 use crate::pack_writer::open_pack::OpenPack;
-use crate::pack_writer::placed::Placed;
+use crate::pack_writer::placed::{Placed, PutTimes};
 use crate::sectors::SectorFinder;
 use crate::tuning::Tuning;
 use crate::{Error, IndexUse, Result};
@@ -57,6 +57,8 @@ pub struct PackWriter {
     pub(super) unsealed: BTreeSet<u32>,
     /// True if a write has failed for want of space since the last sync.
     pub(super) is_short: bool,
+    /// The time of putting pages since [`Self::take_times`].
+    pub(super) times: PutTimes,
 }
 
 impl PackWriter {
@@ -83,7 +85,13 @@ impl PackWriter {
             reserve_bytes: 0,
             unsealed: BTreeSet::new(),
             is_short: false,
+            times: PutTimes::default(),
         })
+    }
+
+    /// Returns the time of putting pages since the last call.
+    pub fn take_times(&mut self) -> PutTimes {
+        std::mem::take(&mut self.times)
     }
 
     /// Makes the writer leave space on the medium in which a prune can copy.

@@ -1,7 +1,7 @@
 //! Sharing and growth, against stores small enough to count by hand.
 
 use super::*;
-use crate::{DiskMeta, DiskState, Growth};
+use crate::{DiskMeta, DiskState, Growth, ProcessingPhases, Timing};
 
 #[test]
 fn records_shared_by_images_vms_and_disks_are_counted_once() {
@@ -73,4 +73,27 @@ fn growth_is_the_sum_of_what_checkpoints_added_hour_by_hour() {
     );
     let sum: u64 = growth.hours.iter().map(|hour| hour.added_bytes).sum();
     assert_eq!(growth.checkpoints.last().unwrap().sum_bytes, sum);
+}
+
+#[test]
+fn a_seal_fills_in_the_steps_of_the_processing_if_it_is_asked_to() {
+    let medium = FaultyBackend::default();
+    let store = init_on(&medium).unwrap();
+    let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+    let ram = layout(2);
+    let mut run = writer.begin_run("vm", &ram).unwrap();
+    let asked = ProcessingPhases { disks: 7, ..ProcessingPhases::default() };
+    for processing in [None, Some(asked)] {
+        run.put_page(PageIndex(0), &content(3)).unwrap();
+        let timing = Timing { processing, ..Timing::default() };
+        run.seal(SealRequest { timing, ..request(&ram) }).unwrap();
+    }
+    run.finish().unwrap();
+    drop(writer);
+    let sealed = store.checkpoints().unwrap().sealed;
+    let found: Vec<_> = sealed.iter().map(|one| one.meta.timing.processing).collect();
+    let [None, Some(filled)] = found.as_slice() else { panic!("{found:?}") };
+    assert_eq!(filled.disks, 7);
+    assert_ne!(*filled, asked);
+    assert_image(&store, sealed[1].id, &[3, 0]);
 }
