@@ -10,12 +10,14 @@ use crate::analysis::IntervalTiming;
 use crate::error::{AnalysisError, Result};
 use crate::event::{EventSink, ReplayEvent};
 use crate::{ReplayableRecording, previous_timings, sealed_checkpoints_in};
+use jiff::{SignedDuration, Timestamp};
 use keyframe_model::simulation::SimulatedInterval;
 use keyframe_model::{Constants, SlowdownFit, TimedSimulation, fit_slowdown};
 use keyframe_replay::RecordingMeta;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Sealed;
 use keyframe_store_keys::KeyArg;
+use keyframe_units::CheckpointId;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -30,7 +32,9 @@ pub struct MeasuredInterval {
     /// checkpoint is sealed. If that checkpoint was taken later, from a replay, it is the time at
     /// which its end was recorded, by its instructions.
     pub ready_s: f64,
-    /// Its part of the recorded time, by its instructions, in seconds.
+    /// The time for which the VM ran in it while it was recorded, in seconds: between its
+    /// checkpoints, without the pause of the first one. If its checkpoints were taken later, from a
+    /// replay, it is its part of the whole time by its instructions.
     pub length_s: f64,
     /// The time of its simulation, in seconds; `None` if it is not done yet.
     pub took_s: Option<f64>,
@@ -89,14 +93,14 @@ impl RecordingMeasurements {
             fit: None,
             pieces: Vec::new(),
         };
-        let each_s = recorded_s / meta.instructions.max(1) as f64;
+        let lengths = RecordedLengths::new(meta, &checkpoints, recorded_s);
         let (mut all, mut took_s) = (Vec::new(), BTreeMap::new());
         if let Some(dir) = analysis {
             let (head, done) = previous_timings(dir)?;
             if head.recording != meta.id {
                 return Err(AnalysisError::AnotherRecording(dir.to_owned()).into());
             }
-            let times = timed_simulations(&head.intervals, &done, each_s);
+            let times = timed_simulations(&head.intervals, &done, &lengths);
             measurements.intervals = times.len() as u64;
             let fit = fit_slowdown(&times);
             measurements.fit =
@@ -108,7 +112,7 @@ impl RecordingMeasurements {
             // A recording that has not been cut yet is one interval, or none.
             all = source.intervals().unwrap_or_default();
         }
-        measurements.pieces = pieces(meta, &checkpoints, &all, (&took_s, each_s));
+        measurements.pieces = pieces(meta, &checkpoints, &all, (&took_s, &lengths));
         Ok(measurements)
     }
 
@@ -154,15 +158,60 @@ fn pauses_s(checkpoints: &[(RecordedCheckpoint, Sealed)]) -> Vec<f64> {
     paused.map(|(_, sealed)| sealed.meta.timing.pause_ns as f64 / 1e9).collect()
 }
 
+/// The recorded times of intervals.
+struct RecordedLengths<'a> {
+    /// The checkpoints that were taken while the VM was recorded.
+    taken: BTreeMap<CheckpointId, &'a Sealed>,
+    /// The end of the recording.
+    ended_at: Timestamp,
+    /// The recorded time of an instruction in the mean, in seconds.
+    each_s: f64,
+}
+
+impl<'a> RecordedLengths<'a> {
+    /// `recorded_s` is the whole time without pauses, in seconds.
+    fn new(
+        meta: &RecordingMeta,
+        checkpoints: &'a [(RecordedCheckpoint, Sealed)],
+        recorded_s: f64,
+    ) -> Self {
+        let taken = checkpoints.iter().filter(|(_, sealed)| sealed.meta.reason != "segment");
+        let length =
+            SignedDuration::from_nanos(i64::try_from(meta.duration_ns).unwrap_or(i64::MAX));
+        Self {
+            taken: taken.map(|(place, sealed)| (place.checkpoint, sealed)).collect(),
+            ended_at: meta.began_at.saturating_add(length).unwrap_or(meta.began_at),
+            each_s: recorded_s / meta.instructions.max(1) as f64,
+        }
+    }
+
+    /// Returns the recorded time of `interval`, in seconds.
+    fn of(&self, interval: &Interval) -> f64 {
+        self.between_checkpoints(interval).unwrap_or(interval.len() as f64 * self.each_s)
+    }
+
+    fn between_checkpoints(&self, interval: &Interval) -> Option<f64> {
+        let begin = self.taken.get(&interval.begin.checkpoint)?;
+        let ended_at = match interval.end {
+            Some(end) => self.taken.get(&end)?.meta.taken_at,
+            None => self.ended_at,
+        };
+        let taken_s = ended_at.duration_since(begin.meta.taken_at).as_secs_f64();
+        let length_s = taken_s - begin.meta.timing.pause_ns as f64 / 1e9;
+        // A wall clock that was set says nothing.
+        (length_s > 0.0).then_some(length_s)
+    }
+}
+
 /// The recorded time and the time of the simulation of each interval that is done, in seconds.
 fn timed_simulations(
     intervals: &[Interval],
     done: &[IntervalTiming],
-    each_s: f64,
+    lengths: &RecordedLengths<'_>,
 ) -> Vec<TimedSimulation> {
-    let length = |index: u32| intervals.iter().find(|i| i.index == index).map(Interval::len);
     let timed = |one: &IntervalTiming| {
-        let recorded_s = length(one.index)? as f64 * each_s;
+        let interval = intervals.iter().find(|interval| interval.index == one.index)?;
+        let recorded_s = lengths.of(interval);
         Some(TimedSimulation { recorded_s, simulated_s: one.wall_ns as f64 / 1e9 })
     };
     done.iter().filter_map(timed).collect()
@@ -172,7 +221,7 @@ fn pieces(
     meta: &RecordingMeta,
     checkpoints: &[(RecordedCheckpoint, Sealed)],
     all: &[Interval],
-    (took_s, each_s): (&BTreeMap<u32, f64>, f64),
+    (took_s, lengths): (&BTreeMap<u32, f64>, &RecordedLengths<'_>),
 ) -> Vec<MeasuredInterval> {
     let duration_s = meta.duration_ns as f64 / 1e9;
     let ready_s = |interval: &Interval| {
@@ -195,7 +244,7 @@ fn pieces(
             before = stored_bytes;
             MeasuredInterval {
                 ready_s: ready_s(interval),
-                length_s: interval.len() as f64 * each_s,
+                length_s: lengths.of(interval),
                 took_s: took_s.get(&interval.index).copied(),
                 ram_bytes,
                 stored_bytes,
