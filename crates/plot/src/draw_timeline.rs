@@ -7,8 +7,8 @@ use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 
-/// Colours of neighbouring areas: Paul Tol's muted set.
-const AREAS: [RGBColor; 9] = [
+/// Colours of neighbouring areas: Paul Tol's muted set, and three that differ from it.
+const AREAS: [RGBColor; 12] = [
     RGBColor(51, 34, 136),
     RGBColor(136, 204, 238),
     RGBColor(17, 119, 51),
@@ -18,6 +18,9 @@ const AREAS: [RGBColor; 9] = [
     RGBColor(170, 68, 153),
     RGBColor(153, 153, 51),
     RGBColor(136, 34, 85),
+    RGBColor(238, 119, 51),
+    RGBColor(0, 119, 187),
+    RGBColor(102, 60, 20),
 ];
 /// Colours of remainders.
 const RESTS: [RGBColor; 2] = [RGBColor(190, 190, 190), RGBColor(225, 225, 225)];
@@ -26,7 +29,7 @@ const LEGEND_WIDTH_PX: u32 = 262;
 const CAPTION_PX: i32 = 44;
 const LEGEND_LINE_PX: i32 = 22;
 /// The longest name that fits the legend.
-const NAME_CHARS_MAX: usize = 25;
+const NAME_CHARS_MAX: usize = 29;
 
 /// Draws `timeline`. The error is the text of the backend's error.
 pub(crate) fn timeline<B: DrawingBackend>(timeline: &Timeline, backend: B) -> Result<(), String> {

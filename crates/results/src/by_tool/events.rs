@@ -9,9 +9,12 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// The number of names that a picture tells apart.
-const NAMES_DRAWN: usize = 9;
+const NAMES_DRAWN: usize = 12;
 /// The most different names that are counted.
 const NAMES_MAX: usize = 1 << 20;
+
+/// The caller of a system call if the analysis did not find it.
+const UNKNOWN_CALLER: &str = "(unknown caller)";
 
 /// The results of a tool that lists events.
 pub struct Events {
@@ -65,7 +68,7 @@ fn call_name([name, number, _]: [&str; 3]) -> Result<String, String> {
 
 fn caller_name([name, process, thread]: [&str; 3]) -> Result<String, String> {
     if process.is_empty() {
-        return Ok("(unknown caller)".to_owned());
+        return Ok(UNKNOWN_CALLER.to_owned());
     }
     let (process, thread) = (number(process)?, number(thread)?);
     Ok(format!("{name} (thread {thread} of {process})"))
@@ -78,19 +81,21 @@ fn instruction_name([symbol, pc, _]: [&str; 3]) -> Result<String, String> {
 
 impl Events {
     pub fn tables(&self, results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
-        self.counted
-            .iter()
-            .map(|(title, column, parts)| {
-                let counts = self.counts(results, *parts)?;
-                let all = counts.iter().fold(0_u64, |sum, (_, count)| sum.saturating_add(*count));
-                let mut table = ResultTable::new(*title, &[self.what, "percent", column]);
-                for (name, count) in counts {
-                    let share = Cell::share(count, Some(all));
-                    table.push(top, vec![Cell::Count(count), share, Cell::Text(name)]);
-                }
-                Ok(table)
-            })
-            .collect()
+        let mut tables = Vec::new();
+        for (title, column, parts) in self.counted {
+            let counts = self.counts(results, *parts)?;
+            if counts.iter().all(|(name, _)| name == UNKNOWN_CALLER) && !counts.is_empty() {
+                continue;
+            }
+            let all = counts.iter().fold(0_u64, |sum, (_, count)| sum.saturating_add(*count));
+            let mut table = ResultTable::new(*title, &[self.what, "percent", column]);
+            for (name, count) in counts {
+                let share = Cell::share(count, Some(all));
+                table.push(top, vec![Cell::Count(count), share, Cell::Text(name)]);
+            }
+            tables.push(table);
+        }
+        Ok(tables)
     }
 
     /// The number of events of each name, the most frequent first.

@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// The number of functions that a picture tells apart.
-const FUNCTIONS_DRAWN: usize = 9;
+const FUNCTIONS_DRAWN: usize = 12;
 /// The most functions that a file lists by interval.
 const FUNCTIONS_MAX: usize = 4096;
 const BY_INTERVAL: &str = "hot-functions-by-interval.csv";
