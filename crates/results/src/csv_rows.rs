@@ -84,9 +84,10 @@ impl<'a> CsvRows<'a> {
         let mut record = StringRecord::new();
         while self.next_record(&mut record)? {
             let cells = places.map(|place| record.get(place));
-            let taken = match cells.iter().all(Option::is_some) {
-                true => take(cells.map(Option::unwrap_or_default)),
-                false => Err("a cell is missing".to_owned()),
+            let taken = if cells.iter().all(Option::is_some) {
+                take(cells.map(Option::unwrap_or_default))
+            } else {
+                Err("a cell is missing".to_owned())
             };
             taken.map_err(|problem| self.damaged(&problem))?;
         }

@@ -62,8 +62,9 @@ pub const WATCH: Events = Events {
     picture: "Writes by interval",
 };
 
-fn call_name([name, number, _]: [&str; 3]) -> Result<String, String> {
-    Ok(if name.is_empty() { format!("call {number}") } else { name.to_owned() })
+fn call_name([name, call, _]: [&str; 3]) -> Result<String, String> {
+    let call = number(call)?;
+    Ok(if name.is_empty() { format!("call {call}") } else { name.to_owned() })
 }
 
 fn caller_name([name, process, thread]: [&str; 3]) -> Result<String, String> {
