@@ -51,8 +51,7 @@ fn assert_same_files(one: &Path, other: &Path) {
 #[test]
 fn a_recording_is_analysed_while_it_is_made_and_processes_die() {
     let mut env = TestEnv::without_store();
-    let cluster =
-        SlurmCluster::start(&env.path().join("cluster"), 3, Rate::GIGABIT).expect("a cluster");
+    let cluster = SlurmCluster::start(&env.path().join("cluster"), 3, Rate::GIGABIT).expect("a cluster");
     let mut vm = record(&env);
     let sealed = env.path().join("R/store/checkpoints");
     let begun = vm.wait_until(|_| (count(&sealed) >= 3).then_some(()));

@@ -260,8 +260,7 @@ fn soak_protect_a_redis_vm() {
 fn soak_analyse_a_boot_on_slurm() {
     let env = TestEnv::without_store();
     let page = Page::new("analyse-on-slurm", &env);
-    let cluster =
-        SlurmCluster::start(&env.path().join("cluster"), 2, Rate::GIGABIT).expect("a cluster");
+    let cluster = SlurmCluster::start(&env.path().join("cluster"), 2, Rate::GIGABIT).expect("a cluster");
     page.run_within(cluster.on_server(&page.bash()), Duration::from_mins(10));
 }
 
