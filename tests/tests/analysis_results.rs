@@ -4,6 +4,7 @@
 use keyframe_tests::recording::{end_after, record, recordable_guest};
 use keyframe_tests::{TestEnv, chosen_qemus, number, small_guest};
 use std::collections::BTreeSet;
+use std::fmt::Write as _;
 
 /// Part of the names that are compared: functions that run whenever a process begins.
 const COMPARED: &str = "_fork";
@@ -68,10 +69,13 @@ fn initrd_with(env: &TestEnv, init: &str) -> String {
     pad(&mut initrd);
     for (name, content) in [("init", init), ("TRAILER!!!", "")] {
         let name_bytes = name.len() + 1;
-        // inode, mode, user, group, links, time, size, four device numbers, length of name, checksum
+        // inode, mode, user, group, links, time, size, four device numbers, name's length, checksum
         let fields = [1, 0o100_755, 0, 0, 1, 0, content.len(), 0, 0, 0, 0, name_bytes, 0];
-        let fields: String = fields.iter().map(|field| format!("{field:08x}")).collect();
-        initrd.extend(format!("070701{fields}{name}\0").into_bytes());
+        let mut header = "070701".to_owned();
+        for field in fields {
+            write!(header, "{field:08x}").expect("write to a string");
+        }
+        initrd.extend(format!("{header}{name}\0").into_bytes());
         pad(&mut initrd);
         initrd.extend(content.as_bytes());
         pad(&mut initrd);

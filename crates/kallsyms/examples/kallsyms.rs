@@ -1,4 +1,5 @@
-//! Prints the symbols of the Linux kernel in a raw image of a VM's memory, as `/proc/kallsyms` does:
+//! Prints the symbols of the Linux kernel in a raw image of a VM's memory, as `/proc/kallsyms`
+//! does:
 //! `cargo run -p keyframe-kallsyms --example kallsyms -- vm.raw`.
 
 use std::fs::File;
