@@ -52,6 +52,9 @@ fn main() {
         corpora.add("screen_registers", name, &registers(1, [320, 200, bits]));
     }
     corpora.add("analysis_symbols", "map", b"ffffffff81000000 T _text\nffffffff81000040 t other\n");
+    for (number, memory) in keyframe_kallsyms::fuzzing::seeds().enumerate() {
+        corpora.add("kallsyms_memory", &format!("tables-{number}"), &memory);
+    }
     qemu(&corpora);
     disk(&corpora);
     net(&corpora);

@@ -1,5 +1,6 @@
 //! One file per command. Each has its arguments, its help, and a `run` that returns the exit code.
 
+pub mod analysis;
 pub mod analyze;
 pub mod attach;
 pub mod branch;

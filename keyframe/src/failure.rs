@@ -164,6 +164,12 @@ impl From<keyframe_replay_driver::Error> for Failure {
     }
 }
 
+impl From<keyframe_results::Error> for Failure {
+    fn from(error: keyframe_results::Error) -> Self {
+        Self { fix: error.fix(), ..Self::new(chain(&error)) }
+    }
+}
+
 impl From<keyframe_profiler::Error> for Failure {
     fn from(error: keyframe_profiler::Error) -> Self {
         Self { fix: error.fix(), ..Self::new(chain(&error)) }

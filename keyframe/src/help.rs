@@ -25,7 +25,7 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ("Keep a store", &["stats", "check", "tag", "pin", "forget", "prune", "copy", "unlock"]),
     (
         "Record, replay, analyse",
-        &["record", "segment", "verify", "log", "goto", "find", "analyze", "plan"],
+        &["record", "segment", "verify", "log", "goto", "find", "analyze", "analysis", "plan"],
     ),
     ("Survive a host", &["protect", "standby", "witness", "failover"]),
     ("Show", &["serve", "report"]),

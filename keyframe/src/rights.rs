@@ -93,6 +93,7 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::Switch(_)
         | Command::Failover(_)
         | Command::Witness(_)
+        | Command::Analysis(_)
         | Command::Plan(_)
         | Command::Help(_)
         | Command::Completions(_)

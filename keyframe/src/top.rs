@@ -1,5 +1,3 @@
-//! The live view of running VMs: what engines answer, kept over time (`history`), and drawn
-//! (`view`).
+//! The live view of running VMs: how their engines' answers are drawn.
 
-pub mod history;
 pub mod view;

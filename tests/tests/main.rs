@@ -4,6 +4,7 @@
 //! A new file is one line below. `cargo test -p keyframe-tests --test end_to_end FILE::` runs the
 //! tests of one.
 
+mod analysis_results;
 mod attach;
 mod attach_disks;
 mod bench;

@@ -80,7 +80,8 @@ fn main() {
             .map(|interval| keyframe_analysis::Part { interval, dir: context(2).dir });
         let out = recording.file("out");
         std::fs::create_dir_all(&out).unwrap();
-        let merge = MergeContext { parts: parts.collect(), out };
+        let merge =
+            MergeContext { parts: parts.collect(), out, guest_symbols: std::sync::Arc::default() };
         let summary = by_name("memtrace", &[]).unwrap().merge(&merge).unwrap();
         println!("{}", summary.lines.join("; "));
         let [plain, callback, memtrace, text] =

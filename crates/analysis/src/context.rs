@@ -9,12 +9,14 @@
 
 use crate::error::{Error, Result};
 use crate::plugin::PluginInterface;
+use crate::symbols::SymbolTable;
 use keyframe_plugins::FILE_ARGUMENTS;
 use keyframe_units::GuestPhys;
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The number of instructions that the VM has executed since the recording began, as QEMU counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -211,6 +213,10 @@ pub struct MergeContext {
     pub parts: Vec<Part>,
     /// The directory for result files, which exists.
     pub out: PathBuf,
+    /// The symbols in the guest's RAM; empty unless [`Tool::needs_guest_symbols`].
+    ///
+    /// [`Tool::needs_guest_symbols`]: crate::Tool::needs_guest_symbols
+    pub guest_symbols: Arc<SymbolTable>,
 }
 
 /// The summary of a result for the terminal.

@@ -20,6 +20,7 @@
 //! Not here: QEMU processes, recordings, and the choice of intervals. They are the caller's.
 
 mod btf;
+mod code_symbols;
 mod column_chunk;
 mod context;
 mod error;
@@ -42,5 +43,6 @@ pub use context::{
     ToolSummary,
 };
 pub use error::{Error, Result};
+pub use symbols::SymbolTable;
 pub use third_party::ThirdPartyTool;
 pub use tools::{Tool, ToolDescription, ToolRun};

@@ -312,6 +312,34 @@ pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[ColumnSpec]) -> Re
     out.finish()
 }
 
+/// The contents of a Parquet file by its footer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParquetSummary {
+    /// The number of rows.
+    pub rows: u64,
+    /// The number of row groups.
+    pub row_groups: u64,
+    /// Each column's name, and its size in the file in bytes.
+    pub columns: Vec<(String, u64)>,
+}
+
+/// Reads the footer of the Parquet file at `path`. Errors: [`Error::File`], [`Error::Parquet`].
+pub fn summary(path: &Path) -> Result<ParquetSummary> {
+    let input = File::open(path).map_err(file("opening", path))?;
+    let metadata = ParquetMetaDataReader::new().parse_and_finish(&input);
+    let metadata = metadata.map_err(failed("reading the footer of", path))?;
+    let names = metadata.file_metadata().schema_descr().columns();
+    let mut columns: Vec<(String, u64)> =
+        names.iter().map(|column| (column.path().string(), 0)).collect();
+    for group in metadata.row_groups() {
+        for ((_, sum), column) in columns.iter_mut().zip(group.columns()) {
+            *sum = sum.saturating_add(u64::try_from(column.compressed_size()).unwrap_or(0));
+        }
+    }
+    let rows = u64::try_from(metadata.file_metadata().num_rows()).unwrap_or(0);
+    Ok(ParquetSummary { rows, row_groups: metadata.num_row_groups() as u64, columns })
+}
+
 fn splice(
     writer: &mut SerializedFileWriter<BufWriter<File>>,
     input: &File,

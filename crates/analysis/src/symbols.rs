@@ -18,6 +18,9 @@ use std::path::Path;
 /// The largest symbol file that is read into memory, in bytes.
 const FILE_BYTES_MAX: u64 = 2 << 30;
 
+/// Where a bzImage has the letters `HdrS` (Documentation/arch/x86/boot.rst of Linux).
+const BZIMAGE_MAGIC_AT: usize = 0x202;
+
 /// A function, as read.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct SymbolEntry {
@@ -59,12 +62,22 @@ impl SymbolTable {
     /// Parses `bytes`, the contents of a symbol file, as [`SymbolTable::read`] does. `path` names
     /// the file in errors. Error: [`Error::Damaged`].
     pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
-        let found = if is_elf(bytes) { elf(bytes) } else { Ok(text(bytes)) };
-        match found {
-            Ok(found) if found.is_empty() => Err(damaged(path, "it names no function")),
-            Ok(found) => Ok(Self::from_entries(found, slide)),
-            Err(problem) => Err(damaged(path, &problem)),
-        }
+        let found = if is_elf(bytes) { elf(bytes) } else { text(bytes) };
+        let found = found.map_err(|problem| damaged(path, &problem))?;
+        Ok(Self::from_entries(found, slide))
+    }
+
+    /// Makes the table of the code among `symbols`, each with an address, a kind as in
+    /// `/proc/kallsyms`, and a name. The numbers of the symbols are their lines there.
+    pub fn from_kernel(symbols: impl IntoIterator<Item = (u64, char, String)>) -> Self {
+        let code = symbols.into_iter().zip(1..).filter(|((_, kind, _), _)| is_code(*kind));
+        let entries = code.map(|((address, _, name), number)| SymbolEntry {
+            address,
+            name,
+            len_bytes: 0,
+            number,
+        });
+        Self::from_entries(entries.collect(), 0)
     }
 
     fn from_entries(mut all: Vec<SymbolEntry>, slide: u64) -> Self {
@@ -134,7 +147,10 @@ fn damaged(path: &Path, problem: &str) -> Error {
     Error::Damaged {
         path: path.to_owned(),
         place: "symbol file".into(),
-        problem: format!("{problem}; name a vmlinux, a System.map or a copy of /proc/kallsyms"),
+        problem: format!(
+            "{problem}; name a vmlinux, a System.map or a copy of /proc/kallsyms, or guest for the \
+             symbols in the guest's RAM"
+        ),
     }
 }
 
@@ -148,24 +164,58 @@ fn elf(bytes: &[u8]) -> Result<Vec<SymbolEntry>, String> {
         let number = symbol.index().0 as u64;
         Some(SymbolEntry { address: symbol.address(), name, len_bytes: symbol.size(), number })
     });
-    Ok(named.collect())
+    let named: Vec<_> = named.collect();
+    if named.is_empty() {
+        return Err("the ELF file is stripped: it names no function".into());
+    }
+    Ok(named)
 }
 
-fn text(bytes: &[u8]) -> Vec<SymbolEntry> {
-    let lines = bytes.split(|byte| *byte == b'\n').zip(1..);
-    let symbols = lines.filter_map(|(line, number)| {
-        let mut words = std::str::from_utf8(line).ok()?.split_whitespace();
-        let address = u64::from_str_radix(words.next()?, 16).ok()?;
-        let kind = words.next()?;
-        let name = words.next()?.to_owned();
-        matches!(kind, "t" | "T" | "w" | "W").then_some(SymbolEntry {
-            address,
-            name,
-            len_bytes: 0,
-            number,
-        })
-    });
-    symbols.collect()
+/// Whether symbols of this kind are functions: local, global or weak ones.
+fn is_code(kind: char) -> bool {
+    matches!(kind, 't' | 'T' | 'w' | 'W')
+}
+
+/// Parses lines `ADDRESS KIND NAME`. An undefined symbol has no address.
+fn text(bytes: &[u8]) -> Result<Vec<SymbolEntry>, String> {
+    if bytes.get(BZIMAGE_MAGIC_AT..).is_some_and(|rest| rest.starts_with(b"HdrS")) {
+        return Err("a compressed kernel (bzImage) has no symbols that can be read".into());
+    }
+    let (mut found, mut others, mut lines) = (Vec::new(), 0_u64, 0_u64);
+    for (line, number) in bytes.split(|byte| *byte == b'\n').zip(1..) {
+        if line.iter().all(u8::is_ascii_whitespace) {
+            continue;
+        }
+        lines += 1;
+        let Some((address, kind, name)) = text_symbol(line) else {
+            others += 1;
+            continue;
+        };
+        if is_code(kind) {
+            found.push(SymbolEntry { address, name: name.to_owned(), len_bytes: 0, number });
+        }
+    }
+    match () {
+        () if lines == 0 => Err("it is empty".into()),
+        () if others > lines / 2 => {
+            Err("most of its lines are not ADDRESS TYPE NAME, so it is no symbol file".into())
+        }
+        () if found.is_empty() => Err("it names no function".into()),
+        () if found.iter().all(|one| one.address == 0) => {
+            Err("all of its addresses are 0: /proc/kallsyms shows addresses only to root".into())
+        }
+        () => Ok(found),
+    }
+}
+
+/// The address, kind and name of a line.
+fn text_symbol(line: &[u8]) -> Option<(u64, char, &str)> {
+    let mut words = std::str::from_utf8(line).ok()?.split_whitespace();
+    let address = u64::from_str_radix(words.next()?, 16).ok()?;
+    let mut kind = words.next()?.chars();
+    let is_one = |kind: &char| kind.is_ascii_alphabetic() || matches!(kind, '?' | '-');
+    let kind = kind.next().filter(|one| is_one(one) && kind.as_str().is_empty())?;
+    Some((address, kind, words.next()?))
 }
 
 #[cfg(test)]
@@ -207,14 +257,39 @@ mod tests {
     }
 
     #[test]
-    fn other_files_are_refused() {
+    fn the_symbols_of_a_kernel_are_its_code() {
+        let all = [
+            (0x10, 'A', "cpu_local"),
+            (0x1000, 'T', "first"),
+            (0x1100, 'd', "data"),
+            (0x1180, 't', "second"),
+        ];
+        let symbols =
+            SymbolTable::from_kernel(all.map(|(at, kind, name)| (at, kind, name.to_owned())));
+        assert_eq!(symbols.label(0x1104), "first+0x104");
+        assert_eq!(symbols.find(0x1180).map(|one| one.number), Some(4), "its line in kallsyms");
+        assert_eq!(symbols.label(0x10), "");
+    }
+
+    #[test]
+    fn other_files_are_refused_with_the_reason() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("odd");
-        for bytes in
-            [&b""[..], b"hello world\n", b"\x7fELF", b"\x7fELF\x02\x01\x01\0garbage", &[0xff; 4096]]
-        {
+        let mut bzimage = vec![0; 4096];
+        bzimage[BZIMAGE_MAGIC_AT..][..4].copy_from_slice(b"HdrS");
+        for (bytes, reason) in [
+            (&b""[..], "empty"),
+            (b"hello world\nadd t one\nno symbols\n", "no symbol file"),
+            (b"ffffffff81000080 D data\n", "names no function"),
+            (b"0000000000000000 T _text\n0000000000000000 t one\n", "only to root"),
+            (b"\x7fELF", "symbol file"),
+            (b"\x7fELF\x02\x01\x01\0garbage", "symbol file"),
+            (&[0xff; 4096], "no symbol file"),
+            (&bzimage, "bzImage"),
+        ] {
             std::fs::write(&path, bytes).unwrap();
-            assert!(SymbolTable::read(&path, 0).is_err(), "{bytes:?}");
+            let refused = SymbolTable::read(&path, 0).unwrap_err().to_string();
+            assert!(refused.contains(reason) && refused.contains("or guest"), "{refused}");
         }
     }
 }

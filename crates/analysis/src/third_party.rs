@@ -353,7 +353,11 @@ mod tests {
             std::fs::write(part.file("t", "part"), text).unwrap();
             part
         });
-        tool.merge(&MergeContext { parts: parts.collect(), out: dir.path().to_owned() })?;
+        tool.merge(&MergeContext {
+            parts: parts.collect(),
+            out: dir.path().to_owned(),
+            guest_symbols: std::sync::Arc::default(),
+        })?;
         Ok(std::fs::read_to_string(dir.path().join("t.csv")).unwrap())
     }
 

@@ -23,9 +23,9 @@ mod wait;
 mod watch;
 mod working_set;
 
+use crate::code_symbols::{CodeSymbols, GUEST};
 use crate::context::{IcountInterval, MergeContext, Part, RunContext, ToolSummary};
 use crate::error::{Error, Result};
-use crate::symbols::SymbolTable;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::Path;
@@ -65,6 +65,12 @@ pub trait Tool: Send + Sync {
     /// Returns whether the tool reads the guest's RAM, which must then be complete before the VM
     /// runs.
     fn reads_ram(&self) -> bool {
+        false
+    }
+
+    /// Returns whether the merge needs the symbols of the guest's kernel
+    /// ([`MergeContext::guest_symbols`]), which the caller finds in a checkpoint's RAM.
+    fn needs_guest_symbols(&self) -> bool {
         false
     }
 
@@ -157,17 +163,18 @@ impl ToolArguments {
         }
     }
 
-    /// The symbols of the file that the argument `symbols` names; empty if there is none.
-    fn symbols(&self) -> Result<SymbolTable> {
-        let slide = self.slide()?;
-        self.text("symbols").map_or_else(
-            || Ok(SymbolTable::default()),
-            |path| SymbolTable::read(Path::new(path), slide),
-        )
+    /// The symbols that the argument `symbols` names; empty if there is none.
+    fn symbols(&self) -> Result<CodeSymbols> {
+        CodeSymbols::of_argument(self.text("symbols"), self.slide()?)
     }
 
+    /// What is added to each address of a symbol file.
     fn slide(&self) -> Result<u64> {
-        Ok(self.number("slide", 0, u64::MAX)?.unwrap_or(0))
+        let slide = self.number("slide", 0, u64::MAX)?;
+        if slide.is_some() && self.text("symbols") == Some(GUEST) {
+            return Err(self.wrong("slide", "the guest's own symbols need none".into()));
+        }
+        Ok(slide.unwrap_or(0))
     }
 
     fn missing(&self, name: &str, meaning: &str) -> Error {
@@ -212,7 +219,11 @@ const TOOLS: &[(ToolDescription, MakeTool)] = &[
 
 /// The arguments of tools that name code.
 const SYMBOLS: [(&str, &str); 2] = [
-    ("symbols", "file with symbols: vmlinux, System.map or a copy of /proc/kallsyms"),
+    (
+        "symbols",
+        "file with symbols: vmlinux, System.map or a copy of /proc/kallsyms; or guest: those that \
+         the guest's Linux kernel has in its RAM, even if it is stripped",
+    ),
     (
         "slide",
         "added to each address of the symbols, for a kernel with a randomized base (default 0)",

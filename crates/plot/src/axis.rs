@@ -98,6 +98,13 @@ impl Ruler {
         Self { from, to, scale: axis.scale, write: axis.write }
     }
 
+    /// Makes a linear ruler from `from` to `to`, if these are numbers in this order.
+    pub fn between(axis: &Axis, from: f64, to: f64) -> Self {
+        let is_range = from.is_finite() && to.is_finite() && from < to;
+        let (from, to) = if is_range { (from, to) } else { (0.0, 1.0) };
+        Self { from, to, scale: Scale::Linear, write: axis.write }
+    }
+
     /// Returns `value`, limited to the range of the ruler.
     pub fn clamp(&self, value: f64) -> f64 {
         value.clamp(self.from, self.to)

@@ -8,7 +8,7 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 
 /// Colours that colour-blind people can tell apart: Okabe and Ito's set without yellow, which is
 /// faint on white.
-const COLOURS: [RGBColor; 7] = [
+pub(crate) const COLOURS: [RGBColor; 7] = [
     RGBColor(0, 114, 178),
     RGBColor(213, 94, 0),
     RGBColor(0, 158, 115),
@@ -17,20 +17,15 @@ const COLOURS: [RGBColor; 7] = [
     RGBColor(230, 159, 0),
     RGBColor(60, 60, 60),
 ];
-const GRID: RGBColor = RGBColor(225, 225, 225);
-const TEXT_PX: u32 = 16;
-const FONT: &str = "sans-serif";
+pub(crate) const GRID: RGBColor = RGBColor(225, 225, 225);
+pub(crate) const TEXT_PX: u32 = 16;
+pub(crate) const FONT: &str = "sans-serif";
 
 /// Draws `figure`. The error is the text of the backend's error.
 pub(crate) fn figure<B: DrawingBackend>(figure: &Figure, backend: B) -> Result<(), String> {
     let root = backend.into_drawing_area();
     let failed = |e: DrawingAreaErrorKind<B::ErrorType>| e.to_string();
-    root.fill(&WHITE).map_err(failed)?;
-    let (width_px, _) = root.dim_in_pixel();
-    let style =
-        (FONT, TEXT_PX + 2).into_font().color(&BLACK).pos(Pos::new(HPos::Center, VPos::Top));
-    root.draw_text(&figure.title, &style, ((width_px / 2) as i32, 12)).map_err(failed)?;
-    let (_, below) = root.split_vertically(TITLE_HEIGHT_PX);
+    let below = draw_title(&root, &figure.title).map_err(failed)?;
     let areas = below.split_evenly((figure.charts.len(), 1));
     for (chart, area) in figure.charts.iter().zip(&areas) {
         draw_chart(chart, area).map_err(failed)?;
@@ -38,8 +33,23 @@ pub(crate) fn figure<B: DrawingBackend>(figure: &Figure, backend: B) -> Result<(
     root.present().map_err(failed)
 }
 
-type Drawn<B> = Result<(), DrawingAreaErrorKind<<B as DrawingBackend>::ErrorType>>;
+/// The result of drawing with a backend.
+pub(crate) type Drawn<B, T = ()> =
+    Result<T, DrawingAreaErrorKind<<B as DrawingBackend>::ErrorType>>;
 type Context<'a, B> = ChartContext<'a, B, Cartesian2d<Ruler, Ruler>>;
+
+/// Clears the picture, draws its title, and returns the area below.
+pub(crate) fn draw_title<B: DrawingBackend>(
+    root: &DrawingArea<B, Shift>,
+    title: &str,
+) -> Drawn<B, DrawingArea<B, Shift>> {
+    root.fill(&WHITE)?;
+    let (width_px, _) = root.dim_in_pixel();
+    let style =
+        (FONT, TEXT_PX + 2).into_font().color(&BLACK).pos(Pos::new(HPos::Center, VPos::Top));
+    root.draw_text(title, &style, ((width_px / 2) as i32, 12))?;
+    Ok(root.split_vertically(TITLE_HEIGHT_PX).1)
+}
 
 fn draw_chart<B: DrawingBackend>(chart: &Chart, area: &DrawingArea<B, Shift>) -> Drawn<B> {
     let points = || {

@@ -1,4 +1,5 @@
-//! Line charts with several series and error bars, linear and logarithmic axes, as SVG and as PNG.
+//! Line charts with several series and error bars, linear and logarithmic axes, and timelines with
+//! stacked areas, as SVG and as PNG.
 //!
 //! ```text
 //!   Figure ─┬─ title
@@ -6,7 +7,12 @@
 //!           │         └─ Series ── Point (x, y, deviation)
 //!           └─ Chart ...
 //!
-//!   Figure ── draw ──┬── plotters' SVG backend ──────────────▶ svg()    text for the viewer's font
+//!   Timeline ─┬─ title, x: Axis
+//!             ├─ Cell (from, to) ...                                     the intervals
+//!             └─ Panel ─┬─ title, y: Axis                                one below the other
+//!                       └─ Band (name, a value for each cell)            stacked, or lines in steps
+//!
+//!   both ──── draw ──┬── plotters' SVG backend ──────────────▶ svg()    text for the viewer's font
 //!                    └── plotters' bitmap backend, bitmap ───▶ png()    text in a built-in font
 //! ```
 //!
@@ -16,16 +22,20 @@
 //!    finite, or not above 0 on a logarithmic axis.
 //! 3. The same figure gives the same bytes.
 //!
-//! There are no bars, areas or interaction, and the crate does not interpret the values.
+//! There is no interaction, and the crate does not interpret the values.
 
 mod axis;
 mod bitmap;
 mod draw;
+mod draw_timeline;
+mod picture;
+mod timeline;
 
 pub use axis::{Axis, Scale, decimal};
+pub use timeline::{Band, CELLS_MAX, Cell, Panel, PanelShape, Timeline};
 
-use bitmap::Bitmap;
-use plotters::backend::SVGBackend;
+use picture::{Picture, SizePx};
+use plotters::prelude::DrawingBackend;
 use std::path::{Path, PathBuf};
 
 /// The width of a figure.
@@ -38,13 +48,6 @@ const TITLE_HEIGHT_PX: u32 = 40;
 const CHARTS_MAX: usize = 16;
 /// The largest number of series in a chart: more cannot be told apart.
 const SERIES_MAX: usize = 32;
-
-/// The size of a figure in pixels.
-#[derive(Clone, Copy, Debug)]
-struct SizePx {
-    width: u32,
-    height: u32,
-}
 
 /// A figure: charts that are drawn one below the other.
 #[derive(Clone, Debug)]
@@ -143,35 +146,27 @@ impl Figure {
     ///
     /// Errors: [`Error::Draw`].
     pub fn svg(&self) -> Result<String, Error> {
-        self.check()?;
-        let mut text = String::new();
-        let SizePx { width, height } = self.size_px();
-        draw::figure(self, SVGBackend::with_string(&mut text, (width, height)))
-            .map_err(|problem| self.failed(problem))?;
-        Ok(text)
+        self.to_svg()
     }
 
     /// Draws the figure as a PNG image.
     ///
     /// Errors: [`Error::Draw`].
     pub fn png(&self) -> Result<Vec<u8>, Error> {
-        self.check()?;
-        let size = self.size_px();
-        let mut pixels = vec![0; (size.width * size.height * 3) as usize];
-        draw::figure(self, Bitmap::new(&mut pixels, size))
-            .map_err(|problem| self.failed(problem))?;
-        bitmap::encode(&pixels, size).map_err(|problem| self.failed(problem))
+        self.to_png()
     }
 
     /// Writes the figure to `path`, in the format that its extension names.
     ///
     /// Errors: [`Error::Name`], [`Error::Draw`], [`Error::Write`].
     pub fn write(&self, path: &Path) -> Result<(), Error> {
-        let bytes = match FigureFormat::of(path)? {
-            FigureFormat::Svg => self.svg()?.into_bytes(),
-            FigureFormat::Png => self.png()?,
-        };
-        std::fs::write(path, bytes).map_err(|source| Error::Write { path: path.into(), source })
+        self.write_to(path)
+    }
+}
+
+impl Picture for Figure {
+    fn title(&self) -> &str {
+        &self.title
     }
 
     fn size_px(&self) -> SizePx {
@@ -195,8 +190,8 @@ impl Figure {
         Ok(())
     }
 
-    fn failed(&self, problem: impl Into<String>) -> Error {
-        Error::Draw { title: self.title.clone(), problem: problem.into() }
+    fn draw<B: DrawingBackend>(&self, backend: B) -> Result<(), String> {
+        draw::figure(self, backend)
     }
 }
 

@@ -18,6 +18,7 @@
 //! another recording, tool or argument is another analysis.
 
 mod files;
+mod guest_symbols;
 mod job_trial;
 mod live_ranges;
 mod parts;
@@ -35,8 +36,8 @@ use crate::error::{AnalysisError, Error, Result};
 use crate::event::{EventSink, ReplayEvent};
 use crate::{AnalysisSubject, KnownIntervals, jobs};
 use files::{claim, finished_part};
-use keyframe_analysis::Tool;
 use keyframe_analysis::plugin::{self, PluginInterface};
+use keyframe_analysis::{SymbolTable, Tool};
 use keyframe_cluster::{
     ItemSource, LocalRunner, NewItems, Placement, Queue, QueueItem, Slot, WorkerId, drive,
 };
@@ -47,7 +48,7 @@ use std::collections::BTreeSet;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, RwLock, RwLockReadGuard};
+use std::sync::{Arc, OnceLock, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 /// How often a live recording is looked at for new intervals.
@@ -76,6 +77,8 @@ pub struct Analysis<'a> {
     old: BTreeSet<u32>,
     /// The intervals whose parts a trial of this run has made.
     tried: BTreeSet<u32>,
+    /// The symbols of the guest's kernel, once they are found.
+    guest_symbols: OnceLock<Arc<SymbolTable>>,
     _lock: Option<std::fs::File>,
 }
 
@@ -86,8 +89,8 @@ impl<'a> Analysis<'a> {
     ///
     /// # Errors
     ///
-    /// The range is empty, `out` holds something else or is locked, or QEMU's version has no
-    /// plugin.
+    /// The range is empty, `out` holds something else or is locked, QEMU's version has no plugin,
+    /// or the tool needs the guest's symbols and a complete recording has none.
     pub fn new(
         subject: AnalysisSubject<'a>,
         tool: &'a dyn Tool,
@@ -104,7 +107,12 @@ impl<'a> Analysis<'a> {
             let instructions = known.intervals.last().map_or(0, |last| last.end_icount);
             return Err(AnalysisError::EmptyRange { from, to, instructions }.into());
         }
-        let lock = claim(&out, header)?;
+        let is_complete = known.is_complete;
+        if is_complete {
+            // Before hours of replays, and not after them.
+            this.guest_symbols()?;
+        }
+        let lock = claim(&out, &this.progress().header)?;
         Ok(Self { _lock: Some(lock), ..this })
     }
 
@@ -137,6 +145,7 @@ impl<'a> Analysis<'a> {
             _plugins: folder,
             old: BTreeSet::new(),
             tried: BTreeSet::new(),
+            guest_symbols: OnceLock::new(),
             _lock: None,
         })
     }

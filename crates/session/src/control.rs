@@ -11,6 +11,7 @@
 pub mod client;
 pub mod server;
 mod states;
+pub mod status_history;
 
 pub use states::{CaptureState, EncoderState, ReplicationRole, ReplicationState, VmState};
 

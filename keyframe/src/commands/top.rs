@@ -2,8 +2,8 @@
 
 use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
-use crate::top::history::{History, StatusAnswer};
 use crate::top::view;
+use keyframe_session::control::status_history::{History, StatusAnswer};
 use keyframe_session::control::{EngineRequest, EngineResponse, client};
 use keyframe_session::{error_chain, run_dir};
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};

@@ -9,9 +9,9 @@
 //!   (what `keyframe status` says of it)
 //! ```
 
-use super::history::{History, VmHistory};
 use crate::commands::status;
 use crate::output;
+use keyframe_session::control::status_history::{History, HistoryPoint, VmHistory};
 use ratatui::Frame;
 use ratatui::layout::{Constraint, Layout, Rect};
 use ratatui::style::{Modifier, Style};
@@ -107,9 +107,7 @@ fn details(frame: &mut Frame<'_>, area: Rect, name: &str, vm: &VmHistory) {
     let newest = vm.points.back();
     let pause = newest.map_or_else(String::new, |point| output::duration(point.pause_ns));
     let pages = newest.map_or_else(String::new, |point| point.pages.to_string());
-    let of = |get: fn(&super::history::HistoryPoint) -> u64| {
-        vm.points.iter().map(get).collect::<Vec<u64>>()
-    };
+    let of = |get: fn(&HistoryPoint) -> u64| vm.points.iter().map(get).collect::<Vec<u64>>();
     curve(frame, left, &format!("pause {pause}"), &of(|point| point.pause_ns));
     curve(frame, right, &format!("pages {pages}"), &of(|point| point.pages));
     let words_of = vm.silent.clone().unwrap_or_else(|| status::text(&vm.status));

@@ -3,6 +3,7 @@
 
 use super::table_run::TableRun;
 use super::{SYMBOLS, Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::code_symbols::{CodeSymbols, GUEST};
 use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::{Result, file};
 use crate::execution_counts::{self, ExecutionCounts, group_blocks, sum_counts};
@@ -33,22 +34,26 @@ pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
 };
 
 struct Coverage {
-    symbols: SymbolTable,
+    symbols: CodeSymbols,
     lines: SourceLines,
-    /// The path of the symbol file.
+    /// The path of the symbol file, or what stands for the guest.
     symbols_path: String,
 }
 
 pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
     let mut tool = Coverage {
-        symbols: SymbolTable::default(),
+        symbols: CodeSymbols::Given(SymbolTable::default()),
         lines: SourceLines::default(),
         symbols_path: String::new(),
     };
-    if let Some(path) = arguments.text("symbols") {
-        let (slide, path) = (arguments.slide()?, Path::new(path));
+    let slide = arguments.slide()?;
+    if arguments.text("symbols") == Some(GUEST) {
+        tool.symbols = CodeSymbols::Guest;
+        tool.symbols_path = "guest".into();
+    } else if let Some(path) = arguments.text("symbols") {
+        let path = Path::new(path);
         let bytes = symbols::read_file(path)?;
-        tool.symbols = SymbolTable::parse(path, &bytes, slide)?;
+        tool.symbols = CodeSymbols::Given(SymbolTable::parse(path, &bytes, slide)?);
         if symbols::is_elf(&bytes) {
             tool.lines = SourceLines::parse(path, &bytes, slide)?;
         }
@@ -63,14 +68,19 @@ impl Tool for Coverage {
         DESCRIPTION.name
     }
 
+    fn needs_guest_symbols(&self) -> bool {
+        self.symbols.are_the_guests()
+    }
+
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         TableRun::begin(run, "counts", &[execution_counts::KIND], Vec::new())
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
+        let symbols = self.symbols.table(merge);
         let mut counts = sum_counts(&merge.parts)?;
         let mut summary = ToolSummary::default();
-        if !self.symbols.is_empty() {
+        if !symbols.is_empty() {
             self.write_lcov(merge, &counts, &mut summary)?;
         }
         // Blocks are contiguous code that ran, however often.
@@ -80,8 +90,8 @@ impl Tool for Coverage {
         let header = "address,bytes,instructions,symbol";
         let mut csv = CsvFile::create(&merge.out, "coverage.csv", header)?;
         let (mut bytes, mut ranges) = (0, 0_u64);
-        for block in group_blocks(&counts, &self.symbols) {
-            let label = self.symbols.label(block.start);
+        for block in group_blocks(&counts, symbols) {
+            let label = symbols.label(block.start);
             csv.row((Hex(block.start), block.len_bytes, block.instructions, label))?;
             (bytes, ranges) = (bytes + block.len_bytes, ranges + 1);
         }
@@ -89,8 +99,8 @@ impl Tool for Coverage {
         summary
             .lines
             .push(format!("{} instructions ran, {bytes} bytes in {ranges} ranges", counts.len()));
-        if !self.symbols.is_empty() {
-            self.write_functions(merge, &counts, &mut summary)?;
+        if !symbols.is_empty() {
+            write_functions(merge, symbols, &counts, &mut summary)?;
         }
         Ok(summary)
     }
@@ -113,8 +123,8 @@ impl Coverage {
     ) -> Result<()> {
         let mut out = LineFile::create(&merge.out, "coverage.info")?;
         let mut line = |line: std::fmt::Arguments<'_>| out.line(line);
-        let totals =
-            lcov::write(counts, &self.symbols, &self.lines, &self.symbols_path, &mut line)?;
+        let symbols = self.symbols.table(merge);
+        let totals = lcov::write(counts, symbols, &self.lines, &self.symbols_path, &mut line)?;
         summary.files.push(out.finish()?);
         let lcov::CoverageTotals { files, lines, lines_run, functions, functions_run } = totals;
         summary.lines.push(if self.lines.is_empty() {
@@ -130,35 +140,34 @@ impl Coverage {
         });
         Ok(())
     }
+}
 
-    fn write_functions(
-        &self,
-        merge: &MergeContext,
-        counts: &ExecutionCounts,
-        summary: &mut ToolSummary,
-    ) -> Result<()> {
-        let mut functions: BTreeMap<u64, FunctionCoverage<'_>> = BTreeMap::new();
-        for instruction in counts.keys() {
-            if let Some(symbol) = self.symbols.find(instruction.pc) {
-                let function =
-                    functions.entry(symbol.address).or_insert_with(|| FunctionCoverage {
-                        name: symbol.name,
-                        len_bytes: symbol.len_bytes,
-                        bytes_run: 0,
-                        instructions_run: 0,
-                    });
-                function.bytes_run += instruction.len_bytes;
-                function.instructions_run += 1;
-            }
+fn write_functions(
+    merge: &MergeContext,
+    symbols: &SymbolTable,
+    counts: &ExecutionCounts,
+    summary: &mut ToolSummary,
+) -> Result<()> {
+    let mut functions: BTreeMap<u64, FunctionCoverage<'_>> = BTreeMap::new();
+    for instruction in counts.keys() {
+        if let Some(symbol) = symbols.find(instruction.pc) {
+            let function = functions.entry(symbol.address).or_insert_with(|| FunctionCoverage {
+                name: symbol.name,
+                len_bytes: symbol.len_bytes,
+                bytes_run: 0,
+                instructions_run: 0,
+            });
+            function.bytes_run += instruction.len_bytes;
+            function.instructions_run += 1;
         }
-        let header = "address,bytes,bytes_run,instructions_run,symbol";
-        let mut csv = CsvFile::create(&merge.out, "coverage-functions.csv", header)?;
-        for (&address, function) in &functions {
-            let FunctionCoverage { name, len_bytes, bytes_run, instructions_run } = *function;
-            csv.row((Hex(address), len_bytes, bytes_run, instructions_run, name))?;
-        }
-        summary.files.push(csv.finish()?);
-        summary.lines.push(format!("{} functions ran", functions.len()));
-        Ok(())
     }
+    let header = "address,bytes,bytes_run,instructions_run,symbol";
+    let mut csv = CsvFile::create(&merge.out, "coverage-functions.csv", header)?;
+    for (&address, function) in &functions {
+        let FunctionCoverage { name, len_bytes, bytes_run, instructions_run } = *function;
+        csv.row((Hex(address), len_bytes, bytes_run, instructions_run, name))?;
+    }
+    summary.files.push(csv.finish()?);
+    summary.lines.push(format!("{} functions ran", functions.len()));
+    Ok(())
 }

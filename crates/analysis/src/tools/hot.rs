@@ -1,13 +1,17 @@
 //! `hot`: the blocks and functions that execute most instructions, and the most used pages.
 
+mod functions;
+
 use super::table_run::TableRun;
 use super::{SYMBOLS, Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::code_symbols::CodeSymbols;
 use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::Result;
 use crate::execution_counts::{self, CodeBlock, group_blocks, sum_counts};
 use crate::part_table::PartTable;
 use crate::result_file::{CsvFile, Hex};
 use crate::symbols::SymbolTable;
+use functions::HotFunctions;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
@@ -25,6 +29,11 @@ pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
             "address, bytes, instructions, times it ran, instructions executed, symbol",
         ),
         ("hot-functions.csv", "address, instructions executed, symbol"),
+        (
+            "hot-functions-by-interval.csv",
+            "interval, first instruction, instructions of all code, address, instructions \
+             executed, symbol; of the 32 hottest functions",
+        ),
         ("hot-pages.csv", "guest-physical address, reads, writes"),
     ],
 };
@@ -35,7 +44,7 @@ const TOP_DEFAULT: usize = 10_000;
 const SUMMARY_LINES: usize = 5;
 
 struct Hot {
-    symbols: SymbolTable,
+    symbols: CodeSymbols,
     /// The most lines of a result file.
     top: usize,
 }
@@ -50,6 +59,10 @@ impl Tool for Hot {
         DESCRIPTION.name
     }
 
+    fn needs_guest_symbols(&self) -> bool {
+        self.symbols.are_the_guests()
+    }
+
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         TableRun::begin(
             run,
@@ -60,11 +73,16 @@ impl Tool for Hot {
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
+        let symbols = self.symbols.table(merge);
         let counts = sum_counts(&merge.parts)?;
-        let blocks = group_blocks(&counts, &self.symbols);
+        let blocks = group_blocks(&counts, symbols);
         let mut summary = ToolSummary::default();
-        self.write_blocks(merge, &blocks, &mut summary)?;
-        self.write_functions(merge, &blocks, &mut summary)?;
+        self.write_blocks(merge, symbols, &blocks, &mut summary)?;
+        if !symbols.is_empty() {
+            let functions = HotFunctions::of(&counts, symbols);
+            summary.files.push(functions.write(merge, self.top)?);
+            summary.files.push(functions.write_by_interval(merge, self.top)?);
+        }
         self.write_pages(merge, &mut summary)?;
         Ok(summary)
     }
@@ -74,6 +92,7 @@ impl Hot {
     fn write_blocks(
         &self,
         merge: &MergeContext,
+        symbols: &SymbolTable,
         blocks: &[CodeBlock],
         summary: &mut ToolSummary,
     ) -> Result<()> {
@@ -84,7 +103,7 @@ impl Hot {
         let mut csv = CsvFile::create(&merge.out, "hot-blocks.csv", header)?;
         for (rank, block) in hottest.iter().take(self.top).enumerate() {
             let &&CodeBlock { start, len_bytes, instructions, times } = block;
-            let (executed, label) = (block.executed(), self.symbols.label(start));
+            let (executed, label) = (block.executed(), symbols.label(start));
             csv.row((Hex(start), len_bytes, instructions, times, executed, &label))?;
             if rank < SUMMARY_LINES {
                 let percent = 100.0 * executed as f64 / total.max(1) as f64;
@@ -92,36 +111,6 @@ impl Hot {
                     .lines
                     .push(format!("{percent:5.1} % of instructions: block {start:#x} {label}"));
             }
-        }
-        summary.files.push(csv.finish()?);
-        Ok(())
-    }
-
-    fn write_functions(
-        &self,
-        merge: &MergeContext,
-        blocks: &[CodeBlock],
-        summary: &mut ToolSummary,
-    ) -> Result<()> {
-        if self.symbols.is_empty() {
-            return Ok(());
-        }
-        // By address and name; code outside all functions counts for address 0.
-        let mut functions: BTreeMap<(u64, &str), u64> = BTreeMap::new();
-        for block in blocks {
-            let function = self
-                .symbols
-                .find(block.start)
-                .map_or((0, ""), |symbol| (symbol.address, symbol.name));
-            let sum = functions.entry(function).or_default();
-            *sum = sum.saturating_add(block.executed());
-        }
-        let mut hottest: Vec<_> = functions.into_iter().collect();
-        hottest.sort_unstable_by_key(|&(function, executed)| (Reverse(executed), function));
-        let header = "address,executed,symbol";
-        let mut csv = CsvFile::create(&merge.out, "hot-functions.csv", header)?;
-        for ((address, name), executed) in hottest.into_iter().take(self.top) {
-            csv.row((Hex(address), executed, name))?;
         }
         summary.files.push(csv.finish()?);
         Ok(())

@@ -2,11 +2,11 @@
 
 use super::event_run;
 use super::{SYMBOLS, Tool, ToolArguments, ToolDescription, ToolRun};
+use crate::code_symbols::CodeSymbols;
 use crate::context::{MergeContext, RunContext, ToolSummary};
 use crate::error::Result;
 use crate::part_table::PartTable;
 use crate::result_file::{CsvFile, Hex};
-use crate::symbols::SymbolTable;
 use keyframe_plugins::{DEVICE, UNKNOWN};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ struct Watch {
     start: u64,
     len_bytes: u64,
     space: &'static str,
-    symbols: SymbolTable,
+    symbols: CodeSymbols,
 }
 
 pub(super) fn make(arguments: &ToolArguments) -> Result<Box<dyn Tool>> {
@@ -61,6 +61,10 @@ impl Tool for Watch {
         true
     }
 
+    fn needs_guest_symbols(&self) -> bool {
+        self.symbols.are_the_guests()
+    }
+
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let arguments = vec![
             ("start", self.start.to_string()),
@@ -71,6 +75,7 @@ impl Tool for Watch {
     }
 
     fn merge(&self, merge: &MergeContext) -> Result<ToolSummary> {
+        let symbols = self.symbols.table(merge);
         let header = "icount,pc,vaddr,paddr,bytes,value,symbol";
         let mut csv = CsvFile::create(&merge.out, "watch.csv", header)?;
         let mut writers: BTreeMap<u64, u64> = BTreeMap::new();
@@ -79,7 +84,7 @@ impl Tool for Watch {
                 let &[icount, pc, vaddr, paddr, bytes, value] = row else { continue };
                 *writers.entry(pc).or_default() += 1;
                 let paddr = (paddr != UNKNOWN).then_some(Hex(paddr & !DEVICE));
-                let label = self.symbols.label(pc);
+                let label = symbols.label(pc);
                 csv.row((icount, Hex(pc), Hex(vaddr), paddr, bytes, Hex(value), label))?;
             }
         }
@@ -88,9 +93,7 @@ impl Tool for Watch {
         let total: u64 = most.iter().map(|(_, times)| times).sum();
         let mut lines = vec![format!("{total} writes by {} instructions", most.len())];
         let shown = most.iter().take(SUMMARY_LINES);
-        lines.extend(
-            shown.map(|(pc, times)| format!("{times} by {pc:#x} {}", self.symbols.label(*pc))),
-        );
+        lines.extend(shown.map(|(pc, times)| format!("{times} by {pc:#x} {}", symbols.label(*pc))));
         Ok(ToolSummary { lines, files: vec![csv.finish()?] })
     }
 }

@@ -403,6 +403,6 @@ impl Recording {
     pub fn merged(&self, tool: &dyn Tool, name: &str, parts: Vec<Part>) -> ToolSummary {
         let out = self.file(name);
         std::fs::create_dir_all(&out).unwrap();
-        tool.merge(&MergeContext { parts, out }).unwrap()
+        tool.merge(&MergeContext { parts, out, guest_symbols: std::sync::Arc::default() }).unwrap()
     }
 }

@@ -49,7 +49,8 @@ impl Analysis<'_> {
         let text = serde_json::to_string_pretty(&timings).unwrap_or_default();
         write(&self.out.join(TIMES), text.as_bytes())?;
         let parts = done.into_iter().flat_map(|done| done.parts).collect();
-        let merge = MergeContext { parts, out: self.out.clone() };
+        let guest_symbols = self.guest_symbols()?;
+        let merge = MergeContext { parts, out: self.out.clone(), guest_symbols };
         Ok(self.tool.merge(&merge)?)
     }
 
@@ -75,7 +76,8 @@ impl Analysis<'_> {
             vec![Interval { end: last.end, end_icount: last.end_icount, ..*first }]
         };
         let (parts, _) = self.run(&parts, &intervals, interrupted, on_progress)?;
-        Ok(self.tool.merge(&MergeContext { parts, out })?)
+        let guest_symbols = self.guest_symbols()?;
+        Ok(self.tool.merge(&MergeContext { parts, out, guest_symbols })?)
     }
 
     /// Removes the parts and the queue, which are not needed after the merge. Error: a file cannot

@@ -139,6 +139,14 @@ pub enum AnalysisError {
     /// The run has no two checkpoints with an interval between them.
     #[error("{} has no two checkpoints of one run that follow each other", .0.display())]
     NoConsecutiveCheckpoints(PathBuf),
+    /// A checkpoint's RAM has no symbols of a Linux kernel.
+    #[error("checkpoint {checkpoint}: {problem}")]
+    GuestSymbols {
+        /// The checkpoint.
+        checkpoint: keyframe_units::CheckpointId,
+        /// Why none were found.
+        problem: String,
+    },
     /// Several intervals of a run that was not recorded were to be simulated by one QEMU.
     #[error("a run that was not recorded is simulated interval by interval")]
     SimulatedByInterval,
@@ -192,6 +200,7 @@ impl AnalysisError {
             Self::NoRecordedTime(_) => {
                 "analyze when the recording has ended, or record without --follow"
             }
+            Self::GuestSymbols { .. } => "name a file: --tool-arg symbols=vmlinux, or System.map",
             Self::Json { .. }
             | Self::NoInterval(_)
             | Self::NoPart(_)

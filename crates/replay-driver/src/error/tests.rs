@@ -96,6 +96,10 @@ fn of_analyses() -> Vec<Error> {
         AnalysisError::NoSuchCheckpoint("S".into()),
         AnalysisError::GroupNotSimulated,
         AnalysisError::NoConsecutiveCheckpoints("S".into()),
+        AnalysisError::GuestSymbols {
+            checkpoint: keyframe_units::CheckpointId(7),
+            problem: "no Linux kernel".into(),
+        },
         AnalysisError::SimulatedByInterval,
     ];
     errors.into_iter().map(Error::from).collect()

@@ -185,7 +185,11 @@ fn caches_are_empty_where_intervals_are_missing() {
     let parts = [(0, 0), (1, 10), (2, 30)]
         .map(|(index, start)| part_of(dir.path(), index, start, &words()))
         .to_vec();
-    let context = MergeContext { parts, out: dir.path().to_owned() };
+    let context = MergeContext {
+        parts,
+        out: dir.path().to_owned(),
+        guest_symbols: std::sync::Arc::default(),
+    };
     let summary = merge(&context, CacheJoin::new(sets(&levels))).unwrap();
     assert_eq!(summary.lines, ["level 1: 3 accesses, 2 misses (66.67 %)"]);
     let expected = "interval,start_icount,level,reads,writes,read_misses,write_misses\n\

@@ -1,7 +1,7 @@
-//! What is known of each VM: its engine's newest answer, and the checkpoints or epochs that were
-//! seen to come.
+//! What is known of each VM over time: its engine's newest answer, and the checkpoints or epochs
+//! that earlier answers had.
 
-use keyframe_session::control::EngineStatus;
+use super::EngineStatus;
 use std::collections::{BTreeMap, VecDeque};
 
 /// Checkpoints of a VM that are kept.
@@ -91,7 +91,7 @@ impl History {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_session::control::ReplicationStatus;
+    use crate::control::ReplicationStatus;
 
     fn epoch(engine_pid: u32, number: u64) -> EngineStatus {
         let replication = Some(ReplicationStatus {

@@ -1,0 +1,149 @@
+//! Reads CSV files of results, which may come from anywhere.
+
+use crate::error::{Error, Result};
+use csv::StringRecord;
+use std::cell::Cell;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+use std::rc::Rc;
+
+/// The longest row, in bytes.
+const ROW_BYTES_MAX: usize = 1 << 20;
+
+/// A file that ends with an error if a row does not end in time.
+struct BoundedRows {
+    file: File,
+    /// The bytes that may be read before the next row ends.
+    left: Rc<Cell<usize>>,
+}
+
+impl Read for BoundedRows {
+    fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+        let most = out.len().min(self.left.get());
+        if most == 0 && !out.is_empty() {
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("a row has more than {ROW_BYTES_MAX} bytes"),
+            ));
+        }
+        let len = self.file.read(out.get_mut(..most).unwrap_or_default())?;
+        self.left.set(self.left.get().saturating_sub(len));
+        Ok(len)
+    }
+}
+
+/// A CSV file with a header.
+pub struct CsvRows<'a> {
+    path: &'a Path,
+    reader: csv::Reader<BoundedRows>,
+    left: Rc<Cell<usize>>,
+    /// The names of the columns.
+    pub header: Vec<String>,
+}
+
+impl<'a> CsvRows<'a> {
+    /// Opens the file and reads its header. Errors: [`Error::NoResult`], [`Error::File`],
+    /// [`Error::Damaged`].
+    pub fn open(path: &'a Path) -> Result<Self> {
+        let file = File::open(path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => Error::NoResult { path: path.to_owned() },
+            _ => Error::File { path: path.to_owned(), source },
+        })?;
+        let left = Rc::new(Cell::new(ROW_BYTES_MAX));
+        let bounded = BoundedRows { file, left: left.clone() };
+        let reader =
+            csv::ReaderBuilder::new().has_headers(false).flexible(true).from_reader(bounded);
+        let mut rows = Self { path, reader, left, header: Vec::new() };
+        let mut header = StringRecord::new();
+        if !rows.next_record(&mut header)? {
+            return Err(rows.damaged("it is empty"));
+        }
+        rows.header = header.iter().map(printable).collect();
+        Ok(rows)
+    }
+
+    /// Whether there is a column of this name.
+    pub fn has(&self, column: &str) -> bool {
+        self.header.iter().any(|one| one == column)
+    }
+
+    /// Passes the cells in `columns` of each row to `take`. The text of its error becomes an
+    /// [`Error::Damaged`]. Other errors: [`Error::File`]; [`Error::Damaged`] if a column is missing
+    /// or a row is not CSV.
+    pub fn each<const N: usize>(
+        mut self,
+        columns: [&str; N],
+        mut take: impl FnMut([&str; N]) -> Result<(), String>,
+    ) -> Result<()> {
+        let mut places = [0; N];
+        for (place, name) in places.iter_mut().zip(columns) {
+            let found = self.header.iter().position(|one| one == name);
+            *place = found.ok_or_else(|| self.damaged(&format!("it has no column {name:?}")))?;
+        }
+        let mut record = StringRecord::new();
+        while self.next_record(&mut record)? {
+            let cells = places.map(|place| record.get(place));
+            let taken = if cells.iter().all(Option::is_some) {
+                take(cells.map(Option::unwrap_or_default))
+            } else {
+                Err("a cell is missing".to_owned())
+            };
+            taken.map_err(|problem| self.damaged(&problem))?;
+        }
+        Ok(())
+    }
+
+    /// Returns the next rows, `most` at most, and the number of those that are left out.
+    pub fn first(mut self, most: usize) -> Result<(Vec<Vec<String>>, u64)> {
+        let (mut rows, mut left_out) = (Vec::new(), 0);
+        let mut record = StringRecord::new();
+        while self.next_record(&mut record)? {
+            if rows.len() < most {
+                rows.push(record.iter().map(printable).collect());
+            } else {
+                left_out += 1;
+            }
+        }
+        Ok((rows, left_out))
+    }
+
+    fn next_record(&mut self, record: &mut StringRecord) -> Result<bool> {
+        let read = self.reader.read_record(record);
+        self.left.set(ROW_BYTES_MAX);
+        read.map_err(|error| {
+            let problem = error.to_string();
+            match error.into_kind() {
+                csv::ErrorKind::Io(source) if source.kind() != io::ErrorKind::InvalidData => {
+                    Error::File { path: self.path.to_owned(), source }
+                }
+                csv::ErrorKind::Io(source) => self.damaged(&source.to_string()),
+                _ => self.damaged(&problem),
+            }
+        })
+    }
+
+    fn damaged(&self, problem: &str) -> Error {
+        Error::Damaged {
+            path: self.path.to_owned(),
+            place: format!("line {}", self.reader.position().line().saturating_sub(1).max(1)),
+            problem: printable(problem),
+        }
+    }
+}
+
+/// The text without control characters.
+pub fn printable(text: &str) -> String {
+    text.replace(char::is_control, " ")
+}
+
+/// Reads a decimal number.
+pub fn number(cell: &str) -> Result<u64, String> {
+    cell.parse().map_err(|_| format!("{cell:?} is not a number"))
+}
+
+/// Reads a hexadecimal number with its prefix.
+pub fn address(cell: &str) -> Result<u64, String> {
+    let digits = cell.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
+    digits.ok_or_else(|| format!("{cell:?} is not an address"))
+}
