@@ -27,7 +27,11 @@ struct Way {
 
 /// Returns all ways. Neighbours differ in all respects.
 fn ways() -> Vec<Way> {
-    let way = |n: u64| Way { jobs: n % 3 + 1, live: n % 2 == 0, on_cluster: n / 2 % 2 == 0 };
+    let way = |n: u64| Way {
+        jobs: n % 3 + 1,
+        live: n.is_multiple_of(2),
+        on_cluster: (n / 2).is_multiple_of(2),
+    };
     (0..12).map(way).collect()
 }
 

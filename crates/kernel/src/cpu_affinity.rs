@@ -61,6 +61,15 @@ pub fn bind_process(process: u32, core: usize) -> bool {
     !threads.is_empty() && threads.into_iter().filter_map(pid).all(is_done)
 }
 
+/// Lets all present threads of process `process` run on all cores that the main thread of this
+/// process may use.
+pub fn unbind_process(process: u32) {
+    let Ok(allowed) = sched_getaffinity(pid(std::process::id())) else { return };
+    for thread in threads_of(process).into_iter().filter_map(pid) {
+        let _ = sched_setaffinity(Some(thread), &allowed);
+    }
+}
+
 /// Binds the calling thread, and the threads that it will start, to `core`. Returns false if the
 /// kernel refuses.
 pub fn bind_current_thread(core: usize) -> bool {

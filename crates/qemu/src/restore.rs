@@ -35,14 +35,14 @@ pub use keyframe_qemu_cmdline::{CloneConsole, CloneLine, CloneOptions, clone_lin
 pub use keyframe_vmm::RestoreSource;
 pub use plan::{Plan, backends_as_made};
 pub use prepared::{Prepared, PreparedRam, prepare};
-pub use restore_options::{RestoreOptions, RestorePurpose, Until};
+pub use restore_options::{ReplayStart, RestoreOptions, RestorePurpose, Until};
 pub use shared::{SharedRam, start_shared};
 
 use crate::lifetime::Lifetime;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
-use crate::thread_affinity::{self, SingleCore};
+use crate::thread_affinity::{self, RecordedRole, SingleCore};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus, accelerator_check, audit, eventfd_coalesce};
 use crossing::Crossing;
@@ -409,9 +409,9 @@ impl Starting {
             }
         };
         let mut single_core = None;
-        if let Some(until) = plan.replays {
-            single_core =
-                SingleCore::begin(&mut qmp, child.id(), &plan.arguments, plan.replay_role());
+        if let Some(ReplayStart { until, network_may_be_late }) = plan.replays {
+            let role = RecordedRole::Replays { network_may_be_late };
+            single_core = SingleCore::begin(&mut qmp, child.id(), &plan.arguments, role);
             if let Until::Instruction(icount) = until {
                 qmp.replay_break(icount)?;
             }
@@ -517,8 +517,9 @@ fn connect(ours: OwnedFd, child: &mut Child, line: &[Argument]) -> Result<Qmp> {
 /// descriptor of the library.
 fn prepare_process(command: &mut Command, plan: &Plan) -> Result<Option<OwnedFd>> {
     let preloaded = plan.replays.map(|_| eventfd_coalesce::prepare(command)).transpose()?;
-    if plan.replays.is_some() {
-        thread_affinity::prepare(command, &plan.arguments, plan.replay_role());
+    if let Some(ReplayStart { network_may_be_late, .. }) = plan.replays {
+        let role = RecordedRole::Replays { network_may_be_late };
+        thread_affinity::prepare(command, &plan.arguments, role);
         // A signal to the terminal's session must not reach the replay.
         keyframe_kernel::child_setup::kill_with_parent(command);
     }

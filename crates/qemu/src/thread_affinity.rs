@@ -17,8 +17,8 @@
 //!
 //! Only a guest whose clock follows its own time is treated so ([`may_run_late`]): a replay that
 //! reads the host's clock waits for the main loop without halting. A recording with a network is not:
-//! its packets come through the main loop. A replay with a network is, if its log has no holds
-//! (`keyframe_replay`'s `LogIndex::holds`): at a hold it may wait for ever.
+//! its packets come through the main loop. A replay with a network is, except on its way to a hold
+//! (`keyframe_replay`'s `LogIndex::holds`), at which it may wait for ever.
 //!
 //! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel
 //! places the threads.
@@ -43,8 +43,8 @@ use std::process::Command;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RecordedRole {
     Records,
-    /// It replays. If `network_may_be_late`, the log has no place at which a network waits for the
-    /// main loop.
+    /// It replays. If `network_may_be_late`, no network waits for the main loop on the way to its
+    /// first stop.
     Replays {
         network_may_be_late: bool,
     },
@@ -65,26 +65,47 @@ pub(crate) struct SingleCore {
     /// It replays: no client waits for its disks.
     replays: bool,
     claim: Option<CoreClaim>,
+    takes_turns: bool,
 }
 
 impl SingleCore {
     /// Places the threads of the QEMU with the monitor `qmp`, the process id `pid` and the command
-    /// line `arguments` on one core. Returns `None` if the main loop of this QEMU must not run
-    /// late, or if QEMU does not tell its threads.
+    /// line `arguments` on one core; if its main loop must not run late at first, later
+    /// ([`Self::take_turns`]). Returns `None` if the main loop of this QEMU must never run late, or if
+    /// QEMU does not tell its threads.
     pub fn begin(
         qmp: &mut Qmp,
         pid: u32,
         arguments: &[Argument],
         role: RecordedRole,
     ) -> Option<Self> {
-        if !role.may_run_late(arguments) {
+        let replays = role != RecordedRole::Records;
+        if !may_run_late(arguments, replays) {
             return None;
         }
         let guest = qmp.cpu_threads().ok()?.first().copied()?;
-        let replays = role != RecordedRole::Records;
-        let placed = Self { pid, guest, replays, claim: bind_to_free_core(pid, guest) };
-        placed.let_run_late(true);
+        let claim = cpu_affinity::cores_of_thread(guest).into_iter().find_map(CoreClaim::take);
+        let mut placed = Self { pid, guest, replays, claim, takes_turns: false };
+        if role.may_run_late(arguments) {
+            placed.take_turns(true);
+        }
         Some(placed)
+    }
+
+    /// Places the threads on one core, where all but the guest's run late; or lets the kernel place
+    /// them, and has them run at once.
+    pub fn take_turns(&mut self, takes_turns: bool) {
+        if self.takes_turns == takes_turns {
+            return;
+        }
+        self.takes_turns = takes_turns;
+        if takes_turns {
+            let bind = |claim: &CoreClaim| cpu_affinity::bind_process(self.pid, claim.core());
+            self.claim.take_if(|claim| !bind(claim));
+        } else if self.claim.is_some() {
+            cpu_affinity::unbind_process(self.pid);
+        }
+        self.let_run_late(takes_turns);
     }
 
     /// Returns the core of all threads, if it was claimed.
@@ -92,8 +113,9 @@ impl SingleCore {
         u32::try_from(self.claim.as_ref()?.core()).ok()
     }
 
-    /// Lets all threads but the guest's run late, or has them run at once.
+    /// Lets all threads but the guest's run late if they take turns, or has them run at once.
     pub fn let_run_late(&self, may_run_late: bool) {
+        let may_run_late = may_run_late && self.takes_turns;
         for thread in
             cpu_affinity::threads_of(self.pid).into_iter().filter(|thread| *thread != self.guest)
         {
@@ -106,10 +128,10 @@ impl SingleCore {
 }
 
 /// Prepares `command`, which starts a QEMU with the command line `arguments`: it leads a session if
-/// its threads will be on one core.
+/// its threads will be on one core, at least for a time.
 pub(crate) fn prepare(command: &mut Command, arguments: &[Argument], role: RecordedRole) {
     let reads_terminal = arguments.iter().any(reads_terminal) && std::io::stdin().is_terminal();
-    if role.may_run_late(arguments) && !reads_terminal {
+    if may_run_late(arguments, role != RecordedRole::Records) && !reads_terminal {
         child_setup::start_new_session(command);
     }
 }
@@ -118,13 +140,6 @@ pub(crate) fn prepare(command: &mut Command, arguments: &[Argument], role: Recor
 fn reads_terminal(argument: &Argument) -> bool {
     ["nographic", "curses"].contains(&argument.name())
         || ["stdio", "curses"].iter().any(|way| argument.value().contains(way))
-}
-
-/// Claims a free core, at best the one that thread `guest` ran on last, and binds process `pid` to
-/// it.
-fn bind_to_free_core(pid: u32, guest: u32) -> Option<CoreClaim> {
-    let claim = cpu_affinity::cores_of_thread(guest).into_iter().find_map(CoreClaim::take)?;
-    cpu_affinity::bind_process(pid, claim.core()).then_some(claim)
 }
 
 #[cfg(test)]
@@ -153,7 +168,7 @@ mod tests {
         assert!(!leads(with_network));
         for late in [false, true] {
             let role = RecordedRole::Replays { network_may_be_late: late };
-            assert_eq!(leads_as(role, with_network), late);
+            assert!(leads_as(role, with_network));
         }
     }
 

@@ -230,6 +230,14 @@ impl Vm {
         }
     }
 
+    /// Decides whether the threads of a paused replay take turns on one core from now on, which is
+    /// faster, or run at once where the kernel places them. Has no effect on other VMs.
+    pub fn take_turns(&mut self, takes_turns: bool) {
+        if let Some(single_core) = &mut self.single_core {
+            single_core.take_turns(takes_turns);
+        }
+    }
+
     /// Returns the core on which all threads of a recording or replaying VM run. `None` for other
     /// VMs.
     pub fn core(&self) -> Option<u32> {

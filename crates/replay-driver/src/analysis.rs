@@ -54,6 +54,9 @@ use std::time::{Duration, Instant};
 /// How often a live recording is looked at for new intervals.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
+/// A network's file system shows a file's growth to other nodes so late.
+const SHOWN_WITHIN: Duration = Duration::from_secs(90);
+
 /// What grows while a live recording is analysed.
 struct Progress {
     /// All intervals of the subject.
@@ -208,6 +211,23 @@ impl<'a> Analysis<'a> {
             }
         }
         find().ok_or_else(|| AnalysisError::NoInterval(index).into())
+    }
+
+    /// Returns interval `index`, as [`Self::interval`] does. Waits for it: a network's file system
+    /// shows late to this node what another node has written. Errors: those of [`Self::interval`],
+    /// after a minute and a half, or when `interrupted` becomes true.
+    pub fn interval_on_network(&self, index: u32, interrupted: &AtomicBool) -> Result<Interval> {
+        let began = Instant::now();
+        loop {
+            match self.interval(index) {
+                Err(_)
+                    if began.elapsed() < SHOWN_WITHIN && !interrupted.load(Ordering::Relaxed) =>
+                {
+                    std::thread::sleep(LOOK_EVERY);
+                }
+                found => return found,
+            }
+        }
     }
 
     /// Looks for new intervals, and writes the header if there are any. Returns all intervals to

@@ -21,7 +21,9 @@ use keyframe_inspect::source_of;
 use keyframe_qemu::recording::{
     RecordingClock, RecordingLineOptions, RecordingMode, recording_line,
 };
-use keyframe_qemu::restore::{self, Plan, RestoreOptions, RestoreSource, Restored, Until};
+use keyframe_qemu::restore::{
+    self, Plan, ReplayStart, RestoreOptions, RestoreSource, Restored, Until,
+};
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_store::{LoadedCheckpoint, MachineMeta, Store};
@@ -106,15 +108,11 @@ impl Replay {
             until,
             holds: recording.holds()?,
             log: recording.log().into(),
+            stops_anywhere: options.stops_anywhere,
             patience: options.patience,
         };
         let began = Instant::now();
-        let network = if options.stops_anywhere {
-            NetworkPace::AtOnce
-        } else {
-            recording.network_pace(checkpoint)?
-        };
-        let started = start_qemu(recording, checkpoint, stepper.next_stop(), network, options)?;
+        let started = start_qemu(recording, checkpoint, &stepper, options)?;
         let whole_ns = elapsed_ns(began);
         let StartedReplay { restored, disks, loaded } = started;
         let (ready_ns, process_ns) = (restored.ready_ns(), restored.process_ns());
@@ -217,16 +215,6 @@ impl Drop for RunningVm {
     }
 }
 
-/// When the main loop of a replay runs for a network.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum NetworkPace {
-    /// At once: the replay comes to a place at which a card is about to send, or may be stopped at
-    /// one.
-    AtOnce,
-    /// Late: the replay passes no such place.
-    MayBeLate,
-}
-
 /// A QEMU that was started at a checkpoint of a recording.
 pub(crate) struct StartedReplay {
     pub restored: Restored,
@@ -235,14 +223,14 @@ pub(crate) struct StartedReplay {
     pub loaded: Arc<LoadedCheckpoint>,
 }
 
-/// Starts QEMU at `checkpoint`, and lets it run to `until`.
+/// Starts QEMU at `checkpoint`, and lets it run to the first stop of `stepper`.
 pub(crate) fn start_qemu(
     recording: &ReplayableRecording,
     checkpoint: RecordedCheckpoint,
-    until: Until,
-    network: NetworkPace,
+    stepper: &ReplayStepper,
     options: &ReplayOptions,
 ) -> Result<StartedReplay> {
+    let network_may_be_late = stepper.may_be_late();
     let store = &recording.store;
     let loaded = store.load(checkpoint.checkpoint).map_err(|e| Error::store(store.path(), e))?;
     let loaded = Arc::new(loaded);
@@ -251,8 +239,7 @@ pub(crate) fn start_qemu(
     let media = serve_media(&source.machine);
     add_replay_options(&mut source, recording, options, disks.as_ref(), media.as_ref())?;
     let restore_options = RestoreOptions {
-        replays: Some(until),
-        network_may_be_late: network == NetworkPace::MayBeLate,
+        replays: Some(ReplayStart { until: stepper.next_stop(), network_may_be_late }),
         log: options.log.clone(),
         ..RestoreOptions::default()
     };

@@ -73,6 +73,8 @@ pub struct ReplayStepper {
     pub until: Until,
     /// The instructions at which it stops for a moment on its way, in rising order.
     pub holds: Arc<[u64]>,
+    /// True if it is stopped at any instruction, and not only between intervals.
+    pub stops_anywhere: bool,
     /// The path of the log that QEMU reads.
     pub log: PathBuf,
     /// The time for which it may stay at one instruction and one place in its log before it counts
@@ -91,6 +93,16 @@ impl ReplayStepper {
         }
     }
 
+    /// Returns whether the main loop may run late for a network on the way to the next stop: it may
+    /// unless that is a hold.
+    pub fn may_be_late(&self) -> bool {
+        let is_hold = match self.next_stop() {
+            Until::Instruction(icount) => self.holds.binary_search(&icount).is_ok(),
+            Until::LogEnd => false,
+        };
+        !self.stops_anywhere && !is_hold
+    }
+
     /// Lets a paused replay run on to `until`, and waits until it is there, as
     /// [`ReplayStepper::arrive`] does. Errors: those of [`ReplayStepper::arrive`].
     pub fn go_on(
@@ -107,6 +119,9 @@ impl ReplayStepper {
 
     /// Lets it run on to its next stop.
     fn resume(&self, vm: &mut Vm) -> Result<()> {
+        if !self.stops_anywhere {
+            vm.take_turns(self.may_be_late());
+        }
         let qmp = vm.qmp();
         qmp.drain_events()?;
         if let Until::Instruction(icount) = self.next_stop() {

@@ -2,7 +2,6 @@
 
 use crate::error::{Error, Result};
 use crate::event::{EventSink, ReplayEvent};
-use crate::replay::NetworkPace;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{
     Interval, RecordedCheckpoint, intervals, with_unambiguous_ends, with_unambiguous_last_end,
@@ -114,14 +113,6 @@ impl ReplayableRecording {
         let found: Arc<[u64]> =
             if is_growing { Arc::new([]) } else { self.log_index()?.holds().into() };
         Ok(Arc::clone(self.holds.get_or_init(|| found)))
-    }
-
-    /// Returns when the main loop of a replay from `checkpoint` on must run for a network. A
-    /// recording that is still being made may get holds. Error: the log cannot be read.
-    pub(crate) fn network_pace(&self, checkpoint: RecordedCheckpoint) -> Result<NetworkPace> {
-        let is_growing = self.recording.meta.ending == RecordingEnding::Recording;
-        let has_holds = self.holds()?.iter().any(|hold| *hold >= checkpoint.icount);
-        Ok(if is_growing || has_holds { NetworkPace::AtOnce } else { NetworkPace::MayBeLate })
     }
 
     /// Returns true if a replay to the recording's end runs until QEMU ends with the log. If false,

@@ -1,7 +1,7 @@
 //! Takes checkpoints of a replay, as if it were a running VM.
 
 use crate::error::{Error, ReplayError, Result};
-use crate::replay::{NetworkPace, ReplayDisks, StartedReplay, start_qemu};
+use crate::replay::{ReplayDisks, StartedReplay, start_qemu};
 use crate::{CutSource, ReplayOptions, ReplayStepper, ReplayableRecording, StopReason, jobs};
 use keyframe_qemu::restore::Until;
 use keyframe_qemu::{QemuIdentity, Vm};
@@ -110,9 +110,10 @@ fn replay_to(
         until: Until::Instruction(first),
         holds: recording.holds()?,
         log: recording.log().into(),
+        stops_anywhere: true,
         patience: options.patience,
     };
-    let started = start_qemu(recording, from, stepper.next_stop(), NetworkPace::AtOnce, &options)?;
+    let started = start_qemu(recording, from, &stepper, &options)?;
     let StartedReplay { mut restored, disks, loaded } = started;
     let arrived = stepper.arrive(&mut restored, interrupted, on_progress);
     let socket = disks.as_ref().map(ReplayDisks::socket);

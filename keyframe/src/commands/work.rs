@@ -9,9 +9,9 @@ use keyframe_locks::IgnorePoison;
 use keyframe_replay_driver::{AnalysisHeader, JobSpec, PartMaker, jobs, tool};
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Makes parts of an analysis until none is left
 #[derive(clap::Args, Debug)]
@@ -26,9 +26,6 @@ pub struct Work {
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = humantime::parse_duration)]
     lease: Duration,
 }
-
-/// A network's file system shows a file's growth to other nodes so late.
-const SHOWN_WITHIN: Duration = Duration::from_secs(90);
 
 impl Work {
     /// Runs it. What came of an interval is said in its directory; the exit code says whether this
@@ -52,7 +49,7 @@ impl Work {
         let broken = Mutex::new(None);
         let job = |item: QueueItem, slot: &Slot<'_>| {
             let name = format!("{}-{:?}", id.as_str(), std::thread::current().id());
-            let interval = patiently(|| analysis.interval(item.index), &interrupted);
+            let interval = analysis.interval_on_network(item.index, &interrupted);
             let maker =
                 PartMaker { name: &name, tries_max: job_spec.tries, interrupted: &interrupted };
             let made = interval.and_then(|one| analysis.make(&one, slot, maker, &mut |_| ()));
@@ -72,22 +69,6 @@ impl Work {
             Some(failure) => Err(failure.into()),
             None if interrupted.load(Ordering::Relaxed) => Ok(FAILED),
             None => Ok(DONE),
-        }
-    }
-}
-
-/// Waits until `find` finds a file, which this host may see later than others do.
-fn patiently<T>(
-    find: impl Fn() -> keyframe_replay_driver::Result<T>,
-    interrupted: &AtomicBool,
-) -> keyframe_replay_driver::Result<T> {
-    let began = Instant::now();
-    loop {
-        match find() {
-            Err(_) if began.elapsed() < SHOWN_WITHIN && !interrupted.load(Ordering::Relaxed) => {
-                std::thread::sleep(Duration::from_millis(200));
-            }
-            found => return found,
         }
     }
 }

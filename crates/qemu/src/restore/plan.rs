@@ -12,9 +12,8 @@
 
 use super::host_probe::PresentHost;
 use super::stand_in::name_stand_ins;
-use super::{Lineage, RestoreOptions, RestorePurpose, RestoreSource, Until};
+use super::{Lineage, ReplayStart, RestoreOptions, RestorePurpose, RestoreSource};
 use crate::binary::{self, QemuIdentity};
-use crate::thread_affinity::RecordedRole;
 use crate::{Error, Result, stream};
 use keyframe_machine::Accelerator;
 use keyframe_qemu_cmdline::{
@@ -34,9 +33,7 @@ pub struct Plan {
     pub(super) arguments: Vec<Argument>,
     pub(super) source: RestoreSource,
     pub(super) paused: bool,
-    pub(super) replays: Option<Until>,
-    /// True if the main loop of a replay may be late for a network.
-    network_may_be_late: bool,
+    pub(super) replays: Option<ReplayStart>,
     pub(super) accelerator: Option<Accelerator>,
     /// True if the restored VM's clock counts instructions and the checkpoint's did not.
     pub(super) counts: bool,
@@ -56,11 +53,6 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Returns what the restored QEMU does with the log of a recording.
-    pub(super) fn replay_role(&self) -> RecordedRole {
-        RecordedRole::Replays { network_may_be_late: self.network_may_be_late }
-    }
-
     /// Plans the restore of `source`, with `extra` arguments after its own.
     ///
     /// Errors: [`Error::Binary`] and [`Error::DifferentVersion`] for the QEMU binary;
@@ -75,7 +67,6 @@ impl Plan {
             qemu,
             paused,
             replays,
-            network_may_be_late,
             icount_shift,
             accelerator,
             disks,
@@ -134,7 +125,6 @@ impl Plan {
             source,
             paused,
             replays,
-            network_may_be_late,
             accelerator,
             counts: icount_shift.is_some(),
             lineage,

@@ -12,12 +12,10 @@ pub struct RestoreOptions {
     pub qemu: Option<PathBuf>,
     /// True to leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
-    /// The end of a replay: the restored QEMU replays a recording up to there. `None` for no
-    /// replay. QEMU learns the end before it loads its devices, because a replay that waits at its
+    /// The restored QEMU replays a recording up to the end that this names. `None` for no replay.
+    /// QEMU learns the end before it loads its devices, because a replay that waits at its
     /// checkpoint could already consume events of the log that come after it.
-    pub replays: Option<Until>,
-    /// True if the main loop of a replay may be late for a network: the log has no holds.
-    pub network_may_be_late: bool,
+    pub replays: Option<ReplayStart>,
     /// Makes QEMU count instructions, each of which takes two to this power nanoseconds of guest
     /// time (`-icount shift=N`). Under TCG only.
     pub icount_shift: Option<u32>,
@@ -56,6 +54,15 @@ pub enum RestorePurpose {
     /// The VM never runs. RAM is loaded only as far as the devices need it while they are loaded,
     /// and this host's files, ports and interfaces do not count.
     Rehearsal,
+}
+
+/// The beginning of a replay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ReplayStart {
+    /// Its first stop.
+    pub until: Until,
+    /// True if the main loop may run late for a network up to there.
+    pub network_may_be_late: bool,
 }
 
 /// The end of a replay.
