@@ -7,6 +7,7 @@
 //! ```
 
 use super::WAIT;
+use crate::interrupt::Interrupt;
 use crate::{Error, Options};
 use keyframe_test_hosts::{Rate, SERVER_ADDRESS, SlurmCluster};
 use serde_json::Value;
@@ -15,7 +16,10 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
+/// Time between two looks whether an analysis has ended.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// The smallest cache of a node: it holds hardly a piece of a checkpoint.
 const NO_CACHE_BYTES: &str = "1048576";
 
@@ -46,6 +50,7 @@ pub struct NodeCluster<'a> {
     options: &'a Options,
     dir: PathBuf,
     cluster: SlurmCluster,
+    interrupt: Interrupt,
 }
 
 /// An analysis on nodes.
@@ -73,9 +78,11 @@ pub struct NodeRequest<'a> {
 impl<'a> NodeCluster<'a> {
     /// Starts a cluster of `nodes` nodes whose links carry `rate`, with its files in `dir`.
     pub fn start(options: &'a Options, dir: &Path, nodes: u32, rate: Rate) -> Result<Self, Error> {
+        // The hosts end with this process only if it cleans up.
+        let interrupt = Interrupt::listen()?;
         let cluster = SlurmCluster::start(&dir.join("slurm"), nodes, rate)
             .map_err(Error::io("start a Slurm cluster in network namespaces"))?;
-        let made = Self { options, dir: dir.into(), cluster };
+        let made = Self { options, dir: dir.into(), cluster, interrupt };
         made.write_worker()?;
         Ok(made)
     }
@@ -123,18 +130,39 @@ impl<'a> NodeCluster<'a> {
         if request.delivery == Delivery::Whole {
             command.env("KEYFRAME_CACHE_BYTES", NO_CACHE_BYTES);
         }
-        let output = self
+        let report = self.report_of(&command)?;
+        Ok(NodeAnalysis { report, fetched_bytes: self.fetched_bytes()? })
+    }
+
+    /// Runs `keyframe analyze` on the server, and returns its report. If this program is asked to end,
+    /// the analysis ends, too.
+    fn report_of(&self, command: &Command) -> Result<Value, Error> {
+        let failed = || "run keyframe analyze on the cluster's server";
+        let [report, log] = ["report.json", "analyze.log"].map(|name| self.dir.join(name));
+        let create = |path: &Path| fs::File::create(path).map_err(Error::io(failed()));
+        let mut child = self
             .cluster
-            .on_server(&command)
-            .output()
-            .map_err(Error::io("run keyframe analyze on the cluster's server"))?;
-        if !output.status.success() {
-            let text = String::from_utf8_lossy(&output.stderr).into_owned();
+            .on_server(command)
+            .stdout(create(&report)?)
+            .stderr(create(&log)?)
+            .spawn()
+            .map_err(Error::io(failed()))?;
+        let status = loop {
+            if let Some(status) = child.try_wait().map_err(Error::io(failed()))? {
+                break status;
+            }
+            if let Err(interrupted) = self.interrupt.sleep(LOOK_EVERY) {
+                let _ = child.kill();
+                let _ = child.wait();
+                return Err(interrupted);
+            }
+        };
+        if !status.success() {
+            let text = fs::read_to_string(&log).unwrap_or_default();
             return Err(Error::failed("keyframe analyze --on slurm", text.trim()));
         }
-        let report = serde_json::from_slice(&output.stdout)
-            .map_err(|e| Error::failed("read keyframe analyze --json", e))?;
-        Ok(NodeAnalysis { report, fetched_bytes: self.fetched_bytes()? })
+        let text = fs::read(&report).map_err(Error::io(failed()))?;
+        serde_json::from_slice(&text).map_err(|e| Error::failed("read keyframe analyze --json", e))
     }
 
     fn prepare_caches(&self, delivery: Delivery) -> Result<(), Error> {

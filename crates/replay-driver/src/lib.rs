@@ -39,6 +39,7 @@ pub mod replay;
 pub mod replay_stepper;
 pub mod replayable_recording;
 pub mod segment;
+mod try_count;
 pub mod unrecorded_run;
 pub mod verification;
 

@@ -18,6 +18,8 @@ const ASK_EVERY: Duration = Duration::from_millis(500);
 /// The default time for which a replay may stay at one instruction and one place in its log. An
 /// idle guest's clock jumps, so that no replay waits for real time.
 pub const PATIENCE: Duration = Duration::from_secs(30);
+/// The same at a hold, where a replay hangs if its stop came too late.
+const PATIENCE_AT_HOLD: Duration = Duration::from_secs(5);
 /// Lines of the registers that a divergence is reported with.
 const REGISTER_LINES: usize = 6;
 /// How long QEMU may take to end after the last instruction.
@@ -97,10 +99,14 @@ impl ReplayStepper {
     /// unless that is a hold.
     pub fn may_be_late(&self) -> bool {
         let is_hold = match self.next_stop() {
-            Until::Instruction(icount) => self.holds.binary_search(&icount).is_ok(),
+            Until::Instruction(icount) => self.is_hold(icount),
             Until::LogEnd => false,
         };
         !self.stops_anywhere && !is_hold
+    }
+
+    fn is_hold(&self, icount: u64) -> bool {
+        self.holds.binary_search(&icount).is_ok()
     }
 
     /// Lets a paused replay run on to `until`, and waits until it is there, as
@@ -170,7 +176,7 @@ impl ReplayStepper {
                     return self.monitor_closed(replay.vm());
                 };
                 on_progress(icount);
-                if let Some(stalled) = progress.stalled(icount) {
+                if let Some(stalled) = progress.stalled(icount, self.is_hold(icount)) {
                     return Err(self.diverged(replay.vm(), &stalled).into());
                 }
             }
@@ -228,6 +234,9 @@ impl ReplayStepper {
     /// Returns the error of a replay that hangs.
     fn diverged(&self, vm: &mut Vm, stalled: &Stalled) -> ReplayError {
         let &Stalled { icount, log_bytes } = stalled;
+        if self.is_hold(icount) {
+            return ReplayError::MissedHold { icount };
+        }
         let missing_instructions = match self.until {
             Until::Instruction(target) => Some(target.saturating_sub(icount)),
             Until::LogEnd => None,
@@ -247,6 +256,8 @@ struct Stalled {
 struct ProgressWatch {
     began: Instant,
     detector: StallDetector,
+    /// With less patience.
+    at_hold: StallDetector,
     asked: Instant,
     log: Option<OpenFile>,
     log_bytes: Option<u64>,
@@ -261,6 +272,7 @@ impl ProgressWatch {
         Self {
             began,
             detector: StallDetector::new(stepper.icount, stepper.patience),
+            at_hold: StallDetector::new(stepper.icount, PATIENCE_AT_HOLD.min(stepper.patience)),
             asked: began,
             log,
             log_bytes: log.and_then(OpenFile::offset),
@@ -273,13 +285,17 @@ impl ProgressWatch {
         self.asked.elapsed() >= ASK_EVERY
     }
 
-    /// Notes that QEMU is at `icount`. Returns where it hangs if its patience is over.
-    fn stalled(&mut self, icount: u64) -> Option<Stalled> {
+    /// Notes that QEMU is at `icount`, which may be a hold. Returns where it hangs if the patience is
+    /// over.
+    fn stalled(&mut self, icount: u64, is_hold: bool) -> Option<Stalled> {
         self.asked = Instant::now();
         if self.log_looked.elapsed() >= ASK_EVERY {
             (self.log_bytes, self.log_looked) = (self.log.and_then(OpenFile::offset), self.asked);
         }
-        match self.detector.observe(self.began.elapsed(), icount, self.log_bytes) {
+        let elapsed = self.began.elapsed();
+        let observed = self.detector.observe(elapsed, icount, self.log_bytes);
+        let at_hold = self.at_hold.observe(elapsed, icount, self.log_bytes);
+        match if is_hold { at_hold } else { observed } {
             ReplayProgress::Stalled { icount } => {
                 Some(Stalled { icount, log_bytes: self.log_bytes })
             }

@@ -17,6 +17,7 @@ use crate::compare::{
     compare_disks, compare_ram, compare_ram_with_checkpoint, device_state,
 };
 use crate::error::{Error, Result};
+use crate::try_count::TryCount;
 use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
@@ -99,12 +100,14 @@ pub fn check_interval(
 ) -> IntervalCheck {
     let began = Instant::now();
     let mut failed_tries = Vec::new();
+    let mut try_count = TryCount::default();
     let found = loop {
         match replayed(source, interval, limits, progress) {
-            Err(error)
-                if failed_tries.len() + 1 < limits.tries as usize
-                    && !limits.interrupted.load(Ordering::Relaxed) =>
-            {
+            Err(error) => {
+                try_count.add(&error);
+                if try_count.is_over(limits.tries) || limits.interrupted.load(Ordering::Relaxed) {
+                    break Err(error);
+                }
                 failed_tries.push(error_chain(&error));
             }
             found => break found,

@@ -8,6 +8,7 @@ use super::files::{
 };
 use crate::error::{AnalysisError, Error, Result};
 use crate::guest_ram::guest_ram;
+use crate::try_count::TryCount;
 use crate::{ReplayControl, ReplayOptions, StartTimes};
 use keyframe_analysis::{Icount, IcountInterval, Part, ReplayRam, RunContext};
 use keyframe_inspect::source_of;
@@ -103,18 +104,27 @@ pub(super) struct PartTiming {
 #[derive(Default)]
 pub(super) struct Tries {
     pub count: u32,
+    failed: TryCount,
     /// What is written into the part's log.
     pub log: String,
 }
 
 impl Tries {
+    /// Returns true if no further try is due after `tries_max` failures.
+    pub fn are_over(&self, tries_max: u32) -> bool {
+        self.failed.is_over(tries_max)
+    }
+
     /// Notes a try that took `seconds`, or failed, with QEMU's `messages`.
     pub fn add(&mut self, outcome: std::result::Result<f64, &Error>, messages: &str) {
         self.count += 1;
         let try_ = self.count;
         let _ = match outcome {
             Ok(seconds) => writeln!(self.log, "try {try_}: done after {seconds:.3} s"),
-            Err(error) => writeln!(self.log, "try {try_}: {}", error_chain(error)),
+            Err(error) => {
+                self.failed.add(error);
+                writeln!(self.log, "try {try_}: {}", error_chain(error))
+            }
         };
         self.log.push_str(messages);
     }
@@ -159,7 +169,7 @@ impl Analysis<'_> {
                     let done = finished(interval, maker, timing, parts);
                     return self.publish_done(&dir, interval, &done, &tries.log);
                 }
-                Err(error) if tries.count >= maker.tries_max => {
+                Err(error) if tries.are_over(maker.tries_max) => {
                     return self.publish_failure(&dir, interval, &error, &tries.log, &messages);
                 }
                 Err(_) => {}

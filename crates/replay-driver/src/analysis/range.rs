@@ -103,7 +103,7 @@ impl Analysis<'_> {
                 tries.add(Err(&error), &messages);
             }
             let interval = &one.interval;
-            let one_made = if has_failed && maker.tries_max == 1 {
+            let one_made = if has_failed && tries.are_over(maker.tries_max) {
                 empty_dir(&dir).and_then(|()| {
                     self.publish_failure(&dir, interval, &error, &tries.log, &messages)
                 })

@@ -21,6 +21,16 @@ pub enum ReplayError {
         /// The first lines of the processor's registers, as QEMU prints them.
         registers: Vec<String>,
     },
+    /// The replay came too late to a stop at a hold ([`keyframe_replay::log::LogIndex::holds`]), and
+    /// hangs there.
+    #[error(
+        "the replay stopped too late at instruction {icount}, where the recorded VM was stopped while \
+         its network card was about to send: it hangs there"
+    )]
+    MissedHold {
+        /// The instruction of the hold.
+        icount: u64,
+    },
     /// The replay stopped at an instruction that was not its target.
     #[error("the replay stopped at instruction {icount}, not at {target}")]
     StoppedElsewhere {

@@ -42,6 +42,7 @@ fn of_replays() -> Vec<Error> {
             log_bytes: None,
             registers: Vec::new(),
         },
+        ReplayError::MissedHold { icount: 40 },
         ReplayError::StoppedElsewhere { icount: 40, target: 60 },
         ReplayError::StoppedBeforeLogEnd { icount: 40 },
         ReplayError::LogTooShort(60),
