@@ -31,15 +31,16 @@ Benchmarks:
                over plain and over counting, with checkpoints, in two stages and three; replay over
                recording; each tool; two jobs (25 minutes)
   speedup      an analysis with two jobs, and with one, over one replay through all intervals, by
-               tool; --only wait: 1 to 16 workers with a stand-in for a slow simulator
-               (40 minutes; wait: 45)
+               tool; during the recording (--only live). --only wait: 1 to 16 workers with a
+               stand-in for a slow simulator; --only nodes: 1 to 16 nodes of a Slurm cluster, over
+               links, as root (40 minutes; wait: 45; nodes: 65)
   replication  the cost of a standby for the guest, over 1 and 10 Gbit/s and by policy, against the
                unprotected guest: compiling, computing, a web server, a coordinator; and the time
                of a failover; on hosts of network namespaces, as root (70 minutes)
   evaluation   chapter 6 of the SimuBoost checkpoint paper: written pages of workloads,
                deduplication, sizes, pauses, reading, run time and speed-up, by interval, and the
                model's predictions; CSV, plots and report.md in --out. Each measurement is a file
-               in --out/measurements. The same call again goes on with those that are missing
+               in --out/measurements. Run the same command again to measure those that are missing
                (3 rounds of 50 minutes)
   memtrace-columns  the column encoders of memtrace.parquet against the parquet library's, on the rows
                of a guest: time and size (1 minute)
@@ -117,8 +118,8 @@ pub struct Cli {
     /// The directory to which `evaluation` writes its files [default: out/evaluation]
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Let `evaluation` begin no further measurement after this time (90s, 100m); 0s only writes the
-    /// report of what is there. Exit code 3: measurements are missing, the same call goes on
+    /// Let `evaluation` start no measurement after this time (90s, 100m); 0s only writes the report
+    /// of the existing ones. Exit code 3: some are missing; run the same command again
     #[arg(long, value_name = "TIME", value_parser = humantime::parse_duration)]
     stop_after: Option<Duration>,
     /// Measure one store of `store`, in a process of its own

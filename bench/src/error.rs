@@ -35,7 +35,7 @@ pub enum Error {
         option: &'static str,
     },
     /// A measurement of `evaluation` was made with something else than this call would use.
-    #[error("{path} was measured with another {property}: {there}, and now it is {here}", path = path.display())]
+    #[error("{path} was measured with another {property}: it has {there}, expected {here}", path = path.display())]
     OtherMeasurement {
         /// The measurement's file.
         path: PathBuf,
@@ -43,11 +43,11 @@ pub enum Error {
         property: &'static str,
         /// Its value in the file.
         there: String,
-        /// Its value now.
+        /// The expected value.
         here: String,
     },
-    /// A file beside the measurements of `evaluation` is none.
-    #[error("{path} is no measurement: {problem}", path = path.display())]
+    /// A file in the directory of the measurements of `evaluation` is not a measurement.
+    #[error("{path} is not a measurement: {problem}", path = path.display())]
     BadMeasurement {
         /// The file.
         path: PathBuf,
@@ -82,8 +82,8 @@ impl Error {
                 Some("run make bench-peers in the project's directory, and the benchmark there too")
             }
             Self::OtherMeasurement { .. } => Some(
-                "name another directory with --out, or remove the file (and all others like it) to \
-                 measure again",
+                "use another directory with --out, or remove the directory measurements in it to \
+                 measure all again",
             ),
             Self::BadMeasurement { .. } => {
                 Some("remove the file to measure again, or name another directory with --out")

@@ -12,7 +12,7 @@
 //!   all files there ─▶ rounds ─▶ figures/ ─▶ OUT/NAME.csv, .svg, .png, OUT/report.md
 //! ```
 //!
-//! All values are measured in the run, except those marked *computed* (transfer times, from bytes)
+//! All values are measured, except those marked *computed* (transfer times, from bytes)
 //! and *simulated* (more nodes, from the measured times of intervals). The report shows the values
 //! of the paper for comparison; they are from other hardware and are no target.
 //!
@@ -99,7 +99,10 @@ impl Plan {
     }
 }
 
-/// Why a call measured no further.
+/// What a user can do about missing measurements.
+const GO_ON: &str = "run the same command again to measure the others";
+
+/// Why a command stopped measuring.
 #[derive(Clone, Copy)]
 enum Ended {
     /// All was tried.
@@ -200,14 +203,18 @@ fn write_outputs(
 ) -> Result<Report, Error> {
     let measurements = files.load(None)?;
     let why = match ended {
-        Ended::StopAfter(limit) => format!("stopped after {}", humantime::format_duration(limit)),
-        Ended::Interrupted => "interrupted".into(),
-        Ended::AllTried => "some could not be measured, see the warnings".into(),
+        Ended::StopAfter(Duration::ZERO) => {
+            "run the command without --stop-after 0s to measure the others".into()
+        }
+        Ended::StopAfter(limit) => {
+            format!("stopped after {}; {GO_ON}", humantime::format_duration(limit))
+        }
+        Ended::Interrupted => format!("interrupted; {GO_ON}"),
+        Ended::AllTried => "the others failed, see the warnings".into(),
     };
     let there = wanted.len() - missing.len();
-    let incomplete = (!missing.is_empty()).then(|| {
-        format!("{there} of {} measurements are there: {why}; the same call goes on", wanted.len())
-    });
+    let incomplete = (!missing.is_empty())
+        .then(|| format!("{there} of {} measurements are complete: {why}", wanted.len()));
     let Some(head) = ReportHead::of(&measurements) else {
         let problem = incomplete.unwrap_or_else(|| "no workload could be run".into());
         return Err(Error::failed("evaluate", problem));

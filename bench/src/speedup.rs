@@ -12,7 +12,7 @@
 //! The peer is what a user would do without Keyframe's intervals: one replay, with the same tool.
 //! The gain of two independent analyses is the most that this machine gives to two jobs, so that
 //! `speedup_over_gain` shows what the distribution costs. The results of one job and of two must equal
-//! that of one replay, byte for byte; otherwise the benchmark fails.
+//! those of one replay, byte for byte; otherwise the benchmark fails.
 
 mod live;
 mod node_cluster;
@@ -37,7 +37,7 @@ const TOOLS: [&str; 4] = ["icount", "hot", "memtrace", "cache"];
 const OTHER_TOOLS: [&str; 3] = ["coverage", "working-set", "syscalls"];
 /// The part that analyses during the recording.
 const LIVE: &str = "live";
-/// The tools with which that is measured.
+/// The tools of part `live`.
 const LIVE_TOOLS: [&str; 2] = ["icount", "hot"];
 /// The part with the stand-in.
 const WAIT: &str = "wait";
@@ -54,9 +54,11 @@ struct Plan {
     units: u32,
     /// The interval between checkpoints.
     every: &'static str,
-    /// The same of the recording for the stand-in, and its factor.
+    /// The number of seconds that are recorded for the stand-in.
     wait_units: u32,
+    /// Its interval between checkpoints.
     wait_every: &'static str,
+    /// How many times its recorded time each interval takes.
     wait_factor: u64,
     nodes: nodes::Plan,
 }
@@ -137,7 +139,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     Ok(report)
 }
 
-/// Records `units` of workload `key` into `place`, with a checkpoint `every` so often.
+/// Records `units` of workload `key` into `place`, with a checkpoint every `every`.
 fn record(
     options: &Options,
     (key, units): (&str, u32),
@@ -193,7 +195,7 @@ fn tool_times(
         times.one_job_ns.push(one_job_ns);
         times.two_jobs_ns.push(two_jobs_ns);
         times.both_ns.push(both_ns);
-        // The two ran one after the other.
+        // One job and its replay ran in the same command.
         times.one_job_over_one_replay.push(one_job_ns / sequential[0]);
         times.speedup.push(speedup);
         times.gain.push(gain);

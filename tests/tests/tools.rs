@@ -1,4 +1,4 @@
-//! Every tool gives the results of one replay, whatever the number of jobs, during the recording and
+//! Each tool of [`TOOLS`] gives the results of one replay, whatever the number of jobs, during the recording and
 //! after it, on this machine and on the nodes of a cluster.
 
 use keyframe_test_hosts::{Rate, SlurmCluster};
@@ -9,7 +9,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The tools of Keyframe's own. `lengths` is that of the guide, a third party's.
+/// Keyframe's tools except `watch` and `wait`, and the guide's third-party tool `lengths`.
 const TOOLS: [&str; 8] =
     ["icount", "hot", "memtrace", "coverage", "cache", "working-set", "syscalls", "lengths"];
 /// Nodes of the cluster, as many as the most jobs.

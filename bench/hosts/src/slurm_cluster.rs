@@ -168,7 +168,10 @@ fn wait_until(subject: &str, is_there: impl Fn() -> bool) -> io::Result<()> {
     let began = Instant::now();
     while !is_there() {
         if began.elapsed() > START_TIMEOUT {
-            return Err(io::Error::other(format!("waited in vain for {subject}")));
+            let seconds = START_TIMEOUT.as_secs();
+            return Err(io::Error::other(format!(
+                "timed out after {seconds} s waiting for {subject}"
+            )));
         }
         std::thread::sleep(Duration::from_millis(20));
     }

@@ -30,7 +30,8 @@ pub fn bounds(group: &RunRounds) -> SlowdownBounds {
     let slowdown = |lost_ns: fn(&EvaluatedRun) -> f64| {
         group.spread(|run| {
             let interval_ns = run.mean(|one| one.interval_ns);
-            interval_ns / (interval_ns - lost_ns(run)).max(1.0)
+            let left_ns = interval_ns - lost_ns(run);
+            if left_ns > 0.0 { interval_ns / left_ns } else { f64::NAN }
         })
     };
     SlowdownBounds {

@@ -27,7 +27,7 @@ pub struct IntervalInstructions {
 
 /// The same workload once more, with an analysis beside the recording.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct FollowedRun {
+pub struct ImmediateRun {
     pub jobs: u64,
     pub recorded_s: f64,
     /// The time from the begin of the recording to the end of the analysis.
@@ -57,7 +57,7 @@ pub struct EvaluatedRun {
     pub reads: Vec<ImageReadTimes>,
     pub simulations: Simulations,
     /// Of one run in each round.
-    pub followed: Option<FollowedRun>,
+    pub followed: Option<ImmediateRun>,
 }
 
 impl EvaluatedRun {
@@ -82,7 +82,7 @@ impl EvaluatedRun {
     }
 }
 
-impl FollowedRun {
+impl ImmediateRun {
     /// Returns the mean over the checkpoints of the work.
     pub fn mean(&self, of: impl Fn(&CheckpointFigures) -> f64) -> f64 {
         mean(working(&self.checkpoints).into_iter().map(of))
@@ -119,7 +119,7 @@ pub struct RunRequest {
     pub every_ms: u64,
     pub round: u16,
     /// Record once more, with an analysis beside the recording.
-    pub is_followed: bool,
+    pub is_immediate: bool,
 }
 
 /// Records the workload, reads its checkpoints, and analyses it. All files go into `dir`.
@@ -129,7 +129,7 @@ pub fn measure_run(
     request: RunRequest,
     dir: &Path,
 ) -> Result<EvaluatedRun, Error> {
-    let RunRequest { workload, every_ms, round, is_followed } = request;
+    let RunRequest { workload, every_ms, round, is_immediate } = request;
     let KeyframeJson { options, interrupt } = keyframe;
     let name = format!("round {round}, {}, checkpoints every {every_ms} ms", workload.key);
     options.say(format!("{name}: recording"));
@@ -162,7 +162,7 @@ pub fn measure_run(
     }
     let analysis = read_json(&dir.join(simulations::ONE_JOB).join("analysis.json"))?;
     let instructions = instructions(&analysis, &times)?;
-    let followed = if is_followed {
+    let followed = if is_immediate {
         options.say(format!("{name}: recording once more, with an analysis beside it"));
         let again = dir.join("again");
         std::fs::create_dir(&again).map_err(Error::io(format!("make {}", again.display())))?;
@@ -190,7 +190,7 @@ fn measure_followed(
     workload: &Workload,
     plan: RecordingPlan,
     dir: &Path,
-) -> Result<FollowedRun, Error> {
+) -> Result<ImmediateRun, Error> {
     let guest = workload.prepare(keyframe.options, dir)?;
     let recorded = dir.join("recording");
     let (recording, followed) =
@@ -206,7 +206,7 @@ fn measure_followed(
         let problem = format!("it ended at instruction {analysed} of {all}");
         return Err(Error::failed("analyse a recording while it is made", problem));
     }
-    Ok(FollowedRun {
+    Ok(ImmediateRun {
         jobs: FOLLOWING_JOBS,
         recorded_s: number(&meta, "duration_ns")? / 1e9,
         run_time_s: followed.run_time_s,
@@ -326,7 +326,7 @@ pub mod samples {
                 en_bloc: rows,
                 fit: ModelFit { t_i_s: 0.1, slowdown: 2.0, r_squared: 1.0 },
             },
-            followed: (every_ms == 2000).then(|| FollowedRun {
+            followed: (every_ms == 2000).then(|| ImmediateRun {
                 jobs: 1,
                 recorded_s,
                 run_time_s: 17.0,

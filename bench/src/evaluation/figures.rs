@@ -1,14 +1,14 @@
 //! The figures and tables of the paper, a file for each group of them.
 
+mod best_interval;
 mod chart;
 mod deduplication;
 mod dirty;
-mod distribution;
 mod en_bloc;
+mod immediate_pauses;
 mod pauses;
 mod predictions;
 mod processing;
-mod queueing;
 mod reading;
 mod sizes;
 mod speed_up;
@@ -23,7 +23,7 @@ pub fn write_all(
     outputs: &mut Outputs,
     report: &mut Report,
 ) -> Result<(), Error> {
-    queueing::write(outputs)?;
+    best_interval::write(outputs)?;
     en_bloc::write(groups, outputs, report)?;
     dirty::write(groups, outputs, report)?;
     deduplication::write(groups, outputs, report)?;
@@ -32,7 +32,7 @@ pub fn write_all(
     processing::write(groups, outputs, report)?;
     reading::write(groups, outputs, report)?;
     speed_up::write(groups, outputs, report)?;
-    distribution::write(groups, outputs, report)?;
+    immediate_pauses::write(groups, outputs, report)?;
     predictions::write(groups, outputs, report)
 }
 

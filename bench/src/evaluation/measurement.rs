@@ -49,15 +49,18 @@ impl Provenance {
     }
 
     /// Returns the first property in which `other` differs: its name, its value here and there.
-    fn difference<'a>(&'a self, other: &'a Self) -> Option<(&'static str, &'a str, &'a str)> {
-        let properties = |of: &'a Self| {
+    fn difference(&self, other: &Self) -> Option<(&'static str, String, String)> {
+        let properties = |of: &Self| {
             [
-                ("keyframe version", of.keyframe.as_str()),
-                ("build of keyframe (BLAKE3)", of.keyframe_blake3.as_str()),
-                ("QEMU", of.machine.qemu.as_str()),
-                ("plan", of.plan.as_str()),
-                ("processor", of.machine.processor.as_str()),
-                ("kernel", of.machine.kernel.as_str()),
+                ("keyframe version", of.keyframe.clone()),
+                ("build of keyframe (BLAKE3)", of.keyframe_blake3.clone()),
+                ("QEMU", of.machine.qemu.clone()),
+                ("plan", of.plan.clone()),
+                ("processor", of.machine.processor.clone()),
+                ("number of processors", of.machine.processors.to_string()),
+                ("kernel", of.machine.kernel.clone()),
+                ("virtualisation", of.machine.virtualisation.clone()),
+                ("file system of the recordings", of.machine.scratch.clone()),
             ]
         };
         let pairs = properties(self).into_iter().zip(properties(other));
@@ -147,7 +150,6 @@ impl MeasurementFiles {
             if let Some((property, here, there)) =
                 expected.and_then(|expected| expected.difference(&one.provenance))
             {
-                let [here, there] = [here, there].map(str::to_owned);
                 return Err(Error::OtherMeasurement { path, property, there, here });
             }
             if path.file_name().is_none_or(|name| *name != *one.key().file()) {

@@ -57,7 +57,7 @@ pub struct PredictedAnalysis {
 
 /// The predicted and measured time of a recording with an analysis beside it.
 #[derive(Clone, Copy, Debug)]
-pub struct PredictedFollowing {
+pub struct PredictedImmediate {
     pub jobs: u64,
     pub measured_s: Spread,
     /// By equation 2.1, for enough nodes.
@@ -199,7 +199,7 @@ fn cluster_s(
 pub fn following(
     group: &RunRounds,
     constants: &FittedConstants,
-) -> Result<Option<PredictedFollowing>, Error> {
+) -> Result<Option<PredictedImmediate>, Error> {
     let mut rows = Vec::new();
     let mut jobs = 0;
     for run in group.rounds() {
@@ -208,7 +208,7 @@ pub fn following(
         let pause_s = mean(followed.checkpoints.iter().map(|one| one.pause_ns / 1e9));
         let paused_s: f64 = followed.checkpoints.iter().map(|one| one.pause_ns / 1e9).sum();
         let model = Constants {
-            // The recording is the slowest VM that there is here: s_log is 1.
+            // s_log is 1: the recording stands for the VM, because no faster run of this guest under TCG exists.
             t_vm: followed.recorded_s - paused_s,
             s_sim: constants.fit.slowdown,
             s_log: 1.0,
@@ -228,7 +228,7 @@ pub fn following(
         ]);
     }
     let spread = |at: usize| Spread::of(rows.iter().map(|row| row[at]));
-    Ok((!rows.is_empty()).then(|| PredictedFollowing {
+    Ok((!rows.is_empty()).then(|| PredictedImmediate {
         jobs,
         measured_s: spread(0),
         enough_s: spread(1),

@@ -84,8 +84,8 @@ impl ReportHead {
 const INTRODUCTION: &str = "\
 # Evaluation, after chapter 6 of the SimuBoost checkpoint paper
 
-All numbers were measured in this run, on this machine, under TCG (a recording counts instructions),
-except those marked *computed* or *simulated*. The paper's numbers are from another machine, under
+The numbers were measured on this machine, under TCG (a recording counts instructions), except those
+marked *computed* or *simulated*. The paper's numbers are from another machine, under
 KVM: they show what was measured, and are no target. Means are over the checkpoints after the boot.
 If not all intervals were analysed, run times and speed-ups are of the recording and of the analysed
 intervals.
@@ -93,7 +93,8 @@ intervals.
 A value of several rounds is their median, with the least and the most in brackets: `12 (11 to 14)`.
 CSV files have three columns for it (`x`, `x_least`, `x_most`), and pictures a bar of half the
 distance between least and most. Values over time are those of the round whose total time is the
-median; the column `round` says which one.
+median; the column `round` says which one. Figure A.6 shows the first round with an analysis during
+the recording.
 ";
 
 const RUNS: &str = "

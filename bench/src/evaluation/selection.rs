@@ -68,8 +68,8 @@ impl Selection {
             .ok_or_else(|| Error::failed("find the workload", key.workload))?;
         let first = self.workloads.first().map(|workload| workload.key);
         let detail_ms = self.intervals_ms.iter().min_by_key(|ms| ms.abs_diff(DETAIL_MS));
-        let is_followed = first == Some(workload.key) && detail_ms == Some(&every_ms);
-        Ok(RunRequest { workload, every_ms, round, is_followed })
+        let is_immediate = first == Some(workload.key) && detail_ms == Some(&every_ms);
+        Ok(RunRequest { workload, every_ms, round, is_immediate })
     }
 }
 
@@ -87,7 +87,7 @@ mod tests {
         assert_eq!((keys.len(), &keys), (8, &sorted));
         let followed: Vec<_> = keys
             .iter()
-            .filter(|key| selection.request(**key).unwrap().is_followed)
+            .filter(|key| selection.request(**key).unwrap().is_immediate)
             .map(|key| (key.workload, key.every_ms, key.round))
             .collect();
         assert_eq!(followed, [("compile", 2000, 1), ("compile", 2000, 2)]);

@@ -171,7 +171,9 @@ fn interval_times(
             let (begin, end) = (interval["begin"]["checkpoint"].as_u64(), interval["end"].as_u64());
             let start = &one["start"];
             let start_s = if start.is_object() {
-                Some((number(start, "checkpoint_ns")? + number(start, "qemu_ns")?) / 1e9)
+                let steps = ["checkpoint_ns", "process_ns", "devices_ns"];
+                let ns = steps.map(|step| number(start, step));
+                Some(ns.into_iter().sum::<Result<f64, Error>>()? / 1e9)
             } else {
                 None
             };

@@ -15,7 +15,7 @@ use crate::{Error, Options, Report};
 use jiff::Timestamp;
 use std::path::Path;
 
-/// Records `work` with a checkpoint `every` so often, analyses it meanwhile with `tool` and two jobs,
+/// Records `work` with a checkpoint every `every`, analyses it meanwhile with `tool` and two jobs,
 /// and again when the recording has ended. Adds the results to `report`.
 pub fn measure(
     options: &Options,
@@ -25,6 +25,9 @@ pub fn measure(
     report: &mut Report,
 ) -> Result<(), Error> {
     options.say(format!("{tool}, live"));
+    let alone = dir.join(format!("{tool}-alone"));
+    record(options, work, every, dir, &alone)?;
+    let recorded_ns = Recording { options, dir: &alone }.duration_ns()?;
     let place = dir.join(format!("{tool}-live"));
     let recording = Recording { options, dir: &place };
     let arguments = ["--tool", tool, "--jobs", "2"];
@@ -43,7 +46,6 @@ pub fn measure(
     let ((_, mut live), ended) = live?;
     let live = live.pop().unwrap_or_default();
     let live_ns = ended.duration_since(began_at(&place)?).as_nanos() as f64;
-    let recorded_ns = recording.duration_ns()?;
     options.say(format!("{tool}, the same deferred"));
     let (_, mut deferred) = recording.reports(&arguments, 1)?;
     let deferred = deferred.pop().unwrap_or_default();

@@ -18,15 +18,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// Time between two looks whether an analysis has ended.
+/// How often the analysis is polled.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
-/// The smallest cache of a node: it holds hardly a piece of a checkpoint.
+/// A cache that is too small to be of use: it holds less than a piece of a checkpoint.
 const NO_CACHE_BYTES: &str = "1048576";
 
 /// What a node receives when it starts at a checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Delivery {
-    /// All of the checkpoint, each time: the node keeps nothing.
+    /// All of the checkpoint, each time: the node's cache is too small to help.
     Whole,
     /// The parts that the node has not received before. Its cache is empty at first.
     Missing,
@@ -111,7 +111,8 @@ impl<'a> NodeCluster<'a> {
         self.dir.join("worker")
     }
 
-    /// Analyses a recording on the nodes, whose store a server offers them meanwhile.
+    /// Analyses a recording on the nodes, which fetch its checkpoints from a `keyframe serve` that
+    /// runs meanwhile.
     pub fn analyse(&self, request: &NodeRequest<'_>) -> Result<NodeAnalysis, Error> {
         self.prepare_caches(request.delivery)?;
         let server = StoreServer::start(self, &request.recording.join("store"))?;

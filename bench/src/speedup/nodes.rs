@@ -21,7 +21,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The links by their names in keys. The curve over the number of nodes is measured with the first.
+/// The links by their names in keys. The curve over the number of nodes uses the first link.
 const LINKS: [(&str, Rate); 2] = [("1gbit", Rate::GIGABIT), ("10gbit", Rate::TEN_GIGABIT)];
 /// An immediate analysis.
 pub struct Immediate {
@@ -45,8 +45,8 @@ pub struct Plan {
     immediate: &'static [Immediate],
 }
 
-/// The source has intervals of 1 s and more, and a factor of 31. With short intervals the last one
-/// of each node is a small part of the whole.
+/// The SimuBoost paper has intervals of 1 s and more, and a factor of 31. With short intervals the
+/// last one of each node is a small part of the whole.
 pub const FULL: Plan = Plan {
     seconds: 40,
     every: "100ms",
@@ -72,7 +72,7 @@ pub const QUICK: Plan = Plan {
 };
 
 /// What all measurements share.
-struct Bed<'a> {
+struct MeasurementContext<'a> {
     options: &'a Options,
     plan: &'a Plan,
     dir: &'a Path,
@@ -87,10 +87,10 @@ pub fn measure(
     report: &mut Report,
 ) -> Result<Vec<Chart>, Error> {
     report.notes.insert("nodes".into(), note(plan.factor));
-    let bed = Bed { options, plan, dir };
-    let place = dir.join("nodes-recording");
+    let context = MeasurementContext { options, plan, dir };
+    let recording = dir.join("nodes-recording");
     if deferred || delivery {
-        record(options, ("idle", plan.seconds), plan.every, dir, &place)?;
+        record(options, ("idle", plan.seconds), plan.every, dir, &recording)?;
     }
     let most = plan.nodes.iter().chain(plan.immediate.iter().map(|one| &one.nodes)).max();
     let most = most.map_or(1, |most| *most as u32);
@@ -100,19 +100,19 @@ pub fn measure(
         let cluster_dir = dir.join(link);
         let cluster = NodeCluster::start(options, &cluster_dir, most, rate)?;
         if at == 0 && deferred {
-            charts.push(bed.deferred(&cluster, &place, report)?);
+            charts.push(context.deferred(&cluster, &recording, report)?);
         }
         for run in plan.immediate.iter().filter(|_| at == 0 && immediate) {
-            bed.immediate(&cluster, run, report)?;
+            context.immediate(&cluster, run, report)?;
         }
         if delivery {
-            bed.deliveries(&cluster, link, &place, report)?;
+            context.deliveries(&cluster, link, &recording, report)?;
         }
     }
     Ok(charts)
 }
 
-impl Bed<'_> {
+impl MeasurementContext<'_> {
     /// Analyses the recording with each number of nodes.
     fn deferred(
         &self,
@@ -289,7 +289,7 @@ fn point(nodes: u64, y: f64) -> Point {
     Point { x: nodes as f64, y, deviation: None }
 }
 
-/// Returns the time of a start: the RAM is copied while QEMU starts, or loaded when it is touched.
+/// Returns the time of a start. The copy of the RAM overlaps the start of QEMU.
 fn start_ns(start: &Value) -> f64 {
     let step = |name: &str| start[name].as_f64().unwrap_or(0.0);
     step("checkpoint_ns") + (step("process_ns") + step("devices_ns")).max(step("ram_ns"))

@@ -148,8 +148,8 @@ fn damaged(path: &Path, problem: &str) -> Error {
         path: path.to_owned(),
         place: "symbol file".into(),
         problem: format!(
-            "{problem}; name a vmlinux, a System.map or a copy of /proc/kallsyms, or guest for the \
-             symbols in the guest's RAM"
+            "{problem}; use symbols=FILE with a vmlinux, a System.map or a copy of /proc/kallsyms, or \
+             symbols=guest"
         ),
     }
 }
@@ -289,7 +289,7 @@ mod tests {
         ] {
             std::fs::write(&path, bytes).unwrap();
             let refused = SymbolTable::read(&path, 0).unwrap_err().to_string();
-            assert!(refused.contains(reason) && refused.contains("or guest"), "{refused}");
+            assert!(refused.contains(reason) && refused.contains("symbols=guest"), "{refused}");
         }
     }
 }

@@ -18,9 +18,9 @@ pub fn find(memory: &[u8], tokens: &TokenTable, names: &NameTable) -> Option<Vec
         let relative = [Some(after), before].into_iter().flatten();
         let relative = relative.filter_map(|at| by_offsets(memory, at, count));
         let absolute = [Some(after), numbers_before].into_iter().flatten();
-        relative.chain(absolute.filter_map(|at| as_they_are(memory, at, count)))
+        relative.chain(absolute.filter_map(|at| absolute_addresses(memory, at, count)))
     };
-    all().find(|addresses| are_a_kernels(addresses))
+    all().find(|addresses| look_like_kernel_addresses(addresses))
 }
 
 /// Offsets of 32 bits from a base, which follows them.
@@ -41,12 +41,12 @@ fn by_offsets(memory: &[u8], at: usize, count: usize) -> Option<Vec<u64>> {
 }
 
 /// Addresses of 64 bits.
-fn as_they_are(memory: &[u8], at: usize, count: usize) -> Option<Vec<u64>> {
+fn absolute_addresses(memory: &[u8], at: usize, count: usize) -> Option<Vec<u64>> {
     (0..count).map(|number| u64_at(memory, at + 8 * number)).collect()
 }
 
 /// Whether the addresses rise, and most are in the kernel's half.
-fn are_a_kernels(addresses: &[u64]) -> bool {
+fn look_like_kernel_addresses(addresses: &[u64]) -> bool {
     let kernels = addresses.iter().filter(|address| **address >= KERNEL_HALF).count();
     addresses.is_sorted() && kernels > addresses.len() / 2 && addresses.first() < addresses.last()
 }

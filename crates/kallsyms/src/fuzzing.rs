@@ -1,6 +1,6 @@
 //! Entry point for the fuzzer in `fuzz/`, and its first inputs. Not part of the interface.
 
-use crate::made_tables::{VERSIONS, symbols, tables};
+use crate::sample_tables::{VERSIONS, symbols, tables};
 use std::convert::Infallible;
 
 /// Searches `data` as the memory of a guest. It must neither panic nor allocate memory out of

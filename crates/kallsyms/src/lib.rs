@@ -35,7 +35,7 @@ mod tokens;
 
 #[doc(hidden)]
 pub mod fuzzing;
-mod made_tables;
+mod sample_tables;
 #[cfg(test)]
 mod tests;
 
@@ -44,10 +44,13 @@ use tokens::TokenTable;
 
 /// The size of the pieces in which memory is searched.
 const PIECE_BYTES: u64 = 4 << 20;
-/// The distance from the table of tokens to the first and after the last table, at most: the tables
-/// of some million symbols.
+/// The most bytes that are read before and after the table of tokens: enough for some million
+/// symbols.
 const BEFORE_BYTES: u64 = 32 << 20;
 const AFTER_BYTES: u64 = 24 << 20;
+/// The number of places that look like the digits of a table of tokens, after which the search is
+/// given up: a guest can fill its memory with them.
+const DIGITS_MAX: usize = 4096;
 /// The number of tables of tokens that are looked at before the search is given up.
 const TOKEN_TABLES_MAX: usize = 64;
 
@@ -70,10 +73,12 @@ pub enum Error<E> {
     #[error(transparent)]
     Read(E),
     /// There is no table of tokens.
-    #[error("no Linux kernel with symbols (CONFIG_KALLSYMS) is in the guest's memory")]
+    #[error("found no Linux kernel with symbols (CONFIG_KALLSYMS) in the guest's memory")]
     NoTables,
     /// There is a table of tokens, but the tables around it do not fit.
-    #[error("the kernel's symbols at offset {at:#x} of the guest's memory: {problem}")]
+    #[error(
+        "the kernel's symbol tables at offset {at:#x} of the guest's memory cannot be read: {problem}"
+    )]
     Unreadable {
         /// The offset of the table of tokens.
         at: u64,
@@ -85,8 +90,8 @@ pub enum Error<E> {
 /// Finds the symbols of a kernel in memory of `len_bytes` bytes, in the order of `/proc/kallsyms`.
 /// `read` fills a slice with the memory from an offset on; it is called with ranges within
 /// `len_bytes`, which are at most 56 MiB long. Offsets are those of any space in which the kernel's
-/// image is contiguous, such as physical addresses. If there are several kernels, such as one that
-/// waits for a crash, the first one by offset whose tables fit is returned.
+/// image is contiguous, such as physical addresses. If memory holds several kernels, such as a
+/// loaded crash kernel, the one at the lowest offset whose tables fit is returned.
 ///
 /// Errors: [`Error::Read`], with the error of `read`; [`Error::NoTables`]; [`Error::Unreadable`] if
 /// tokens were found, but no complete tables.
@@ -100,10 +105,14 @@ pub fn find<E>(
         read(start, &mut bytes).map(|()| bytes).map_err(Error::Read)
     };
     let mut refused = None;
-    let mut looked_at = 0;
+    let (mut digits_seen, mut looked_at, mut left) = (0, 0, names::LOOKED_AT_MAX);
     for start in (0..len_bytes).step_by(PIECE_BYTES as usize) {
         let piece = get(start, start + PIECE_BYTES + tokens::DIGITS.len() as u64 - 1)?;
         for digits in memchr::memmem::find_iter(&piece, tokens::DIGITS) {
+            digits_seen += 1;
+            if digits_seen > DIGITS_MAX {
+                return Err(refused.unwrap_or(Error::NoTables));
+            }
             let digits = start + digits as u64;
             // Page boundaries, so that the alignment of the tables is kept.
             let from = digits.saturating_sub(tokens::TABLE_BYTES_MAX) & !0xfff;
@@ -114,7 +123,7 @@ pub fn find<E>(
             let at = from + tokens.start as u64;
             let from = at.saturating_sub(BEFORE_BYTES) & !0xfff;
             let around = get(from, at + AFTER_BYTES)?;
-            match read_tables(&around, &tokens.moved_to((at - from) as usize)) {
+            match read_tables(&around, &tokens.moved_to((at - from) as usize), &mut left) {
                 Ok(symbols) => return Ok(symbols),
                 Err(problem) => refused = refused.or(Some(Error::Unreadable { at, problem })),
             }
@@ -127,9 +136,14 @@ pub fn find<E>(
     Err(refused.unwrap_or(Error::NoTables))
 }
 
-/// Reads all tables around `tokens`, which lies in `memory`.
-fn read_tables(memory: &[u8], tokens: &TokenTable) -> Result<Vec<KernelSymbol>, &'static str> {
-    let names = NameTable::before(memory, tokens).ok_or("no names precede the tokens")?;
+/// Reads all tables around `tokens`, which lies in `memory`. `left` is the number of tokens that may
+/// still be looked at.
+fn read_tables(
+    memory: &[u8],
+    tokens: &TokenTable,
+    left: &mut usize,
+) -> Result<Vec<KernelSymbol>, &'static str> {
+    let names = NameTable::before(memory, tokens, left).ok_or("no names precede the tokens")?;
     let addresses = addresses::find(memory, tokens, &names)
         .ok_or("no addresses precede the names or follow the tokens")?;
     let symbols = names.symbols(memory, tokens).zip(addresses);

@@ -6,15 +6,15 @@ use super::{aligned, u32_at, u64_at};
 /// The number of symbols of a kernel. Distributions have some hundred thousand.
 const SYMBOLS_MIN: u32 = 256;
 const SYMBOLS_MAX: u32 = 4 << 20;
-/// The largest length of a name, and of its kind: Linux has names of up to 511 characters.
-const NAME_BYTES_MAX: usize = 513;
+/// The largest length of a kind and a name together: Linux allows 511 characters for a name.
+const NAME_BYTES_MAX: usize = 512;
 /// The length of all names together, at most.
 const ALL_BYTES_MAX: usize = 256 << 20;
-/// One marker stands for so many names.
+/// The number of names for each marker.
 const NAMES_PER_MARKER: u32 = 256;
-/// The number of names that are looked at in search of the table: a bound for memory that is made
-/// to look like many tables.
-const LOOKED_AT_MAX: usize = 64 << 20;
+/// The number of tokens of names that are looked at in search of the table: a bound for memory that
+/// is made to look like many tables.
+pub const LOOKED_AT_MAX: usize = 256 << 20;
 
 /// The table of names.
 #[derive(Clone, Debug)]
@@ -26,9 +26,9 @@ pub struct NameTable {
 }
 
 impl NameTable {
-    /// Finds the table that ends before `tokens`; `None` if there is none.
-    pub fn before(memory: &[u8], tokens: &TokenTable) -> Option<Self> {
-        let mut left = LOOKED_AT_MAX;
+    /// Finds the table that ends before `tokens`; `None` if there is none. `left` is the number of
+    /// tokens that may still be looked at.
+    pub fn before(memory: &[u8], tokens: &TokenTable, left: &mut usize) -> Option<Self> {
         let mut count_at = tokens.start;
         loop {
             count_at = count_at.checked_sub(8)?;
@@ -39,10 +39,10 @@ impl NameTable {
                 continue;
             }
             let table = Self { count_at, count: count as usize };
-            if table.fits(memory, tokens, &mut left) {
+            if table.fits(memory, tokens, left) {
                 return Some(table);
             }
-            if left == 0 {
+            if *left == 0 {
                 return None;
             }
         }
@@ -53,7 +53,8 @@ impl NameTable {
         self.count_at + 8
     }
 
-    /// Whether the names, the markers after them, and nothing but seqs reach to the tokens.
+    /// Whether names begin here, the markers after them fit, and only seqs may lie between these and
+    /// the tokens.
     fn fits(&self, memory: &[u8], tokens: &TokenTable, left: &mut usize) -> bool {
         let Some(memory) = memory.get(..tokens.start) else { return false };
         let mut at = self.start();
@@ -63,10 +64,11 @@ impl NameTable {
             if number.is_multiple_of(NAMES_PER_MARKER) {
                 markers.push((at - self.start()) as u64);
             }
-            *left = left.saturating_sub(1);
-            let Some((name, next)) = name_at(memory, at).filter(|_| *left > 0) else {
+            let Some((name, next)) = name_at(memory, at) else { return false };
+            *left = left.saturating_sub(1 + name.len());
+            if *left == 0 {
                 return false;
-            };
+            }
             let len: usize = name.iter().map(|token| tokens.text(*token).len()).sum();
             let kind = name.first().and_then(|token| tokens.text(*token).bytes().next());
             let is_kind = |kind: u8| kind.is_ascii_alphabetic() || matches!(kind, b'?' | b'-');

@@ -1,8 +1,8 @@
 //! Tables as each version of Linux writes them, and memory that only looks like tables.
 
 use super::*;
-use made_tables::{VERSIONS, Version, symbols, tables};
 use proptest::prelude::*;
+use sample_tables::{VERSIONS, Version, symbols, tables};
 use std::convert::Infallible;
 use std::sync::LazyLock;
 

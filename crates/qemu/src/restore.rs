@@ -42,7 +42,7 @@ use crate::lifetime::Lifetime;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
-use crate::thread_affinity::{self, RecordedRole, SingleCore};
+use crate::thread_affinity::{self, LogRole, SingleCore};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
 use crate::{Error, Qmp, Result, RunStatus, accelerator_check, audit, eventfd_coalesce};
 use crossing::Crossing;
@@ -410,7 +410,7 @@ impl Starting {
         };
         let mut single_core = None;
         if let Some(ReplayStart { until, network_may_be_late }) = plan.replays {
-            let role = RecordedRole::Replays { network_may_be_late };
+            let role = LogRole::Replays { network_may_be_late };
             single_core = SingleCore::begin(&mut qmp, child.id(), &plan.arguments, role);
             if let Until::Instruction(icount) = until {
                 qmp.replay_break(icount)?;
@@ -518,7 +518,7 @@ fn connect(ours: OwnedFd, child: &mut Child, line: &[Argument]) -> Result<Qmp> {
 fn prepare_process(command: &mut Command, plan: &Plan) -> Result<Option<OwnedFd>> {
     let preloaded = plan.replays.map(|_| eventfd_coalesce::prepare(command)).transpose()?;
     if let Some(ReplayStart { network_may_be_late, .. }) = plan.replays {
-        let role = RecordedRole::Replays { network_may_be_late };
+        let role = LogRole::Replays { network_may_be_late };
         thread_affinity::prepare(command, &plan.arguments, role);
         // A signal to the terminal's session must not reach the replay.
         keyframe_kernel::child_setup::kill_with_parent(command);

@@ -16,9 +16,10 @@
 //! monitor's among them, are scheduled the same way.
 //!
 //! Only a guest whose clock follows its own time is treated so ([`may_run_late`]): a replay that
-//! reads the host's clock waits for the main loop without halting. A recording with a network is not:
-//! its packets come through the main loop. A replay with a network is, except on its way to a hold
-//! (`keyframe_replay`'s `LogIndex::holds`), at which it may wait for ever.
+//! reads the host's clock waits for the main loop without halting. The main loop of
+//! a recording with a network must run at once, because its packets come through it. A replay with a
+//! network takes turns on one core, except on its way to a hold (`keyframe_replay`'s
+//! `LogIndex::holds`), where it might wait for ever.
 //!
 //! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel
 //! places the threads.
@@ -41,7 +42,7 @@ use std::process::Command;
 
 /// What a QEMU does with a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum RecordedRole {
+pub(crate) enum LogRole {
     Records,
     /// It replays. If `network_may_be_late`, no network waits for the main loop on the way to its
     /// first stop.
@@ -50,7 +51,7 @@ pub(crate) enum RecordedRole {
     },
 }
 
-impl RecordedRole {
+impl LogRole {
     fn may_run_late(self, arguments: &[Argument]) -> bool {
         may_run_late(arguments, self == Self::Replays { network_may_be_late: true })
     }
@@ -62,30 +63,26 @@ pub(crate) struct SingleCore {
     pid: u32,
     /// The thread that runs the guest.
     guest: u32,
-    /// It replays: no client waits for its disks.
-    replays: bool,
+    /// It replays, so that no client waits for its disks, and takes turns to its end: a thread that
+    /// was made nice can be raised again only with a privilege.
+    has_lowest_share: bool,
     claim: Option<CoreClaim>,
     takes_turns: bool,
 }
 
 impl SingleCore {
     /// Places the threads of the QEMU with the monitor `qmp`, the process id `pid` and the command
-    /// line `arguments` on one core; if its main loop must not run late at first, later
-    /// ([`Self::take_turns`]). Returns `None` if the main loop of this QEMU must never run late, or if
-    /// QEMU does not tell its threads.
-    pub fn begin(
-        qmp: &mut Qmp,
-        pid: u32,
-        arguments: &[Argument],
-        role: RecordedRole,
-    ) -> Option<Self> {
-        let replays = role != RecordedRole::Records;
+    /// line `arguments` on one core, now or by a later [`Self::take_turns`]. Returns `None` if the
+    /// main loop must never run late, or if QEMU does not tell its threads.
+    pub fn begin(qmp: &mut Qmp, pid: u32, arguments: &[Argument], role: LogRole) -> Option<Self> {
+        let replays = role != LogRole::Records;
         if !may_run_late(arguments, replays) {
             return None;
         }
         let guest = qmp.cpu_threads().ok()?.first().copied()?;
         let claim = cpu_affinity::cores_of_thread(guest).into_iter().find_map(CoreClaim::take);
-        let mut placed = Self { pid, guest, replays, claim, takes_turns: false };
+        let has_lowest_share = replays && may_run_late(arguments, false);
+        let mut placed = Self { pid, guest, has_lowest_share, claim, takes_turns: false };
         if role.may_run_late(arguments) {
             placed.take_turns(true);
         }
@@ -120,7 +117,7 @@ impl SingleCore {
             cpu_affinity::threads_of(self.pid).into_iter().filter(|thread| *thread != self.guest)
         {
             let _ = priority::set_batch_policy(thread, may_run_late);
-            if self.replays {
+            if self.has_lowest_share {
                 let _ = priority::set_lowest_share(thread, may_run_late);
             }
         }
@@ -129,9 +126,9 @@ impl SingleCore {
 
 /// Prepares `command`, which starts a QEMU with the command line `arguments`: it leads a session if
 /// its threads will be on one core, at least for a time.
-pub(crate) fn prepare(command: &mut Command, arguments: &[Argument], role: RecordedRole) {
+pub(crate) fn prepare(command: &mut Command, arguments: &[Argument], role: LogRole) {
     let reads_terminal = arguments.iter().any(reads_terminal) && std::io::stdin().is_terminal();
-    if may_run_late(arguments, role != RecordedRole::Records) && !reads_terminal {
+    if may_run_late(arguments, role != LogRole::Records) && !reads_terminal {
         child_setup::start_new_session(command);
     }
 }
@@ -161,13 +158,13 @@ mod tests {
             let (pid, session) = printed.trim().split_once(' ').unwrap();
             pid == session
         };
-        let leads = |words: &str| leads_as(RecordedRole::Records, words);
+        let leads = |words: &str| leads_as(LogRole::Records, words);
         assert!(leads("-m 1G -rtc clock=vm"));
         assert!(!leads("-m 1G -rtc clock=host"));
         let with_network = "-m 1G -rtc clock=vm -netdev user,id=n";
         assert!(!leads(with_network));
         for late in [false, true] {
-            let role = RecordedRole::Replays { network_may_be_late: late };
+            let role = LogRole::Replays { network_may_be_late: late };
             assert!(leads_as(role, with_network));
         }
     }

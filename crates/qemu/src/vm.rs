@@ -27,7 +27,7 @@ use crate::ramblock::{self, find_ram_blocks};
 use crate::spawn;
 use crate::sse_flags::SseFlags;
 use crate::statefile::StateFile;
-use crate::thread_affinity::{self, RecordedRole, SingleCore};
+use crate::thread_affinity::{self, LogRole, SingleCore};
 use crate::watchdog::{Watched, WatchedMonitor};
 use crate::{
     AuditFinding, Error, QemuIdentity, Qmp, Result, VmExit, accelerator_check, audit, error,
@@ -155,7 +155,7 @@ impl Vm {
         command.args(full_command.iter().skip(1));
         prepare(&mut command);
         if is_recorded {
-            thread_affinity::prepare(&mut command, &line, RecordedRole::Records);
+            thread_affinity::prepare(&mut command, &line, LogRole::Records);
         }
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let [(_, ours), (_, watchdog)] = &monitors;
@@ -171,7 +171,7 @@ impl Vm {
         match connected {
             Ok(mut qmp) => {
                 let single_core = is_recorded
-                    .then(|| SingleCore::begin(&mut qmp, child.id(), &line, RecordedRole::Records))
+                    .then(|| SingleCore::begin(&mut qmp, child.id(), &line, LogRole::Records))
                     .flatten();
                 let origin = Origin::Launched { watchdog: watchdog.clone(), disks };
                 let lines = (user_command, full_command);

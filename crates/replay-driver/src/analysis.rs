@@ -54,7 +54,7 @@ use std::time::{Duration, Instant};
 /// How often a live recording is looked at for new intervals.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// A network's file system shows a file's growth to other nodes so late.
+/// The longest time until a network file system shows other nodes that a file has grown.
 const SHOWN_WITHIN: Duration = Duration::from_secs(90);
 
 /// What grows while a live recording is analysed.
@@ -112,7 +112,7 @@ impl<'a> Analysis<'a> {
         }
         let is_complete = known.is_complete;
         if is_complete {
-            // Before hours of replays, and not after them.
+            // Fail before hours of replays, not after them.
             this.guest_symbols()?;
         }
         let lock = claim(&out, &this.progress().header)?;
@@ -213,8 +213,8 @@ impl<'a> Analysis<'a> {
         find().ok_or_else(|| AnalysisError::NoInterval(index).into())
     }
 
-    /// Returns interval `index`, as [`Self::interval`] does. Waits for it: a network's file system
-    /// shows late to this node what another node has written. Errors: those of [`Self::interval`],
+    /// Returns interval `index`, as [`Self::interval`] does. Waits for it, because a network
+    /// file system shows other nodes' writes late. Errors: those of [`Self::interval`],
     /// after a minute and a half, or when `interrupted` becomes true.
     pub fn interval_on_network(&self, index: u32, interrupted: &AtomicBool) -> Result<Interval> {
         let began = Instant::now();

@@ -198,7 +198,7 @@ impl<'a> RecordedLengths<'a> {
         };
         let taken_s = ended_at.duration_since(begin.meta.taken_at).as_secs_f64();
         let length_s = taken_s - begin.meta.timing.pause_ns as f64 / 1e9;
-        // A wall clock that was set says nothing.
+        // The wall clock was set in between: the difference is useless.
         (length_s > 0.0).then_some(length_s)
     }
 }

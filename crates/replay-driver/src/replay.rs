@@ -51,7 +51,7 @@ pub struct ReplayOptions {
     pub log: Option<PathBuf>,
     /// True if pages of RAM are loaded when the guest touches them, not all before it runs.
     pub lazy: bool,
-    /// True if the replay is stopped at any instruction, and not only between intervals.
+    /// True if the replay may be stopped at any instruction, not only between intervals.
     pub stops_anywhere: bool,
     /// The time for which the replay may stay at one instruction before it counts as diverged.
     pub patience: Duration,
@@ -75,12 +75,12 @@ impl Default for ReplayOptions {
 pub struct StartTimes {
     /// Reading the checkpoint's index and serving its disks.
     pub checkpoint_ns: u64,
-    /// Then, starting QEMU's process with the tool's plugin.
+    /// Then, until QEMU's process with the tool's plugin answered.
     pub process_ns: u64,
-    /// Then, loading the devices.
+    /// Then, until the VM could run: waiting for the copy of the RAM, and loading the devices.
     pub devices_ns: u64,
-    /// Since the start of the process, copying the RAM out of the store; `None` if its pages are loaded when the guest
-    /// touches them.
+    /// The copy of the RAM out of the store, which begins with the process; `None` if the guest loads
+    /// pages by touching them.
     pub ram_ns: Option<u64>,
 }
 

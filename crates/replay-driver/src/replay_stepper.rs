@@ -18,7 +18,7 @@ const ASK_EVERY: Duration = Duration::from_millis(500);
 /// The default time for which a replay may stay at one instruction and one place in its log. An
 /// idle guest's clock jumps, so that no replay waits for real time.
 pub const PATIENCE: Duration = Duration::from_secs(30);
-/// The same at a hold, where a replay hangs if its stop came too late.
+/// The patience at a hold, where a replay hangs if its stop came too late.
 const PATIENCE_AT_HOLD: Duration = Duration::from_secs(5);
 /// Lines of the registers that a divergence is reported with.
 const REGISTER_LINES: usize = 6;
@@ -75,7 +75,7 @@ pub struct ReplayStepper {
     pub until: Until,
     /// The instructions at which it stops for a moment on its way, in rising order.
     pub holds: Arc<[u64]>,
-    /// True if it is stopped at any instruction, and not only between intervals.
+    /// True if the replay may be stopped at any instruction, not only between intervals.
     pub stops_anywhere: bool,
     /// The path of the log that QEMU reads.
     pub log: PathBuf,
@@ -95,14 +95,21 @@ impl ReplayStepper {
         }
     }
 
-    /// Returns whether the main loop may run late for a network on the way to the next stop: it may
-    /// unless that is a hold.
+    /// Returns whether a network allows the main loop to run late on the way to the next stop: not if
+    /// that is a hold, and not if the replay may be stopped anywhere.
     pub fn may_be_late(&self) -> bool {
         let is_hold = match self.next_stop() {
             Until::Instruction(icount) => self.is_hold(icount),
             Until::LogEnd => false,
         };
         !self.stops_anywhere && !is_hold
+    }
+
+    /// Returns whether a replay that stands still at `icount` has come to a hold there, before or
+    /// after the stop.
+    fn hangs_at_hold(&self, icount: u64) -> bool {
+        let is_here = icount == self.icount || self.next_stop() == Until::Instruction(icount);
+        is_here && self.is_hold(icount)
     }
 
     fn is_hold(&self, icount: u64) -> bool {
@@ -176,7 +183,7 @@ impl ReplayStepper {
                     return self.monitor_closed(replay.vm());
                 };
                 on_progress(icount);
-                if let Some(stalled) = progress.stalled(icount, self.is_hold(icount)) {
+                if let Some(stalled) = progress.stalled(icount, self.hangs_at_hold(icount)) {
                     return Err(self.diverged(replay.vm(), &stalled).into());
                 }
             }
@@ -234,7 +241,7 @@ impl ReplayStepper {
     /// Returns the error of a replay that hangs.
     fn diverged(&self, vm: &mut Vm, stalled: &Stalled) -> ReplayError {
         let &Stalled { icount, log_bytes } = stalled;
-        if self.is_hold(icount) {
+        if self.hangs_at_hold(icount) {
             return ReplayError::MissedHold { icount };
         }
         let missing_instructions = match self.until {
@@ -256,7 +263,7 @@ struct Stalled {
 struct ProgressWatch {
     began: Instant,
     detector: StallDetector,
-    /// With less patience.
+    /// The detector for holds, with less patience.
     at_hold: StallDetector,
     asked: Instant,
     log: Option<OpenFile>,

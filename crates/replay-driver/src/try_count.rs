@@ -2,8 +2,8 @@
 
 use crate::error::{Error, ReplayError};
 
-/// How often a replay may miss a hold. It does in about a third of the tries, whatever the machine
-/// does, and another try is likely to succeed.
+/// The number of missed holds after which an interval is given up. A miss is a matter of chance, so
+/// another try is likely to succeed.
 const MISSED_HOLDS_MAX: u32 = 12;
 
 /// The failed tries of an interval.
@@ -22,7 +22,7 @@ impl TryCount {
         }
     }
 
-    /// Returns true if no further try is due after `tries_max` failures. A missed hold is none.
+    /// Returns true after `tries_max` failures, or after 12 missed holds, which are no failures.
     pub fn is_over(self, tries_max: u32) -> bool {
         self.failures >= tries_max || self.missed_holds >= MISSED_HOLDS_MAX
     }

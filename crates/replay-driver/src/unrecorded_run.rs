@@ -80,13 +80,18 @@ impl UnrecordedRun {
     ///
     /// The store cannot be read. A run that has ended has no two consecutive checkpoints.
     pub fn intervals(&self) -> Result<KnownIntervals> {
-        // The lock is looked at first: a checkpoint that is sealed meanwhile is in the list then.
+        // Look at the lock first: a checkpoint that is sealed after that is in the list.
         let is_locked = self.follow && self.is_locked()?;
-        let all = selected(&self.store, &self.selection)?;
-        let is_newest = all.last().is_none_or(|newest| newest.meta.run == self.run);
-        let of_run = all.iter().filter(|sealed| sealed.meta.run == self.run);
+        let everything = RunSelection { vm: None, from: None, to: None };
+        let all = selected(&self.store, &everything)?;
+        let newest = all.last();
+        let may_go_on = newest.is_none_or(|newest| {
+            newest.meta.run == self.run && self.selection.to.is_none_or(|to| newest.id.0 <= to)
+        });
+        let of_run =
+            all.iter().filter(|sealed| sealed.meta.run == self.run && self.selection.has(sealed));
         let intervals = intervals_of(&of_run.collect::<Vec<&Sealed>>());
-        let is_complete = !(is_locked && is_newest);
+        let is_complete = !(is_locked && may_go_on);
         if is_complete && intervals.is_empty() {
             let place = self.store.path().to_owned();
             return Err(AnalysisError::NoConsecutiveCheckpoints(place).into());
@@ -205,14 +210,18 @@ impl SimulatedVm {
 /// Returns the checkpoints in `store` that `selection` selects, in their order.
 fn selected(store: &Store, selection: &RunSelection) -> Result<Vec<Sealed>> {
     let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
-    let is_selected = |sealed: &Sealed| {
-        selection.vm.as_ref().is_none_or(|vm| sealed.meta.vm == *vm)
-            && selection.from.is_none_or(|from| sealed.id.0 >= from)
-            && selection.to.is_none_or(|to| sealed.id.0 <= to)
-    };
     let mut all = listing.sealed;
-    all.retain(is_selected);
+    all.retain(|sealed| selection.has(sealed));
     Ok(all)
+}
+
+impl RunSelection {
+    /// Returns whether a checkpoint is selected.
+    fn has(&self, sealed: &Sealed) -> bool {
+        self.vm.as_ref().is_none_or(|vm| sealed.meta.vm == *vm)
+            && self.from.is_none_or(|from| sealed.id.0 >= from)
+            && self.to.is_none_or(|to| sealed.id.0 <= to)
+    }
 }
 
 /// Returns the intervals between the checkpoints of a run.

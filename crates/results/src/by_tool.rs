@@ -45,10 +45,10 @@ pub fn timeline(results: &AnalysisResults) -> Result<Timeline> {
         ),
         "memtrace" => none(
             "a trace has too many accesses",
-            "ask it with a database, such as DuckDB: select ... from 'OUT/memtrace.parquet'",
+            "query it with a database, such as DuckDB: select ... from 'OUT/memtrace.parquet'",
         ),
         _ => none(
-            "Keyframe knows pictures of its own tools alone",
+            "Keyframe draws only the results of its own tools",
             "draw the tool's result files with another program",
         ),
     }

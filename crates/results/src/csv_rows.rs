@@ -10,6 +10,8 @@ use std::rc::Rc;
 
 /// The longest row, in bytes.
 const ROW_BYTES_MAX: usize = 1 << 20;
+/// The most columns of a file.
+const COLUMNS_MAX: usize = 1024;
 
 /// A file that ends with an error if a row does not end in time.
 struct BoundedRows {
@@ -59,6 +61,9 @@ impl<'a> CsvRows<'a> {
         if !rows.next_record(&mut header)? {
             return Err(rows.damaged("it is empty"));
         }
+        if header.len() > COLUMNS_MAX {
+            return Err(rows.damaged(&format!("it has more than {COLUMNS_MAX} columns")));
+        }
         rows.header = header.iter().map(printable).collect();
         Ok(rows)
     }
@@ -100,7 +105,7 @@ impl<'a> CsvRows<'a> {
         let mut record = StringRecord::new();
         while self.next_record(&mut record)? {
             if rows.len() < most {
-                rows.push(record.iter().map(printable).collect());
+                rows.push(record.iter().take(self.header.len()).map(printable).collect());
             } else {
                 left_out += 1;
             }

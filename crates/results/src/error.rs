@@ -10,7 +10,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[non_exhaustive]
 pub enum Error {
     /// A result file is not there.
-    #[error("{}: the analysis has no such result yet", path.display())]
+    #[error("{}: no such result file", path.display())]
     NoResult {
         /// The file.
         path: PathBuf,
@@ -54,7 +54,7 @@ impl Error {
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::NoResult { .. } => Some(
-                "let keyframe analyze end; the same command continues an interrupted analysis"
+                "wait until keyframe analyze has ended; if it was interrupted, run the same command again"
                     .into(),
             ),
             Self::Damaged { .. } => Some("analyze again, into a new directory: --out DIR".into()),

@@ -5,7 +5,7 @@ use crate::csv_rows::number;
 use keyframe_plot::{Axis, Band, Cell, Panel, PanelShape, Scale, Timeline, decimal};
 
 /// The largest number of cells of a picture: more would be narrower than a pixel or two.
-const CELLS_MAX: usize = 360;
+const INTERVALS_DRAWN_MAX: usize = 360;
 
 /// An interval of an analysis.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ pub struct AnalysedInterval {
 
 impl AnalysisResults {
     /// Returns the position of the interval whose number a cell has.
-    pub(crate) fn interval_at(&self, cell: &str) -> Result<usize, String> {
+    pub(crate) fn interval_by_number(&self, cell: &str) -> Result<usize, String> {
         let index = number(cell)?;
         let found = self.intervals.binary_search_by_key(&index, |one| one.index.into());
         found.map_err(|_| format!("interval {index} is not one of this analysis"))
@@ -28,7 +28,7 @@ impl AnalysisResults {
 
     /// Returns the position of the interval with instruction `icount`. The first and the last one
     /// also stand for what lies before and after all.
-    pub(crate) fn interval_of(&self, icount: u64) -> usize {
+    pub(crate) fn interval_containing(&self, icount: u64) -> usize {
         let next = self.intervals.partition_point(|one| one.start <= icount);
         next.saturating_sub(1)
     }
@@ -40,7 +40,7 @@ impl AnalysisResults {
 
     /// Returns how many neighbouring intervals a cell of a picture has.
     fn per_cell(&self) -> usize {
-        self.intervals.len().div_ceil(CELLS_MAX).max(1)
+        self.intervals.len().div_ceil(INTERVALS_DRAWN_MAX).max(1)
     }
 
     /// Returns the sum of the values in each cell.

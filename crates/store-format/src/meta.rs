@@ -151,15 +151,15 @@ pub struct Timing {
     pub round_pages: Vec<u64>,
     /// The time of hashing, deduplication, compression and appending, until the seal began.
     pub encode_ns: u64,
-    /// The durations of the steps after the pause; `None` if they were not measured.
+    /// The durations of the steps of storing it; `None` if they were not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub processing: Option<ProcessingPhases>,
 }
 
-/// The steps of a checkpoint's processing after the pause, in nanoseconds. Pages that pre-copy
-/// copied before the pause count too. The first four steps are those of the pages of RAM, and what
-/// they lack to `encode_ns` is the rest of the encoder. The others belong to the seal. The write of
-/// the checkpoint's own file, which holds these numbers, is not among them.
+/// The steps of storing a checkpoint, in nanoseconds. The first four concern pages of RAM, also those
+/// that pre-copy stored before the pause; `encode_ns` without their sum is the encoder's other work.
+/// The last three belong to the seal. Writing the checkpoint's own file is not measured, because that
+/// file holds these numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ProcessingPhases {
     /// The time of hashing pages.

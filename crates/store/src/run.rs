@@ -378,6 +378,8 @@ impl Run {
         self.progress.undo();
         if let Ok(session) = self.session() {
             session.packs.return_space();
+            // The steps of the next checkpoint are its own.
+            session.packs.take_times();
         }
         self.begin_next();
     }
@@ -467,6 +469,18 @@ impl Run {
             device_bytes: device.stored_bytes(),
             ..self.progress.puts.counts()
         };
+        // A copy has the times of its origin.
+        let is_copy = self.origin.is_some();
+        let own_phases = |phases| ProcessingPhases {
+            hash: put.hash,
+            look_up: put.look_up,
+            compress: put.compress,
+            append: put.append,
+            sync: sync_ns,
+            map: map_ns,
+            ..phases
+        };
+        let processing = request.timing.processing;
         let meta = Meta {
             vm: self.vm.clone(),
             run: self.id(),
@@ -480,15 +494,7 @@ impl Run {
             machine: request.machine,
             members: request.members,
             timing: Timing {
-                processing: request.timing.processing.map(|phases| ProcessingPhases {
-                    hash: put.hash,
-                    look_up: put.look_up,
-                    compress: put.compress,
-                    append: put.append,
-                    sync: sync_ns,
-                    map: map_ns,
-                    ..phases
-                }),
+                processing: if is_copy { processing } else { processing.map(own_phases) },
                 ..request.timing
             },
             counts,

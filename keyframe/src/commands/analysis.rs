@@ -27,14 +27,14 @@ enum Action {
 /// Print tables of the results, and draw them
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The tables are made of the result files of keyframe analyze, which stay the complete results. The tool of a third party has the first
-rows of its CSV files as tables.
+    after_help = "The tables summarize the result files of keyframe analyze, which hold the complete results. For a third party's tool, the first rows of
+its CSV files are shown.
 
 The picture shows what the tool found in each interval:
   hot          the share of each of the hottest functions (with --tool-arg symbols=guest, or a file)
-  icount       the share of user programs and of the kernel, instructions
+  icount       the shares of user programs and of the kernel; the number of instructions
   cache        misses per 1,000 instructions, miss rates
-  working-set  memory that is touched, read and written; all that was touched so far
+  working-set  memory touched, read and written in the interval, and touched so far
   syscalls     the most frequent system calls
   watch        the instructions that write most
 
@@ -56,7 +56,7 @@ struct ShowResults {
     /// Rows of each table
     #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u32).range(1..))]
     top: u32,
-    /// Print the tables as JSON: sizes in bytes
+    /// Print the tables as JSON, with sizes in bytes
     #[arg(long)]
     json: bool,
 }

@@ -73,7 +73,7 @@ pub struct Analyze {
     /// checkpoint)
     #[arg(long, value_name = "ICOUNT")]
     to: Option<u64>,
-    /// How often an interval is tried
+    /// Give an interval up after N failed tries
     #[arg(long, value_name = "N", default_value = "3", value_parser = clap::value_parser!(u32).range(1..=100))]
     tries: u32,
     /// Run it once more, by one replay through all intervals, and compare the results byte by byte
@@ -83,8 +83,9 @@ pub struct Analyze {
     /// under TCG from its checkpoint, without a log. Approximate, and not deterministic
     #[arg(long)]
     approximate: bool,
-    /// REC may still be recorded, or with --approximate run: each interval is begun with as soon as
-    /// its checkpoints are sealed and the log has it, until the recording or the run ends
+    /// Analyze while REC is still recorded, or with --approximate while its VM still runs. Each
+    /// interval is analyzed as soon as its checkpoints are sealed, and the log reaches beyond it.
+    /// The command ends after the recording or the run has ended
     #[arg(long)]
     follow: bool,
     /// With --approximate: the VM whose newest run it is [default: that of the newest checkpoint]

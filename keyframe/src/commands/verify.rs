@@ -39,7 +39,7 @@ pub struct Verify {
     /// How long a replay may stand at one instruction before it counts as having come off its log
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = super::checkpoints::parse_duration)]
     patience: Duration,
-    /// How often an interval is tried whose replay does not get to its end
+    /// Give an interval up after N tries that did not get to its end
     #[arg(long, value_name = "N", default_value = "3", value_parser = clap::value_parser!(u32).range(1..=100))]
     tries: u32,
     /// Print what was found as JSON

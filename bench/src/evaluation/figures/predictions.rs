@@ -90,7 +90,7 @@ fn write_analyses(
         }
     }
     if values.is_empty() {
-        values.push("no interval was measured that the constants were not fitted to".into());
+        values.push("all measured intervals were used for the fit, so none tests it".into());
     }
     let title = "time of an analysis after the recording: equation 3.5's busy time and a simulated \
                  cluster, with constants fitted to intervals of 0.5, 2 and 8 s, tested on the others";

@@ -106,7 +106,7 @@ fn write_steps(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Error>
     let title = "steps of the processing, as each checkpoint recorded them";
     let paper = PaperFigure { number: "A.7", file: "a.7-processing-steps", title };
     outputs.add(paper, &over_time, &steps_over_time(groups), values)?;
-    let title = "the same, means by interval";
+    let title = "steps of the processing, means by interval";
     let paper = PaperFigure { number: "A.7", file: "a.7-processing-steps-by-interval", title };
     outputs.add(paper, &means, &super::chart::no_figure(), String::new())
 }

@@ -13,11 +13,17 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const ANSWER_BYTES_MAX: u64 = 64 << 20;
 /// Time between two tries to reach the controller.
 const TRY_EVERY: Duration = Duration::from_secs(1);
-/// What the programs say if the controller does not answer them. It has done nothing then.
-const UNREACHABLE: [&str; 3] =
-    ["Unable to contact slurm controller", "Connection refused", "No route to host"];
-/// What they say if its answer is lost. It may have done what was asked.
-const ANSWER_LOST: [&str; 5] = [
+/// What Slurm's programs print if they do not reach slurmctld. It has not received the request.
+const UNREACHABLE: [&str; 3] = [
+    "Unable to contact slurm controller (connect failure)",
+    "Connection refused",
+    "No route to host",
+];
+/// What they print if the answer of slurmctld is lost. It may have carried out the request.
+const ANSWER_LOST: [&str; 8] = [
+    "Unable to contact slurm controller (send failure)",
+    "Unable to contact slurm controller (receive failure)",
+    "Unable to contact slurm controller (shutdown failure)",
     "Zero Bytes were transmitted or received",
     "Socket timed out",
     "Communication connection failure",
@@ -35,9 +41,9 @@ pub struct SlurmPrograms {
 }
 
 impl SlurmPrograms {
-    /// Runs `program` with `input` as its standard input and returns its standard output. If the
-    /// controller does not answer, which a busy one does for seconds, runs it again for a minute.
-    /// A job is submitted again only if the controller cannot have received it.
+    /// Runs `program` with `input` as its standard input and returns its standard output. A busy
+    /// slurmctld may not answer for seconds; the program is then run again, for up to a minute. A job
+    /// is submitted again only if slurmctld cannot have received it.
     ///
     /// Errors: [`Error::NoProgram`], [`Error::TimedOut`], [`Error::Refused`].
     pub fn ask(
@@ -46,12 +52,16 @@ impl SlurmPrograms {
         args: &[impl AsRef<OsStr>],
         input: &[u8],
     ) -> Result<String> {
+        // The end of a command that was interrupted does not wait for slurmctld.
+        if program == super::SCANCEL {
+            return self.ask_once(program, args, input);
+        }
         let is_repeatable = program != super::SBATCH;
         let limit = Instant::now() + PATIENCE;
         loop {
             match self.ask_once(program, args, input) {
                 Err(Error::Refused { message, .. })
-                    if Instant::now() < limit && is_silence(&message, is_repeatable) =>
+                    if Instant::now() < limit && is_unanswered(&message, is_repeatable) =>
                 {
                     std::thread::sleep(TRY_EVERY);
                 }
@@ -87,11 +97,11 @@ impl SlurmPrograms {
     }
 }
 
-/// Returns whether a program says with `message` that the controller did not answer. If
-/// `is_repeatable`, it may have done what was asked.
-fn is_silence(message: &str, is_repeatable: bool) -> bool {
-    let lost = ANSWER_LOST.iter().filter(|_| is_repeatable);
-    UNREACHABLE.iter().chain(lost).any(|text| message.contains(text))
+/// Returns whether `message` says that slurmctld did not answer. A lost answer counts only if the
+/// request `is_repeatable`.
+fn is_unanswered(message: &str, is_repeatable: bool) -> bool {
+    let has = |texts: &[&str]| texts.iter().any(|text| message.contains(text));
+    if has(&ANSWER_LOST) { is_repeatable } else { has(&UNREACHABLE) }
 }
 
 fn read(pipe: Option<impl Read + Send + 'static>) -> std::thread::JoinHandle<String> {

@@ -186,7 +186,11 @@ fn a_controller_that_does_not_answer_at_once_is_asked_again() {
     fake.program(SBATCH, &silent_once(message, "echo 7"));
     assert!(matches!(programs.ask(SBATCH, &[""; 0], &[]), Err(Error::Refused { .. })));
     fs::remove_dir(fake.path("silent")).unwrap();
-    fake.program(SBATCH, &silent_once("Unable to contact slurm controller", "echo 7"));
+    let connect = "Unable to contact slurm controller (connect failure)";
+    fake.program(SBATCH, &silent_once(&format!("Connection refused; {message}"), "echo 7"));
+    assert!(matches!(programs.ask(SBATCH, &[""; 0], &[]), Err(Error::Refused { .. })));
+    fs::remove_dir(fake.path("silent")).unwrap();
+    fake.program(SBATCH, &silent_once(connect, "echo 7"));
     assert_eq!(programs.ask(SBATCH, &[""; 0], &[]).unwrap(), "7\n");
 }
 

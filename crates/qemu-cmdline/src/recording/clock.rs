@@ -49,7 +49,7 @@ fn has_network(line: &[Argument]) -> bool {
 
 /// Returns true if the main loop of a QEMU with this command line may run late without effect on
 /// the guest: the clock follows the guest's time, and no network waits for the main loop. With
-/// `network_may_be_late`, a network does not wait.
+/// `network_may_be_late`, a network is no obstacle.
 pub fn may_run_late(line: &[Argument], network_may_be_late: bool) -> bool {
     let follows_guest = value_of(&keys(&of(line).join(","), "base"), "clock") == Some("vm");
     follows_guest && (network_may_be_late || !has_network(line))

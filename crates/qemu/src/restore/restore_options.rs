@@ -12,8 +12,8 @@ pub struct RestoreOptions {
     pub qemu: Option<PathBuf>,
     /// True to leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
-    /// The restored QEMU replays a recording up to the end that this names. `None` for no replay.
-    /// QEMU learns the end before it loads its devices, because a replay that waits at its
+    /// The restored QEMU replays a recording, first up to this stop. `None` for no replay. QEMU
+    /// learns the stop before it loads its devices, because a replay that waits at its
     /// checkpoint could already consume events of the log that come after it.
     pub replays: Option<ReplayStart>,
     /// Makes QEMU count instructions, each of which takes two to this power nanoseconds of guest
@@ -65,7 +65,7 @@ pub struct ReplayStart {
     pub network_may_be_late: bool,
 }
 
-/// The end of a replay.
+/// A stop of a replay.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Until {
     /// The replay pauses before this instruction.

@@ -200,7 +200,9 @@ impl AnalysisError {
             Self::NoRecordedTime(_) => {
                 "analyze when the recording has ended, or record without --follow"
             }
-            Self::GuestSymbols { .. } => "name a file: --tool-arg symbols=vmlinux, or System.map",
+            Self::GuestSymbols { .. } => {
+                "use a file of the guest's kernel: --tool-arg symbols=FILE, a vmlinux or a System.map"
+            }
             Self::Json { .. }
             | Self::NoInterval(_)
             | Self::NoPart(_)

@@ -24,8 +24,8 @@ pub enum ReplayError {
     /// The replay came too late to a stop at a hold ([`keyframe_replay::log::LogIndex::holds`]), and
     /// hangs there.
     #[error(
-        "the replay stopped too late at instruction {icount}, where the recorded VM was stopped while \
-         its network card was about to send: it hangs there"
+        "the replay hangs at instruction {icount}: it stopped too late, while the network card was \
+         about to send"
     )]
     MissedHold {
         /// The instruction of the hold.
@@ -113,6 +113,9 @@ impl ReplayError {
     pub fn fix(&self) -> Option<String> {
         match self {
             Self::Listen { .. } => Some("name another port, or 0 for a free one".into()),
+            Self::MissedHold { .. } => {
+                Some("run the same command again: another try is likely to succeed".into())
+            }
             _ => None,
         }
     }

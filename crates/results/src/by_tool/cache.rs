@@ -10,7 +10,7 @@ const FILE: &str = "cache.csv";
 const LEVELS_MAX: u64 = 3;
 const COLUMNS: [&str; 7] =
     ["interval", "start_icount", "level", "reads", "writes", "read_misses", "write_misses"];
-/// Of an approximate analysis.
+/// The columns that `--tool-arg warmup=N` adds.
 const BOUNDS: [&str; 2] = ["misses_least", "misses_most"];
 
 /// A row of the file.
@@ -21,20 +21,20 @@ struct LevelRow {
     level: usize,
     accesses: u64,
     misses: u64,
-    /// The bounds, if the analysis is approximate.
+    /// The bounds on the misses, if the tool had `warmup=N`.
     bounds: [Option<u64>; 2],
 }
 
 fn each_row(results: &AnalysisResults, mut take: impl FnMut(LevelRow)) -> Result<()> {
     let path = results.file(FILE);
     let rows = CsvRows::open(&path)?;
-    // Without bounds these columns are read twice.
+    // Without bounds the column "interval" fills their places and is ignored.
     let [least, most] = if rows.has(BOUNDS[0]) { BOUNDS } else { [COLUMNS[0]; 2] };
     let has_bounds = rows.has(BOUNDS[0]);
     let [interval, start, level, reads, writes, read_misses, write_misses] = COLUMNS;
     let columns = [interval, start, level, reads, writes, read_misses, write_misses, least, most];
     rows.each(columns, |cells| {
-        let interval = results.interval_at(cells[0])?;
+        let interval = results.interval_by_number(cells[0])?;
         let [index, start, level, reads, writes, read_misses, write_misses, least, most] = {
             let mut numbers = [0; 9];
             for (into, cell) in numbers.iter_mut().zip(cells) {

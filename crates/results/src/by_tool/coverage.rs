@@ -36,7 +36,7 @@ pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>>
     })?;
     functions.sort_by_key(|one| (Reverse(one.0), one.2));
     let header = ["bytes run", "of bytes", "percent", "address", "symbol"];
-    let mut table = ResultTable::new("Functions of which most code ran", &header);
+    let mut table = ResultTable::new("Functions by bytes of code that ran", &header);
     for (run, len, at, symbol) in functions {
         let counts = [Cell::Count(run), Cell::Count(len), Cell::share(run, Some(len))];
         table.push(top, [&counts[..], &[Cell::Address(at), Cell::Symbol(symbol)]].concat());

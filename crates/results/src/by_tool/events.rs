@@ -131,7 +131,7 @@ impl Events {
         let columns = ["icount", first, second, third];
         CsvRows::open(&results.file(self.file))?.each(columns, |[icount, cells @ ..]| {
             let name = printable(&(parts.make)(cells)?);
-            let at = results.interval_of(number(icount)?);
+            let at = results.interval_containing(number(icount)?);
             let found = drawn.iter().position(|(known, _)| *known == name);
             let into = found.and_then(|found| by_name.get_mut(found)).unwrap_or(&mut others);
             if let Some(count) = into.get_mut(at) {

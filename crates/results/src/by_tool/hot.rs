@@ -73,7 +73,7 @@ pub fn timeline(results: &AnalysisResults) -> Result<Timeline> {
     let mut functions: BTreeMap<(u64, String), Vec<u64>> = BTreeMap::new();
     let columns = ["interval", "instructions", "address", "executed", "symbol"];
     CsvRows::open(&path)?.each(columns, |[interval, all, at, executed, symbol]| {
-        let place = results.interval_at(interval)?;
+        let place = results.interval_by_number(interval)?;
         instructions[place] = number(all)?;
         let function = (address(at)?, printable(symbol));
         if !functions.contains_key(&function) && functions.len() == FUNCTIONS_MAX {

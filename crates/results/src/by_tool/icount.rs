@@ -37,7 +37,7 @@ fn row(counts: [u64; 2]) -> [Cell; 4] {
 pub fn timeline(results: &AnalysisResults) -> Result<Timeline> {
     let (mut user, mut kernel) = (results.zeros(), results.zeros());
     CsvRows::open(&results.file(FILE))?.each(COLUMNS, |[interval, _, in_user, in_kernel]| {
-        let at = results.interval_at(interval)?;
+        let at = results.interval_by_number(interval)?;
         (user[at], kernel[at]) = (number(in_user)?, number(in_kernel)?);
         Ok(())
     })?;

@@ -25,7 +25,7 @@ fn each_row(results: &AnalysisResults, mut take: impl FnMut(usize, [u64; 8])) ->
         for (into, cell) in numbers.iter_mut().zip(cells) {
             *into = number(cell)?;
         }
-        take(results.interval_at(cells[0])?, numbers);
+        take(results.interval_by_number(cells[0])?, numbers);
         Ok(())
     })
 }
@@ -54,7 +54,7 @@ pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>>
     })?;
     let mut all = ResultTable::new("Pages in all", &["working set", "touched", "pages"]);
     for (name, pages) in
-        [("all intervals", first_touched), ("the interval with the largest one", most)]
+        [("all intervals", first_touched), ("the interval that touches most", most)]
     {
         let bytes = Cell::Bytes(pages.saturating_mul(PAGE_BYTES));
         all.push(usize::MAX, vec![Cell::Text(name.into()), bytes, Cell::Count(pages)]);

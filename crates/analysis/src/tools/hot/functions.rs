@@ -41,7 +41,7 @@ impl<'a> HotFunctions<'a> {
         csv.finish()
     }
 
-    /// Writes the hottest functions of each interval, of those that are the hottest in all. Errors:
+    /// Writes, for each interval, what each of the functions executed that are the hottest in all. Errors:
     /// a part cannot be read; the file cannot be written.
     pub fn write_by_interval(&self, merge: &MergeContext, top: usize) -> Result<PathBuf> {
         let header = "interval,start_icount,instructions,address,executed,symbol";

@@ -16,7 +16,7 @@ const NODES_MAX: u64 = 40;
 
 /// Writes it.
 pub fn write(outputs: &mut Outputs) -> Result<(), Error> {
-    let mut table = CsvTable::new(&["constants", "nodes", "l_opt_s", "n_demand"]);
+    let mut table = CsvTable::new(&["constants", "nodes", "l_opt_s", "nodes_missing"]);
     let (mut lengths, mut missing) = (Vec::new(), Vec::new());
     for nodes in 1..=NODES_MAX {
         let n = nodes as f64;

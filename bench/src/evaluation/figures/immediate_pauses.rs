@@ -1,6 +1,6 @@
 //! Figure A.6: the pauses of a recording alone, and of one that is analysed while it is made.
 
-use super::super::evaluated_run::{EvaluatedRun, FollowedRun};
+use super::super::evaluated_run::{EvaluatedRun, ImmediateRun};
 use super::super::output::{CsvTable, Outputs, PaperFigure};
 use super::super::rounds::{RunRounds, Spread};
 use super::chart::{figure, point};
@@ -59,7 +59,7 @@ pub fn write(
 }
 
 /// Returns the rounds of which there is a recording with an analysis beside it.
-fn followed(group: &RunRounds) -> impl Iterator<Item = (&EvaluatedRun, &FollowedRun)> {
+fn followed(group: &RunRounds) -> impl Iterator<Item = (&EvaluatedRun, &ImmediateRun)> {
     group.rounds().iter().filter_map(|run| Some((run, run.followed.as_ref()?)))
 }
 
