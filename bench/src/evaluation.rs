@@ -24,7 +24,6 @@ mod checkpoint_figures;
 mod evaluated_run;
 mod figures;
 mod image_reading;
-mod keyframe_json;
 mod machine;
 mod maps;
 mod measurement;
@@ -39,9 +38,9 @@ mod simulations;
 mod workload;
 
 use crate::interrupt::Interrupt;
+use crate::keyframe_json::KeyframeJson;
 use crate::{Error, Options, Report};
 use evaluated_run::{EvaluatedRun, RunRequest};
-use keyframe_json::KeyframeJson;
 use measurement::{Measurement, MeasurementFiles, MeasurementKey, Provenance, commit_of};
 use output::Outputs;
 use report_head::ReportHead;
@@ -192,7 +191,7 @@ fn without(all: &[MeasurementKey], known: &[MeasurementKey]) -> Vec<MeasurementK
     all.iter().filter(|key| !known.contains(key)).copied().collect()
 }
 
-/// Writes the figures and the report of all measurements that are there.
+/// Writes the figures and the report of all complete measurements.
 fn write_outputs(
     files: &MeasurementFiles,
     out: &Path,

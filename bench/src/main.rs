@@ -32,6 +32,7 @@ mod error;
 mod evaluation;
 mod guest_files;
 mod interrupt;
+mod keyframe_json;
 mod memtrace_columns;
 mod overhead;
 mod part_selection;

@@ -227,14 +227,28 @@ fn add_tool(report: &mut Report, tool: &str, times: &ToolTimes) {
     }
 }
 
-/// Returns the time at which a recording began.
-fn began_at(recording: &Path) -> Result<Timestamp, Error> {
-    let path = recording.join("recording.json");
-    let failed = || format!("read {}", path.display());
-    let text = std::fs::read(&path).map_err(Error::io(failed()))?;
-    let meta: Value = serde_json::from_slice(&text).map_err(|e| Error::failed(failed(), e))?;
-    let began = meta["began_at"].as_str().unwrap_or_default();
-    began.parse().map_err(|e| Error::failed(failed(), e))
+/// Records `work` with a checkpoint every `every` into `place`, and calls `analyse` as soon as the
+/// first checkpoint is sealed. Returns the value of `analyse`, and the time from the beginning of the
+/// recording to the end of `analyse`, in nanoseconds.
+fn analyse_meanwhile<T>(
+    options: &Options,
+    (work, every): ((&str, u32), &'static str),
+    dir: &Path,
+    place: &Path,
+    analyse: impl FnOnce() -> Result<T, Error>,
+) -> Result<(T, f64), Error> {
+    let (analysed, ended) = std::thread::scope(|scope| {
+        let recorder = scope.spawn(|| record(options, work, every, dir, place));
+        let begun = wait_for(&place.join("store/checkpoints"));
+        let analysed = begun.and_then(|()| analyse());
+        let ended = Timestamp::now();
+        let recorded = recorder
+            .join()
+            .map_err(|_| Error::failed("record", "the thread of the recording panicked"))?;
+        recorded.and(analysed).map(|analysed| (analysed, ended))
+    })?;
+    let began = Recording { options, dir: place }.began_at()?;
+    Ok((analysed, ended.duration_since(began).as_nanos() as f64))
 }
 
 /// Waits until a directory has an entry.

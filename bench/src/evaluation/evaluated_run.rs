@@ -2,12 +2,12 @@
 
 use super::checkpoint_figures::{self, CheckpointFigures, RunPhase, number, timestamp};
 use super::image_reading::{self, ImageReadTimes};
-use super::keyframe_json::KeyframeJson;
 use super::recording::{Recording, RecordingPlan, read_json};
 use super::simulations::{self, CheckpointTimes, Simulations};
 use super::workload::Workload;
 use super::{Plan, maps};
 use crate::Error;
+use crate::keyframe_json::KeyframeJson;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use std::path::Path;
@@ -163,7 +163,7 @@ pub fn measure_run(
     let analysis = read_json(&dir.join(simulations::ONE_JOB).join("analysis.json"))?;
     let instructions = instructions(&analysis, &times)?;
     let followed = if is_immediate {
-        options.say(format!("{name}: recording once more, with an analysis beside it"));
+        options.say(format!("{name}: recording once more, and analysing meanwhile"));
         let again = dir.join("again");
         std::fs::create_dir(&again).map_err(Error::io(format!("make {}", again.display())))?;
         Some(measure_followed(keyframe, workload, recording_plan, &again)?)

@@ -242,7 +242,8 @@ mod tests {
         let other = Provenance { keyframe_blake3: "bb".into(), ..provenance() };
         let refused = files.load(Some(&other)).unwrap_err();
         let text = format!("{refused} {}", refused.fix().unwrap_or_default());
-        for part in ["small-2000ms-1.json", "build of keyframe", "it has aa, expected bb", "--out"] {
+        for part in ["small-2000ms-1.json", "build of keyframe", "it has aa, expected bb", "--out"]
+        {
             assert!(text.contains(part), "{part}: {text}");
         }
         // Without a call's own provenance, the files are compared with each other.

@@ -55,7 +55,7 @@ pub struct PredictedAnalysis {
     pub simulated_over_measured: Spread,
 }
 
-/// The predicted and measured time of a recording with an analysis beside it.
+/// The predicted and measured time of a recording that is analysed meanwhile.
 #[derive(Clone, Copy, Debug)]
 pub struct PredictedImmediate {
     pub jobs: u64,

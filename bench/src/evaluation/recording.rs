@@ -1,9 +1,9 @@
 //! A recorded run of a workload, and the commands that read it.
 
-use super::keyframe_json::{KeyframeJson, RunningCommand};
 use super::workload::{BEGIN, PASS, PreparedGuest};
 use crate::Error;
 use crate::interrupt::Interrupt;
+use crate::keyframe_json::{KeyframeJson, RunningCommand};
 use crate::running_guest::RunningGuest;
 use jiff::Timestamp;
 use serde_json::Value;

@@ -60,8 +60,8 @@ impl Selection {
             .collect()
     }
 
-    /// Returns what is measured for `key`. The first workload is also recorded with an analysis
-    /// beside it, with the interval that is nearest to 2 s.
+    /// Returns what is measured for `key`. The first workload is also recorded while
+    /// `analyze --follow` analyses it, with the interval that is nearest to 2 s.
     pub fn request(&self, key: MeasurementKey) -> Result<RunRequest, Error> {
         let MeasurementKey { round, every_ms, .. } = key;
         let workload = Workload::named(key.workload)

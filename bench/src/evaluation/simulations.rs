@@ -4,6 +4,7 @@
 use super::checkpoint_figures::number;
 use super::recording::{Recording, read_json};
 use crate::Error;
+use crate::keyframe_json::start_ns;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::path::Path;
@@ -169,19 +170,11 @@ fn interval_times(
                     Error::failed("read the analysis", format!("interval {index} has no ends"))
                 })?;
             let (begin, end) = (interval["begin"]["checkpoint"].as_u64(), interval["end"].as_u64());
-            let start = &one["start"];
-            let start_s = if start.is_object() {
-                let steps = ["checkpoint_ns", "process_ns", "devices_ns"];
-                let ns = steps.map(|step| number(start, step));
-                Some(ns.into_iter().sum::<Result<f64, Error>>()? / 1e9)
-            } else {
-                None
-            };
             Ok(IntervalTime {
                 recorded_s: (times.of(end) - times.of(begin)).max(0.0),
                 instructions: number(interval, "end_icount")? - number(interval, "from_icount")?,
                 replay_s: number(one, "wall_ns")? / 1e9,
-                start_s,
+                start_s: start_ns(one)?.map(|ns| ns / 1e9),
             })
         })
         .collect()

@@ -2,6 +2,7 @@
 
 use crate::vcpu_clock::{TimeSpent, VcpuClock};
 use crate::{Error, Options};
+use jiff::Timestamp;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeVal;
 use serde_json::Value;
@@ -77,13 +78,26 @@ impl Recording<'_> {
         self.number("duration_ns").map(|ns| ns as f64)
     }
 
+    /// Returns the time at which it began.
+    pub fn began_at(&self) -> Result<Timestamp, Error> {
+        let meta = self.meta()?;
+        let began = meta["began_at"].as_str().unwrap_or_default();
+        began.parse().map_err(|e| Error::failed(format!("read the time {began:?}"), e))
+    }
+
     /// Returns a number of `recording.json`.
     fn number(&self, name: &str) -> Result<u64, Error> {
         let path = self.dir.join("recording.json");
-        let text = std::fs::read(&path).map_err(Error::io(format!("read {}", path.display())))?;
-        let known =
-            serde_json::from_slice::<Value>(&text).ok().and_then(|meta| meta[name].as_u64());
-        known.ok_or_else(|| Error::failed(format!("read {}", path.display()), format!("no {name}")))
+        let problem = || Error::failed(format!("read {}", path.display()), format!("no {name}"));
+        self.meta()?[name].as_u64().ok_or_else(problem)
+    }
+
+    /// Returns the contents of `recording.json`.
+    fn meta(&self) -> Result<Value, Error> {
+        let path = self.dir.join("recording.json");
+        let failed = || format!("read {}", path.display());
+        let text = std::fs::read(&path).map_err(Error::io(failed()))?;
+        serde_json::from_slice(&text).map_err(|e| Error::failed(failed(), e))
     }
 
     /// Analyses it in `at_once` concurrent processes. If there are several, the time is until the last

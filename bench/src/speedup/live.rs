@@ -9,10 +9,9 @@
 //! While the guest is recorded it has a processor for itself, so that on two processors an analysis
 //! has one until the recording ends.
 
-use super::{began_at, ns, record, wait_for};
+use super::{analyse_meanwhile, ns, record};
 use crate::replay::recording::Recording;
 use crate::{Error, Options, Report};
-use jiff::Timestamp;
 use std::path::Path;
 
 /// Records `work` with a checkpoint every `every`, analyses it meanwhile with `tool` and two jobs,
@@ -31,21 +30,10 @@ pub fn measure(
     let place = dir.join(format!("{tool}-live"));
     let recording = Recording { options, dir: &place };
     let arguments = ["--tool", tool, "--jobs", "2"];
-    let live = std::thread::scope(|scope| {
-        let recorder = scope.spawn(|| record(options, work, every, dir, &place));
-        let begun = wait_for(&place.join("store/checkpoints"));
-        let live = begun.and_then(|()| {
-            let live = recording.reports(&[&arguments[..], &["--follow"]].concat(), 1)?;
-            Ok((live, Timestamp::now()))
-        });
-        let recorded = recorder
-            .join()
-            .map_err(|_| Error::failed("record", "the thread of the recording panicked"))?;
-        recorded.and(live)
-    });
-    let ((_, mut live), ended) = live?;
+    let follow = [&arguments[..], &["--follow"]].concat();
+    let ((_, mut live), live_ns) =
+        analyse_meanwhile(options, (work, every), dir, &place, || recording.reports(&follow, 1))?;
     let live = live.pop().unwrap_or_default();
-    let live_ns = ended.duration_since(began_at(&place)?).as_nanos() as f64;
     options.say(format!("{tool}, the same deferred"));
     let (_, mut deferred) = recording.reports(&arguments, 1)?;
     let deferred = deferred.pop().unwrap_or_default();

@@ -8,6 +8,7 @@
 
 use super::WAIT;
 use crate::interrupt::Interrupt;
+use crate::keyframe_json::{KeyframeJson, RunningCommand};
 use crate::{Error, Options};
 use keyframe_test_hosts::{Rate, SERVER_ADDRESS, SlurmCluster};
 use serde_json::Value;
@@ -16,10 +17,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
 
-/// How often the analysis is polled.
-const LOOK_EVERY: Duration = Duration::from_millis(50);
 /// A cache that is too small to be of use: it holds less than a piece of a checkpoint.
 const NO_CACHE_BYTES: &str = "1048576";
 
@@ -131,39 +129,15 @@ impl<'a> NodeCluster<'a> {
         if request.delivery == Delivery::Whole {
             command.env("KEYFRAME_CACHE_BYTES", NO_CACHE_BYTES);
         }
-        let report = self.report_of(&command)?;
+        let name = "keyframe analyze --on slurm".to_owned();
+        let running = RunningCommand::start(name, self.cluster.on_server(&command))?;
+        let report = running.wait(&self.interrupt)?;
         Ok(NodeAnalysis { report, fetched_bytes: self.fetched_bytes()? })
     }
 
-    /// Runs `keyframe analyze` on the server, and returns its report. If this program is asked to end,
-    /// the analysis ends, too.
-    fn report_of(&self, command: &Command) -> Result<Value, Error> {
-        let failed = || "run keyframe analyze on the cluster's server";
-        let [report, log] = ["report.json", "analyze.log"].map(|name| self.dir.join(name));
-        let create = |path: &Path| fs::File::create(path).map_err(Error::io(failed()));
-        let mut child = self
-            .cluster
-            .on_server(command)
-            .stdout(create(&report)?)
-            .stderr(create(&log)?)
-            .spawn()
-            .map_err(Error::io(failed()))?;
-        let status = loop {
-            if let Some(status) = child.try_wait().map_err(Error::io(failed()))? {
-                break status;
-            }
-            if let Err(interrupted) = self.interrupt.sleep(LOOK_EVERY) {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(interrupted);
-            }
-        };
-        if !status.success() {
-            let text = fs::read_to_string(&log).unwrap_or_default();
-            return Err(Error::failed("keyframe analyze --on slurm", text.trim()));
-        }
-        let text = fs::read(&report).map_err(Error::io(failed()))?;
-        serde_json::from_slice(&text).map_err(|e| Error::failed("read keyframe analyze --json", e))
+    /// Returns the means to run commands of `keyframe` beside the cluster.
+    pub fn keyframe(&self) -> KeyframeJson<'_> {
+        KeyframeJson { options: self.options, interrupt: &self.interrupt }
     }
 
     fn prepare_caches(&self, delivery: Delivery) -> Result<(), Error> {

@@ -12,14 +12,14 @@
 
 use super::node_cluster::{Delivery, NodeCluster, NodeRequest};
 use super::waiting::{note, speed_up_chart};
-use super::{began_at, ns, record, wait_for};
+use super::{analyse_meanwhile, ns, record};
+use crate::keyframe_json::{KeyframeJson, start_ns};
 use crate::{Error, Options, Report};
 use jiff::Timestamp;
 use keyframe_plot::{Chart, Point};
 use keyframe_test_hosts::Rate;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 /// The links by their names in keys. The curve over the number of nodes uses the first link.
 const LINKS: [(&str, Rate); 2] = [("1gbit", Rate::GIGABIT), ("10gbit", Rate::TEN_GIGABIT)];
@@ -86,7 +86,8 @@ pub fn measure(
     dir: &Path,
     report: &mut Report,
 ) -> Result<Vec<Chart>, Error> {
-    report.notes.insert("nodes".into(), note(plan.factor));
+    let stand_in = note(plan.factor);
+    report.notes.insert("nodes".into(), format!("{stand_in}; immediate: the factor in the key"));
     let context = MeasurementContext { options, plan, dir };
     let recording = dir.join("nodes-recording");
     if deferred || delivery {
@@ -148,7 +149,8 @@ impl MeasurementContext<'_> {
             report.ratio(format!("speedup_over_nodes_{nodes}"), speed_up / nodes as f64);
             points.push(point(nodes, speed_up));
             // From the intervals of one node.
-            let prediction = self.predict(recording, analysis, nodes, &["--deferred"])?;
+            let prediction =
+                Self::predict(cluster.keyframe(), recording, analysis, nodes, &["--deferred"])?;
             let simulated_ns = prediction.simulated_ns - prediction.recorded_ns;
             report.ratio(format!("simulation_over_measured_nodes_{nodes}"), simulated_ns / wall_ns);
             predicted.push(point(nodes, *one_ns / simulated_ns));
@@ -184,12 +186,10 @@ impl MeasurementContext<'_> {
             let analysis = cluster.analyse(&request)?;
             report.figure(format!("{key}_ns"), ns(&analysis.report, "wall_ns"));
             report.figure(format!("{key}_fetched_bytes"), analysis.fetched_bytes);
-            let starts = analysis.report["intervals"].as_array().into_iter().flatten();
-            let starts: Vec<&Value> =
-                starts.map(|one| &one["start"]).filter(|start| start.is_object()).collect();
-            report.figure(format!("{key}_starts"), starts.len() as f64);
-            let total_ns: f64 = starts.into_iter().map(start_ns).sum();
-            report.figure(format!("{key}_all_starts_ns"), total_ns);
+            let intervals = analysis.report["intervals"].as_array().into_iter().flatten();
+            let starts: Vec<Option<f64>> = intervals.map(start_ns).collect::<Result<_, Error>>()?;
+            report.figure(format!("{key}_starts"), starts.iter().flatten().count() as f64);
+            report.figure(format!("{key}_all_starts_ns"), starts.iter().flatten().sum());
         }
         Ok(())
     }
@@ -205,13 +205,9 @@ impl MeasurementContext<'_> {
         self.options.say(format!("nodes, {key}"));
         let (recording, out) =
             (self.dir.join(format!("{key}-recording")), self.dir.join(format!("{key}-analysis")));
-        let analysis = std::thread::scope(|scope| {
-            let recorder = scope.spawn(|| {
-                let work = ("idle", self.plan.seconds);
-                record(self.options, work, self.plan.immediate_every, self.dir, &recording)
-            });
-            let begun = wait_for(&recording.join("store/checkpoints"));
-            let analysed = begun.and_then(|()| {
+        let work = (("idle", self.plan.seconds), self.plan.immediate_every);
+        let (analysis, took_ns) =
+            analyse_meanwhile(self.options, work, self.dir, &recording, || {
                 cluster.analyse(&NodeRequest {
                     recording: &recording,
                     nodes: *nodes,
@@ -220,19 +216,10 @@ impl MeasurementContext<'_> {
                     follow: true,
                     out: &out,
                 })
-            });
-            let ended = Timestamp::now();
-            let recorded = recorder
-                .join()
-                .map_err(|_| Error::failed("record", "the thread of the recording panicked"))?;
-            recorded.and(analysed).map(|analysis| (analysis, ended))
-        });
-        let (analysis, ended) = analysis?;
-        let began = began_at(&recording)?;
-        let took_ns = ended.duration_since(began).as_nanos() as f64;
+            })?;
         report.figure(format!("{key}_ns"), took_ns);
         report.figure(format!("{key}_fetched_bytes"), analysis.fetched_bytes);
-        let prediction = self.predict(&recording, &out, *nodes, &[])?;
+        let prediction = Self::predict(cluster.keyframe(), &recording, &out, *nodes, &[])?;
         report.figure(format!("{key}_recorded_ns"), prediction.recorded_ns);
         let equation_key = format!("{key}_over_equation_{}", prediction.equation.replace('.', "_"));
         report.ratio(equation_key, took_ns / prediction.formula_ns);
@@ -242,28 +229,15 @@ impl MeasurementContext<'_> {
 
     /// Predicts an analysis with `nodes` nodes by `keyframe plan`, from the times in `analysis`.
     fn predict(
-        &self,
+        keyframe: KeyframeJson<'_>,
         recording: &Path,
         analysis: &Path,
         nodes: u64,
         more: &[&str],
     ) -> Result<Prediction, Error> {
-        let output = Command::new(&self.options.keyframe)
-            .arg("plan")
-            .arg("--from")
-            .arg(recording)
-            .arg("--analysis")
-            .arg(analysis)
-            .args(["--simulate", "--json", "--nodes", &nodes.to_string()])
-            .args(more)
-            .output()
-            .map_err(Error::io("run keyframe plan"))?;
-        if !output.status.success() {
-            let text = String::from_utf8_lossy(&output.stderr).into_owned();
-            return Err(Error::failed("keyframe plan", text.trim()));
-        }
-        let plan: Value = serde_json::from_slice(&output.stdout)
-            .map_err(|e| Error::failed("read keyframe plan --json", e))?;
+        let (analysis, nodes) = (analysis.display().to_string(), nodes.to_string());
+        let fixed = ["--analysis", &analysis, "--simulate", "--json", "--nodes", &nodes];
+        let plan = keyframe.run(&["plan", "--from"], recording, &[&fixed[..], more].concat())?;
         let row = &plan["simulated"]["table"][0];
         let seconds = |value: &Value| value.as_f64().unwrap_or(f64::NAN) * 1e9;
         let is_enough = row["closed_form"]["formula"] == "enough";
@@ -287,12 +261,6 @@ struct Prediction {
 
 fn point(nodes: u64, y: f64) -> Point {
     Point { x: nodes as f64, y, deviation: None }
-}
-
-/// Returns the time of a start. The copy of the RAM overlaps the start of QEMU.
-fn start_ns(start: &Value) -> f64 {
-    let step = |name: &str| start[name].as_f64().unwrap_or(0.0);
-    step("checkpoint_ns") + (step("process_ns") + step("devices_ns")).max(step("ram_ns"))
 }
 
 fn unix_ns(time: Timestamp) -> f64 {

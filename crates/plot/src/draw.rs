@@ -1,6 +1,6 @@
 //! Draws a figure with any backend of plotters.
 
-use crate::axis::Ruler;
+use crate::axis::{Axis, Ruler};
 use crate::{Chart, Figure, TITLE_HEIGHT_PX};
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -58,24 +58,8 @@ fn draw_chart<B: DrawingBackend>(chart: &Chart, area: &DrawingArea<B, Shift>) ->
     };
     let x = Ruler::over(&chart.x, points().map(|p| p.x));
     let y = Ruler::over(&chart.y, points().flat_map(|p| [p.y, p.y + p.deviation.unwrap_or(0.0)]));
-    let mut context = ChartBuilder::on(area)
-        .caption(&chart.title, (FONT, TEXT_PX))
-        .margin(12)
-        .margin_right(28)
-        .x_label_area_size(48)
-        .y_label_area_size(84)
-        .build_cartesian_2d(x, y.clone())?;
-    context
-        .configure_mesh()
-        .x_desc(&chart.x.label)
-        .y_desc(&chart.y.label)
-        .x_labels(10)
-        .y_labels(7)
-        .label_style((FONT, TEXT_PX - 2))
-        .axis_desc_style((FONT, TEXT_PX - 2))
-        .bold_line_style(GRID)
-        .light_line_style(WHITE)
-        .draw()?;
+    let axes = [(&chart.x, x), (&chart.y, y.clone())];
+    let mut context = draw_axes(area, &chart.title, 28, axes)?;
     for (index, colour) in (0..chart.series.len()).zip(COLOURS.iter().cycle()) {
         draw_series(&mut context, chart, index, *colour, &y)?;
     }
@@ -89,6 +73,35 @@ fn draw_chart<B: DrawingBackend>(chart: &Chart, area: &DrawingArea<B, Shift>) ->
             .draw()?;
     }
     Ok(())
+}
+
+/// Draws a title and two axes with their grid, the horizontal one first. Leaves `margin_right_px` free
+/// on the right.
+pub(crate) fn draw_axes<'a, B: DrawingBackend>(
+    area: &DrawingArea<B, Shift>,
+    title: &str,
+    margin_right_px: u32,
+    [(x_axis, x), (y_axis, y)]: [(&Axis, Ruler); 2],
+) -> Drawn<B, Context<'a, B>> {
+    let mut context = ChartBuilder::on(area)
+        .caption(title, (FONT, TEXT_PX))
+        .margin(12)
+        .margin_right(margin_right_px)
+        .x_label_area_size(48)
+        .y_label_area_size(84)
+        .build_cartesian_2d(x, y)?;
+    context
+        .configure_mesh()
+        .x_desc(&x_axis.label)
+        .y_desc(&y_axis.label)
+        .x_labels(10)
+        .y_labels(7)
+        .label_style((FONT, TEXT_PX - 2))
+        .axis_desc_style((FONT, TEXT_PX - 2))
+        .bold_line_style(GRID)
+        .light_line_style(WHITE)
+        .draw()?;
+    Ok(context)
 }
 
 fn draw_series<B: DrawingBackend>(

@@ -1,7 +1,7 @@
 //! Draws a timeline with any backend of plotters.
 
 use crate::axis::Ruler;
-use crate::draw::{COLOURS, Drawn, FONT, GRID, TEXT_PX, draw_title};
+use crate::draw::{COLOURS, Drawn, FONT, TEXT_PX, draw_axes, draw_title};
 use crate::timeline::{Band, Panel, PanelShape, Timeline};
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -74,24 +74,8 @@ fn draw_panel<B: DrawingBackend>(
         Some(end) => Ruler::between(&panel.y, 0.0, end),
         None => Ruler::over(&panel.y, tops.into_iter()),
     };
-    let mut context = ChartBuilder::on(area)
-        .caption(&panel.title, (FONT, TEXT_PX))
-        .margin(12)
-        .margin_right(20)
-        .x_label_area_size(48)
-        .y_label_area_size(84)
-        .build_cartesian_2d(x, y)?;
-    context
-        .configure_mesh()
-        .x_desc(&timeline.x.label)
-        .y_desc(&panel.y.label)
-        .x_labels(10)
-        .y_labels(7)
-        .label_style((FONT, TEXT_PX - 2))
-        .axis_desc_style((FONT, TEXT_PX - 2))
-        .bold_line_style(GRID)
-        .light_line_style(WHITE)
-        .draw()?;
+    let axes = [(&timeline.x, x), (&panel.y, y)];
+    let mut context = draw_axes(area, &panel.title, 20, axes)?;
     if panel.shape == PanelShape::Stacked {
         let mut lower = vec![0.0; timeline.cells.len()];
         for (upper, colour) in stacked(panel).into_iter().zip(colours) {

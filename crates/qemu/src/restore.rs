@@ -28,6 +28,7 @@ mod prepared;
 mod private_ram;
 mod restore_options;
 mod shared;
+mod socket_pair;
 mod stand_in;
 
 pub use keyframe_machine::{Accelerator, Lineage, RamSource};
@@ -56,7 +57,7 @@ use keyframe_units::elapsed_ns;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
 use lazy::{Lazy, SharedSource};
 use machine::check_machine;
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use socket_pair::SocketPair;
 use std::cell::Cell;
 use std::fs::File;
 use std::io::{self, BufWriter};
@@ -233,21 +234,6 @@ fn start_with(plan: &mut Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Res
     }
 }
 
-/// A connected pair of sockets: this process's end, and the end that QEMU inherits.
-struct Pair {
-    ours: OwnedFd,
-    theirs: Option<OwnedFd>,
-}
-
-impl Pair {
-    fn new() -> Result<Self> {
-        let kind = (AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC);
-        let (ours, theirs) = rustix::net::socketpair(kind.0, kind.1, kind.2, None)
-            .map_err(Error::io("make a socket pair for QEMU"))?;
-        Ok(Self { ours, theirs: Some(theirs) })
-    }
-}
-
 /// A started QEMU with its parts.
 struct Loaded {
     qmp: Qmp,
@@ -264,8 +250,8 @@ struct Starting {
     memories: Vec<Memory>,
     /// True if QEMU maps the memories shared: its writes go to them.
     is_shared: bool,
-    monitor: Pair,
-    incoming: Pair,
+    monitor: SocketPair,
+    incoming: SocketPair,
     started: Instant,
     /// The time until QEMU's process answered, in nanoseconds.
     process_ns: Cell<u64>,
@@ -284,7 +270,7 @@ impl Starting {
                 .collect::<Result<Vec<_>>>()?,
         };
         let is_shared = !matches!(ram, Ram::Shared(..));
-        let (monitor, incoming) = (Pair::new()?, Pair::new()?);
+        let (monitor, incoming) = (SocketPair::new()?, SocketPair::new()?);
         let process_ns = Cell::new(0);
         Ok(Self { memories, is_shared, monitor, incoming, started, process_ns })
     }
@@ -295,9 +281,8 @@ impl Starting {
         state: &StateFile,
         crossing: Option<&Crossing>,
     ) -> Result<(Child, Vec<String>)> {
-        let monitor = self.monitor.theirs.take().ok_or_else(|| started_twice("monitor"))?;
-        let incoming =
-            self.incoming.theirs.take().ok_or_else(|| started_twice("incoming stream"))?;
+        let monitor = self.monitor.give_away("monitor")?;
+        let incoming = self.incoming.give_away("incoming stream")?;
         let number = spawn::number(&monitor).to_string();
         let mut config = monitor_config("keyframe-qmp", &[("fd", &number)]);
         if let Some(path) = &plan.monitor {
@@ -475,10 +460,6 @@ impl Starting {
         }
         Ok(qmp)
     }
-}
-
-fn started_twice(what: &str) -> Error {
-    Error::io(format!("give QEMU its {what}"))(io::Error::other("it was given away already"))
 }
 
 fn backend_words(

@@ -3,6 +3,7 @@
 
 use crate::error::{AnalysisError, Error, Result};
 use crate::replay::StartTimes;
+use crate::replayable_recording::was_taken_live;
 use crate::{LiveRecording, Replay, ReplayOptions, ReplayableRecording, StopReason, UnrecordedRun};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
@@ -107,7 +108,7 @@ impl<'a> AnalysisSubject<'a> {
         let sealed = |id| store.sealed(id).map_err(|e| Error::store(store.path(), e));
         let ends = (sealed(interval.begin.checkpoint)?, interval.end.map(sealed).transpose()?);
         if let (begin, Some(end)) = ends
-            && [&begin, &end].iter().all(|one| one.meta.reason != "segment")
+            && [&begin, &end].into_iter().all(was_taken_live)
         {
             let ns = end.meta.taken_at.duration_since(begin.meta.taken_at).as_nanos();
             return Ok(Some(Duration::from_nanos(u64::try_from(ns).unwrap_or_default())));

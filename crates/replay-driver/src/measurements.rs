@@ -9,6 +9,7 @@
 use crate::analysis::IntervalTiming;
 use crate::error::{AnalysisError, Result};
 use crate::event::{EventSink, ReplayEvent};
+use crate::replayable_recording::was_taken_live;
 use crate::{ReplayableRecording, previous_timings, sealed_checkpoints_in};
 use jiff::{SignedDuration, Timestamp};
 use keyframe_model::simulation::SimulatedInterval;
@@ -152,7 +153,7 @@ impl RecordingMeasurements {
 /// the first checkpoint is taken before the VM runs.
 fn pauses_s(checkpoints: &[(RecordedCheckpoint, Sealed)]) -> Vec<f64> {
     let delayed = |(place, sealed): &&(RecordedCheckpoint, Sealed)| {
-        sealed.meta.reason != "segment" && place.icount > 0
+        was_taken_live(sealed) && place.icount > 0
     };
     let paused = checkpoints.iter().filter(delayed);
     paused.map(|(_, sealed)| sealed.meta.timing.pause_ns as f64 / 1e9).collect()
@@ -175,7 +176,7 @@ impl<'a> RecordedLengths<'a> {
         checkpoints: &'a [(RecordedCheckpoint, Sealed)],
         recorded_s: f64,
     ) -> Self {
-        let taken = checkpoints.iter().filter(|(_, sealed)| sealed.meta.reason != "segment");
+        let taken = checkpoints.iter().filter(|(_, sealed)| was_taken_live(sealed));
         let length =
             SignedDuration::from_nanos(i64::try_from(meta.duration_ns).unwrap_or(i64::MAX));
         Self {
@@ -227,7 +228,7 @@ fn pieces(
     let ready_s = |interval: &Interval| {
         let end = checkpoints.iter().find(|(place, _)| Some(place.checkpoint) == interval.end);
         match end {
-            Some((_, sealed)) if sealed.meta.reason != "segment" => {
+            Some((_, sealed)) if was_taken_live(sealed) => {
                 let timing = &sealed.meta.timing;
                 let taken_s = sealed.meta.taken_at.duration_since(meta.began_at).as_secs_f64();
                 (taken_s + (timing.pause_ns + timing.encode_ns) as f64 / 1e9).max(0.0)

@@ -263,8 +263,7 @@ struct Stalled {
 struct ProgressWatch {
     began: Instant,
     detector: StallDetector,
-    /// The detector for holds, with less patience.
-    at_hold: StallDetector,
+    patience: Duration,
     asked: Instant,
     log: Option<OpenFile>,
     log_bytes: Option<u64>,
@@ -278,8 +277,8 @@ impl ProgressWatch {
         let log = OpenFile::of(pid, &stepper.log);
         Self {
             began,
-            detector: StallDetector::new(stepper.icount, stepper.patience),
-            at_hold: StallDetector::new(stepper.icount, PATIENCE_AT_HOLD.min(stepper.patience)),
+            detector: StallDetector::new(stepper.icount),
+            patience: stepper.patience,
             asked: began,
             log,
             log_bytes: log.and_then(OpenFile::offset),
@@ -299,10 +298,8 @@ impl ProgressWatch {
         if self.log_looked.elapsed() >= ASK_EVERY {
             (self.log_bytes, self.log_looked) = (self.log.and_then(OpenFile::offset), self.asked);
         }
-        let elapsed = self.began.elapsed();
-        let observed = self.detector.observe(elapsed, icount, self.log_bytes);
-        let at_hold = self.at_hold.observe(elapsed, icount, self.log_bytes);
-        match if is_hold { at_hold } else { observed } {
+        let patience = if is_hold { PATIENCE_AT_HOLD.min(self.patience) } else { self.patience };
+        match self.detector.observe(self.began.elapsed(), icount, self.log_bytes, patience) {
             ReplayProgress::Stalled { icount } => {
                 Some(Stalled { icount, log_bytes: self.log_bytes })
             }

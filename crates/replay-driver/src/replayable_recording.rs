@@ -224,6 +224,11 @@ pub fn sealed_checkpoints_in(
     Ok(all)
 }
 
+/// Returns whether a checkpoint was taken while its VM was recorded; otherwise a replay took it later.
+pub(crate) fn was_taken_live(sealed: &Sealed) -> bool {
+    sealed.meta.reason != "segment"
+}
+
 /// Copies `checkpoints` from the store `from` to the store `to`. Those that it has already are left
 /// as they are. Errors: a checkpoint cannot be read; `to` cannot be written or is in use.
 pub fn copy_checkpoints(

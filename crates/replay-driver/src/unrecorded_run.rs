@@ -49,8 +49,8 @@ pub struct UnrecordedRun {
     /// The version of the QEMU that ran the VM.
     pub qemu_version: String,
     selection: RunSelection,
-    /// The run may go on.
-    follow: bool,
+    /// The intervals of a run that is not followed.
+    fixed: Option<KnownIntervals>,
 }
 
 impl UnrecordedRun {
@@ -59,10 +59,11 @@ impl UnrecordedRun {
     ///
     /// # Errors
     ///
-    /// There is no such checkpoint, or the run is of a group.
+    /// There is no such checkpoint, the run is of a group, or no two of its checkpoints are
+    /// consecutive although it is not followed.
     pub fn open(store: Store, selection: RunSelection, follow: bool) -> Result<Self> {
-        let all = selected(&store, &selection)?;
-        let Some(newest) = all.last() else {
+        let all = checkpoints(&store)?;
+        let Some(newest) = all.iter().rev().find(|sealed| selection.has(sealed)) else {
             return Err(AnalysisError::NoSuchCheckpoint(store.path().to_owned()).into());
         };
         if !newest.meta.members.is_empty() {
@@ -70,7 +71,11 @@ impl UnrecordedRun {
         }
         let (run, qemu_version) =
             (newest.meta.run.clone(), newest.meta.machine.vmm_version.clone());
-        Ok(Self { store, run, qemu_version, selection, follow })
+        let mut opened = Self { store, run, qemu_version, selection, fixed: None };
+        if !follow {
+            opened.fixed = Some(opened.intervals_in(&all, false)?);
+        }
+        Ok(opened)
     }
 
     /// Returns the intervals between consecutive checkpoints of the run. An interval's length in
@@ -80,17 +85,22 @@ impl UnrecordedRun {
     ///
     /// The store cannot be read. A run that has ended has no two consecutive checkpoints.
     pub fn intervals(&self) -> Result<KnownIntervals> {
+        if let Some(fixed) = &self.fixed {
+            return Ok(fixed.clone());
+        }
         // Look at the lock first: a checkpoint that is sealed after that is in the list.
-        let is_locked = self.follow && self.is_locked()?;
-        let everything = RunSelection { vm: None, from: None, to: None };
-        let all = selected(&self.store, &everything)?;
-        let newest = all.last();
-        let may_go_on = newest.is_none_or(|newest| {
+        let is_locked = self.is_locked()?;
+        self.intervals_in(&checkpoints(&self.store)?, is_locked)
+    }
+
+    /// Returns the intervals between those of `all` checkpoints that are the run's and selected. A run
+    /// whose store is locked may go on.
+    fn intervals_in(&self, all: &[Sealed], is_locked: bool) -> Result<KnownIntervals> {
+        let may_go_on = all.last().is_none_or(|newest| {
             newest.meta.run == self.run && self.selection.to.is_none_or(|to| newest.id.0 <= to)
         });
-        let of_run =
-            all.iter().filter(|sealed| sealed.meta.run == self.run && self.selection.has(sealed));
-        let intervals = intervals_of(&of_run.collect::<Vec<&Sealed>>());
+        let is_ours = |sealed: &&Sealed| sealed.meta.run == self.run && self.selection.has(sealed);
+        let intervals = intervals_of(&all.iter().filter(is_ours).collect::<Vec<_>>());
         let is_complete = !(is_locked && may_go_on);
         if is_complete && intervals.is_empty() {
             let place = self.store.path().to_owned();
@@ -207,12 +217,10 @@ impl SimulatedVm {
     }
 }
 
-/// Returns the checkpoints in `store` that `selection` selects, in their order.
-fn selected(store: &Store, selection: &RunSelection) -> Result<Vec<Sealed>> {
+/// Returns the checkpoints in `store`, in their order.
+fn checkpoints(store: &Store) -> Result<Vec<Sealed>> {
     let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
-    let mut all = listing.sealed;
-    all.retain(|sealed| selection.has(sealed));
-    Ok(all)
+    Ok(listing.sealed)
 }
 
 impl RunSelection {

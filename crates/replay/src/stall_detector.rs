@@ -24,7 +24,7 @@ pub enum ReplayProgress {
     },
 }
 
-/// Detects that a replay stands still for longer than its limit.
+/// Detects that a replay stands still for longer than a limit.
 #[derive(Clone, Copy, Debug)]
 pub struct StallDetector {
     icount: u64,
@@ -33,31 +33,25 @@ pub struct StallDetector {
     observed_at: Duration,
     /// How long the replay has stood still, as far as it was observed.
     standing: Duration,
-    limit: Duration,
 }
 
 impl StallDetector {
-    /// Creates a detector for a replay that begins at instruction `icount` and may stand still for
-    /// `limit`.
-    pub fn new(icount: u64, limit: Duration) -> Self {
-        Self {
-            icount,
-            log_offset: None,
-            observed_at: Duration::ZERO,
-            standing: Duration::ZERO,
-            limit,
-        }
+    /// Creates a detector for a replay that begins at instruction `icount`.
+    pub fn new(icount: u64) -> Self {
+        let (observed_at, standing) = (Duration::ZERO, Duration::ZERO);
+        Self { icount, log_offset: None, observed_at, standing }
     }
 
-    /// Adds an observation, and returns whether the replay advances. At `elapsed` since its
-    /// beginning, the replay stands at instruction `icount` and has read `log_offset` bytes of its
-    /// log (`None` if that is not known). A halted guest runs no instruction but reads on in its
-    /// log, so an increase of either counts as an advance.
+    /// Adds an observation, and returns whether the replay advances, which may stand still for
+    /// `limit`. At `elapsed` since its beginning, it stands at instruction `icount` and has read
+    /// `log_offset` bytes of its log (`None` if that is not known). A halted guest runs no instruction
+    /// but reads on in its log, so an increase of either counts as an advance.
     pub fn observe(
         &mut self,
         elapsed: Duration,
         icount: u64,
         log_offset: Option<u64>,
+        limit: Duration,
     ) -> ReplayProgress {
         let since = elapsed.saturating_sub(self.observed_at).min(OBSERVED_MAX);
         self.observed_at = elapsed;
@@ -66,7 +60,7 @@ impl StallDetector {
         } else {
             (self.icount, self.log_offset, self.standing) = (icount, log_offset, Duration::ZERO);
         }
-        if self.standing > self.limit {
+        if self.standing > limit {
             ReplayProgress::Stalled { icount }
         } else {
             ReplayProgress::Advancing
@@ -83,11 +77,12 @@ mod tests {
     /// The number of the first observation that finds the replay stalled. Each observation is the
     /// time since the last one, the instruction, and the log's offset.
     fn first_stall(observations: impl Iterator<Item = (Duration, u64, u64)>) -> Option<usize> {
-        let mut detector = StallDetector::new(5, Duration::from_secs(3));
+        let mut detector = StallDetector::new(5);
         let mut elapsed = Duration::ZERO;
         let mut is_stalled = |(since, icount, offset): (Duration, u64, u64)| {
             elapsed += since;
-            detector.observe(elapsed, icount, Some(offset)) != ReplayProgress::Advancing
+            let limit = Duration::from_secs(3);
+            detector.observe(elapsed, icount, Some(offset), limit) != ReplayProgress::Advancing
         };
         observations.enumerate().find(|(_, one)| is_stalled(*one)).map(|(number, _)| number)
     }

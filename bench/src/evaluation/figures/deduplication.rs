@@ -102,21 +102,19 @@ fn write_by_phase(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Err
 
 /// Figures A.2 and A.3.
 fn write_rates_over_time(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Error> {
-    let quantity = Quantity { column: "ram_percent", label: "percent" };
-    let title = "Pages of RAM that need not be stored";
-    let rate = |one: &CheckpointFigures| ram_percent(&[one]);
-    let (table, plot) = over_time(title, quantity, Scale::Linear, groups, rate);
+    let mut write = |column, title, paper, percent: fn(&CheckpointFigures) -> f64| {
+        let quantity = Quantity { column, label: "percent" };
+        let (table, plot) = over_time(title, quantity, Scale::Linear, groups, percent);
+        outputs.add(paper, &table, &plot, String::new())
+    };
     let title = "deduplication of RAM over time";
     let paper = PaperFigure { number: "A.2", file: "a.2-deduplication-ram-over-time", title };
-    outputs.add(paper, &table, &plot, String::new())?;
-
-    let quantity = Quantity { column: "disk_percent", label: "percent" };
-    let title = "Sectors of disks that need not be stored";
-    let rate = |one: &CheckpointFigures| disk_percent(&[one]);
-    let (table, plot) = over_time(title, quantity, Scale::Linear, groups, rate);
+    let title = "Pages of RAM that need not be stored";
+    write("ram_percent", title, paper, |one| ram_percent(&[one]))?;
     let title = "deduplication of disks over time";
     let paper = PaperFigure { number: "A.3", file: "a.3-deduplication-disk-over-time", title };
-    outputs.add(paper, &table, &plot, String::new())
+    let title = "Sectors of disks that need not be stored";
+    write("disk_percent", title, paper, |one| disk_percent(&[one]))
 }
 
 /// Figures 6.7 and 6.8.

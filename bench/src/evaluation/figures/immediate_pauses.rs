@@ -52,13 +52,13 @@ pub fn write(
         report.figure(format!("{key}_immediate_1_jobs_s"), run_time_s.median);
         report.ratio(format!("{key}_immediate_over_deferred_pause"), ratio.median);
     }
-    let title = "pauses of a recording alone (deferred), and with an analysis by one job beside it on \
+    let title = "pauses of a recording alone (deferred), and of one that one job analyses meanwhile on \
                  the same machine (immediate)";
     let paper = PaperFigure { number: "A.6", file: "a.6-pause-immediate", title };
     outputs.add(paper, &table, &chart(&followed_groups), values.join("; "))
 }
 
-/// Returns the rounds of which there is a recording with an analysis beside it.
+/// Returns the rounds with a recording that was analysed meanwhile.
 fn followed(group: &RunRounds) -> impl Iterator<Item = (&EvaluatedRun, &ImmediateRun)> {
     group.rounds().iter().filter_map(|run| Some((run, run.followed.as_ref()?)))
 }

@@ -162,7 +162,7 @@ fn write_following(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Er
     if values.is_empty() {
         return Ok(());
     }
-    let title = "time of a recording with an analysis beside it: equation 2.1 (enough nodes), equation \
+    let title = "time of a recording that is analysed meanwhile: equation 2.1 (enough nodes), equation \
                  3.5 (too few), and a simulated cluster";
     let paper = PaperFigure { number: "P2", file: "p2-immediate", title };
     outputs.add(paper, &table, &no_figure(), values.join("; "))

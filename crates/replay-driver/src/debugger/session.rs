@@ -261,9 +261,9 @@ impl StallWatch {
         }
         self.asked = Instant::now();
         let icount = stub.icount()?;
-        let detector = self.detector.get_or_insert_with(|| StallDetector::new(icount, PATIENCE));
+        let detector = self.detector.get_or_insert_with(|| StallDetector::new(icount));
         let ReplayProgress::Stalled { icount } =
-            detector.observe(self.began.elapsed(), icount, None)
+            detector.observe(self.began.elapsed(), icount, None, PATIENCE)
         else {
             return Ok(false);
         };

@@ -42,10 +42,16 @@ impl KeyframeJson<'_> {
         after: &[&str],
     ) -> Result<RunningCommand, Error> {
         let name = format!("keyframe {}", before.first().unwrap_or(&""));
-        let mut child = Command::new(&self.options.keyframe)
-            .args(before)
-            .arg(path)
-            .args(after)
+        let mut command = Command::new(&self.options.keyframe);
+        command.args(before).arg(path).args(after);
+        RunningCommand::start(name, command)
+    }
+}
+
+impl RunningCommand {
+    /// Starts `command`, which errors call `name`.
+    pub fn start(name: String, mut command: Command) -> Result<Self, Error> {
+        let mut child = command
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
@@ -53,11 +59,9 @@ impl KeyframeJson<'_> {
             .map_err(Error::io(format!("run {name}")))?;
         let output = child.stdout.take().map(read_in_background);
         let problems = child.stderr.take().map(read_in_background);
-        Ok(RunningCommand { name, child, output, problems })
+        Ok(Self { name, child, output, problems })
     }
-}
 
-impl RunningCommand {
     /// Waits for its end and returns its output. Fails if the program is interrupted.
     pub fn wait(mut self, interrupt: &Interrupt) -> Result<Value, Error> {
         let status = loop {
@@ -101,6 +105,23 @@ impl Drop for RunningCommand {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// Returns how long the start of QEMU took before an interval of an `analyze` report, in nanoseconds;
+/// `None` if a worker went on to the interval in the same QEMU. The copy of the RAM overlaps the
+/// loading of the devices.
+pub fn start_ns(interval: &Value) -> Result<Option<f64>, Error> {
+    let start = &interval["start"];
+    let step = |name: &str| {
+        let missing =
+            || Error::failed("read the start of an interval", format!("no number {name}"));
+        start[name].as_f64().ok_or_else(missing)
+    };
+    if !start.is_object() {
+        return Ok(None);
+    }
+    let steps = ["checkpoint_ns", "process_ns", "devices_ns"];
+    steps.into_iter().map(step).sum::<Result<f64, Error>>().map(Some)
 }
 
 fn read_in_background(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
