@@ -188,6 +188,53 @@ fn shapes(directory: &std::path::Path) -> Vec<Shape> {
     ]
 }
 
+/// Only the next engine can end a pause in which both died. It resumes no VM that its user paused.
+#[test]
+fn a_pause_in_which_engine_and_watchdog_died_is_ended_by_the_next_engine() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let shapes = shapes(directory.path());
+    for qemu in chosen_qemus(0) {
+        let env = TestEnv::new();
+        let mut boot = shapes[0].boot.clone();
+        boot.qemu = qemu.path;
+        let mut vm = ExternalVm::start(&env, &boot);
+        vm.console.wait_for("KF READY");
+        let attach = |vm: &ExternalVm, options: &[&str]| {
+            let all = [&["--name", "guest", "--disk", "bitmap"], options].concat();
+            let args = env.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &all);
+            Process::start(env.command(&args.iter().map(String::as_str).collect::<Vec<_>>()))
+        };
+        let kill_in_pause = |vm: &ExternalVm| {
+            let mut engine = attach(vm, &["--interval", "200ms", "--fault", "stall:paused:2"]);
+            wait_until("the pause", || !vm.is_running());
+            engine.signal(Signal::KILL);
+            kill(helper_of(engine.pid(), "__watchdog"));
+            engine.wait();
+            assert!(!vm.is_running(), "something else ended the pause: this test shows nothing");
+        };
+        let said = "it runs again";
+
+        kill_in_pause(&vm);
+        let mut next = attach(&vm, &["--interval", "200ms"]);
+        next.wait_for_error(said);
+        wait_for_more_records(&mut vm.console, 200);
+        wait_for_checkpoints(&env, 2);
+        env.ok(&["stop", "--name", "guest"]);
+        assert_ended(&mut next);
+
+        // Its user has resumed it, and paused it for a reason of their own.
+        assert!(vm.monitor().stop().expect("stop").was_running);
+        let mut next = attach(&vm, &["--interval", "none"]);
+        next.wait_for_error("by `keyframe take`");
+        assert!(!next.errors().contains(said) && !vm.is_running(), "{}", next.report());
+        env.ok(&["stop", "--name", "guest"]);
+        assert_ended(&mut next);
+        vm.monitor().cont().expect("cont");
+        wait_for_more_records(&mut vm.console, 200);
+        env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    }
+}
+
 /// A few rounds over one shape that the seed chooses; all of them with `KEYFRAME_TEST_ALL=1`.
 #[test]
 fn a_vm_survives_each_death_of_what_is_attached_to_it() {

@@ -10,7 +10,8 @@
 //! Invariants:
 //! 1. The monitor is that process's: the file passed through it is open there.
 //! 2. One engine at a time: the file's set of descriptors carries the engine's name.
-//! 3. Nothing else of the VM is changed, and that file is taken back on detach; a watchdog takes it
+//! 3. A VM that an engine left in a pause, because its watchdog died with it, runs again.
+//! 4. Nothing else of the VM is changed, and that file is taken back on detach; a watchdog takes it
 //!    back for an engine that died, and the next engine for both.
 //!
 //! Left out: tracking the VM's RAM (the kernel crate). The kernel refuses a second tracker of the
@@ -67,7 +68,7 @@ impl Vm {
         let (mut qmp, origin) = connect(pid, &running, &options.monitor, &state)?;
         check_emulator(&mut qmp, pid, &running)?;
         check_status(&mut qmp, pid)?;
-        state.pass(&mut qmp, pid)?;
+        let was_in_pause = state.pass(&mut qmp, pid)?;
         let lines = (running.words.clone(), running.words);
         let mut vm = Self::from_parts(lifetime, qmp, state, lines, origin);
         // What was looked at in /proc was this process, if it is there now.
@@ -76,6 +77,10 @@ impl Vm {
                 monitor: format!("of pid {pid}"),
                 operation: "attach".into(),
             });
+        }
+        if was_in_pause && vm.qmp().status()? == RunStatus::Paused {
+            vm.qmp().cont()?;
+            vm.ended_a_left_pause = true;
         }
         Ok(vm)
     }

@@ -12,13 +12,17 @@
 //! the last connection to any of its monitors, if the VM runs then; QEMU 10.0 never drops it. A set
 //! that QEMU 7.2 is told to forget while the VM is paused stays in its list until a monitor closes
 //! while the VM runs.
+//!
+//! The file's permissions tell that the engine has paused the VM for a moment. They cost one system
+//! call, and the next engine finds them through `/proc/QEMU/fd`, even if the engine and its watchdog
+//! died in that pause.
 
 use crate::state_pipe::StatePipe;
 use crate::{Error, Qmp, Result, spawn};
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu_cmdline::options::{Argument, keys, value_of};
 use keyframe_qemu_stream::StreamError;
-use rustix::fs::{MemfdFlags, OFlags, SeekFrom};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SeekFrom};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -37,6 +41,11 @@ const MARK: &str = "keyframe";
 /// The prefix of the `opaque` text of a set that an engine uses. The engine's pid, its start time
 /// and the file's number in that process follow.
 const ENGINE_MARK: &str = "keyframe-engine:";
+
+/// The file's permissions while its engine has paused the VM.
+const PAUSED: Mode = Mode::RUSR.union(Mode::WUSR).union(Mode::XUSR);
+/// Its permissions otherwise.
+const NOT_PAUSED: Mode = Mode::RUSR.union(Mode::WUSR);
 
 /// The numbers of the files that this process uses.
 static IN_USE: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
@@ -79,7 +88,7 @@ impl StateFile {
             .map_err(Error::io(operation))?;
         let path = format!("/proc/self/fd/{}", spawn::number(&fd));
         let write_end =
-            rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, rustix::fs::Mode::empty())
+            rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())
                 .map_err(Error::io(operation))?;
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         IN_USE.lock().ignore_poison().insert(number);
@@ -105,12 +114,13 @@ impl StateFile {
     }
 
     /// Gives the file to the running QEMU behind `qmp`, which marks this process as its engine, and
-    /// checks that this QEMU is process `pid`.
+    /// checks that this QEMU is process `pid`. Returns true if an engine that has ended paused the
+    /// VM for a moment and did not come to end that pause.
     ///
     /// Error: [`Error::Attach`] if the QEMU has a living engine, or if the monitor belongs to
     /// another process.
-    pub(crate) fn pass(&mut self, qmp: &mut Qmp, pid: u32) -> Result<()> {
-        let taken = claims(qmp, pid)?;
+    pub(crate) fn pass(&mut self, qmp: &mut Qmp, pid: u32) -> Result<bool> {
+        let Claims { taken, was_in_pause } = claims(qmp, pid)?;
         self.set = first_free(&taken);
         let arguments = json!({ "fdset-id": self.set, "opaque": self.mark() });
         let answer = qmp.execute_passing("add-fd", arguments, self.write_end.as_fd())?;
@@ -124,7 +134,14 @@ impl StateFile {
         if checked.is_err() {
             self.take_back(qmp);
         }
-        checked
+        checked.map(|()| was_in_pause)
+    }
+
+    /// Notes that the engine is about to pause the VM for a moment, or that this pause has ended.
+    pub(crate) fn note_pause(&self, begins: bool) {
+        let mode = if begins { PAUSED } else { NOT_PAUSED };
+        // Without the note the watchdog alone can end the pause of an engine that dies.
+        let _ = rustix::fs::fchmod(&self.write_end, mode);
     }
 
     /// The descriptors that QEMU is given through its monitor.
@@ -134,7 +151,7 @@ impl StateFile {
 
     /// Gives the pipe of one-command pauses to the QEMU behind `qmp`, in a set of its own.
     pub(crate) fn pass_pipe(&mut self, qmp: &mut Qmp) -> Result<()> {
-        let taken: Vec<u32> = sets(qmp)?.into_iter().map(|(set, _)| set).collect();
+        let taken: Vec<u32> = sets(qmp)?.into_iter().map(|one| one.set).collect();
         let mark = self.mark();
         self.pipe.pass(qmp, first_free(&taken), &mark)
     }
@@ -155,8 +172,8 @@ impl StateFile {
     /// Fails if another engine has come meanwhile.
     fn check_alone(&self, qmp: &mut Qmp, pid: u32) -> Result<()> {
         let own = self.mark();
-        match sets(qmp)?.iter().filter(|(_, mark)| *mark != own).find_map(|(_, mark)| living(mark))
-        {
+        let others = sets(qmp)?;
+        match others.iter().filter(|one| one.mark != own).find_map(|one| living(&one.mark)) {
             Some(engine) => Err(held(pid, engine)),
             None => Ok(()),
         }
@@ -216,9 +233,9 @@ impl StateFile {
 /// watchdog whose engine has ended.
 pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
     let all = sets(qmp)?;
-    let ours = |(number, mark): &&(u32, String)| *number == set && mark.starts_with(MARK);
-    let Some((_, engine)) = all.iter().find(ours) else { return Ok(()) };
-    for (set, _) in all.iter().filter(|(_, mark)| mark == engine) {
+    let ours = |one: &&Passed| one.set == set && one.mark.starts_with(MARK);
+    let Some(engine) = all.iter().find(ours) else { return Ok(()) };
+    for Passed { set, .. } in all.iter().filter(|one| one.mark == engine.mark) {
         qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
     }
     Ok(())
@@ -226,23 +243,30 @@ pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
 
 /// True if an engine that lives has given a file to this QEMU.
 pub(crate) fn has_engine(qmp: &mut Qmp) -> Result<bool> {
-    Ok(sets(qmp)?.iter().any(|(_, mark)| living(mark).is_some()))
+    Ok(sets(qmp)?.iter().any(|one| living(&one.mark).is_some()))
 }
 
-/// Makes QEMU forget the sets of engines that have ended. Returns the numbers of all sets. Fails if
-/// an engine lives.
-fn claims(qmp: &mut Qmp, pid: u32) -> Result<Vec<u32>> {
+/// What engines have left in a QEMU.
+struct Claims {
+    /// The numbers of all sets.
+    taken: Vec<u32>,
+    /// Whether an engine that has ended was in a pause.
+    was_in_pause: bool,
+}
+
+/// Makes QEMU forget the sets of engines that have ended. Fails if an engine lives.
+fn claims(qmp: &mut Qmp, pid: u32) -> Result<Claims> {
     let all = sets(qmp)?;
-    for (set, mark) in &all {
-        if let Some(engine) = living(mark) {
-            return Err(held(pid, engine));
-        }
-        if mark.starts_with(ENGINE_MARK) {
-            qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
-        }
+    if let Some(engine) = all.iter().find_map(|one| living(&one.mark)) {
+        return Err(held(pid, engine));
+    }
+    let left = || all.iter().filter(|one| one.mark.starts_with(ENGINE_MARK));
+    let was_in_pause = left().any(|one| one.is_in_pause(pid));
+    for Passed { set, .. } in left() {
+        qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
     }
     // QEMU may still have those that it was told to forget.
-    Ok(all.into_iter().map(|(set, _)| set).collect())
+    Ok(Claims { taken: all.iter().map(|one| one.set).collect(), was_in_pause })
 }
 
 fn held(pid: u32, engine: u32) -> Error {
@@ -253,8 +277,27 @@ fn held(pid: u32, engine: u32) -> Error {
     }
 }
 
-/// QEMU's descriptor sets: the set and the `opaque` text of each descriptor.
-fn sets(qmp: &mut Qmp) -> Result<Vec<(u32, String)>> {
+/// A descriptor in one of QEMU's sets.
+struct Passed {
+    set: u32,
+    /// Its `opaque` text.
+    mark: String,
+    /// Its number in QEMU.
+    fd: Option<u64>,
+}
+
+impl Passed {
+    /// Returns true if it is a state file of QEMU `pid` whose engine noted a pause in it. The pipe's
+    /// permissions never say so.
+    fn is_in_pause(&self, pid: u32) -> bool {
+        let path = self.fd.map(|fd| format!("/proc/{pid}/fd/{fd}"));
+        let stat = path.and_then(|path| rustix::fs::stat(path).ok());
+        stat.is_some_and(|stat| Mode::from_raw_mode(stat.st_mode).contains(PAUSED))
+    }
+}
+
+/// The descriptors in QEMU's sets.
+fn sets(qmp: &mut Qmp) -> Result<Vec<Passed>> {
     let answer = qmp.execute("query-fdsets", None)?;
     let Some(all) = answer.as_array() else { return Err(qmp.unexpected("query-fdsets", &answer)) };
     let mut found = Vec::new();
@@ -265,9 +308,11 @@ fn sets(qmp: &mut Qmp) -> Result<Vec<(u32, String)>> {
             continue;
         };
         let fds = set.get("fds").and_then(Value::as_array).into_iter().flatten();
-        let marks =
-            fds.map(|fd| fd.get("opaque").and_then(Value::as_str).unwrap_or_default().to_owned());
-        found.extend(marks.map(|mark| (number, mark)));
+        found.extend(fds.map(|fd| Passed {
+            set: number,
+            mark: fd.get("opaque").and_then(Value::as_str).unwrap_or_default().to_owned(),
+            fd: fd.get("fd").and_then(Value::as_u64),
+        }));
     }
     Ok(found)
 }

@@ -82,6 +82,8 @@ pub struct Vm {
     single_core: Option<SingleCore>,
     /// The virtual CPUs whose SSE flags are added to device states.
     pub(crate) sse_flags: Option<SseFlags>,
+    /// Whether the attach ended a pause of an engine that had died with its watchdog.
+    pub(crate) ended_a_left_pause: bool,
     /// The identity of the binary, once it is known.
     pub(crate) identity: Option<QemuIdentity>,
     /// Values that must live as long as the VM.
@@ -207,6 +209,7 @@ impl Vm {
             server: None,
             single_core: None,
             sse_flags: None,
+            ended_a_left_pause: false,
             identity: None,
             kept: Vec::new(),
         }
@@ -264,6 +267,16 @@ impl Vm {
             }
             _ => Ok(()),
         }
+    }
+
+    /// Returns true if the VM stood in a pause of an engine that had died together with its
+    /// watchdog, and the attach resumed it.
+    pub fn ended_a_left_pause(&self) -> bool {
+        self.ended_a_left_pause
+    }
+
+    pub(crate) fn note_pause(&mut self, begins: bool) {
+        self.state.note_pause(begins);
     }
 
     /// Returns true if another program started this QEMU.

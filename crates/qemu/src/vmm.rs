@@ -141,6 +141,10 @@ impl Vmm for Vm {
         Ok(if stopped.was_running { StopOutcome::Stopped } else { StopOutcome::AlreadyPaused })
     }
 
+    fn note_pause(&mut self, begins: bool) {
+        self.note_pause(begins);
+    }
+
     fn resume(&mut self) -> Result<(), VmmError> {
         Ok(self.qmp().cont()?)
     }

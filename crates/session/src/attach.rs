@@ -9,6 +9,7 @@ use super::launch::{
 use super::machines::Peripherals;
 use super::memory_guard::GuestMemory;
 use crate::error::{Error, Result};
+use crate::event::Event;
 use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
@@ -28,6 +29,9 @@ pub fn attach(
     let mut attached = Vec::with_capacity(vms.len());
     for (pid, monitor) in vms {
         let vm = Vm::attach(*pid, monitor)?;
+        if vm.ended_a_left_pause() {
+            options.events.event(&Event::LeftPauseEnded);
+        }
         let monitor = match &monitor.monitor {
             Monitor::Socket(path) => Some(path.clone()),
             Monitor::Libvirt { .. } => None,

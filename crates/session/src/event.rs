@@ -90,6 +90,9 @@ pub enum Event {
         /// The reason.
         error: SharedError,
     },
+    /// The VM stood in a pause of an engine that had died together with its watchdog. The VM runs
+    /// again.
+    LeftPauseEnded,
     /// No process serves the disks, so the VM was paused: its requests would wait for so long that
     /// the guest gives them up.
     PausedForDisks,

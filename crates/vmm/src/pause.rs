@@ -190,7 +190,9 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
                 self.vm.end_saved_pause().inspect_err(|_| self.watchdog.resume_now())
             }
             Some(HeldVm { stop: StopOutcome::Stopped, .. }) => {
-                self.vm.resume_after_stop().inspect_err(|_| self.rescue())
+                self.vm.resume_after_stop().inspect_err(|_| self.rescue())?;
+                self.vm.note_pause(false);
+                Ok(())
             }
             _ => Ok(()),
         }
@@ -241,6 +243,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     /// Errors: the watchdog has resumed the VM because the standstill took too long; the watchdog
     /// does not answer.
     pub fn forbid_running(&mut self) -> Result<(), VmmError> {
+        self.vm.note_pause(false);
         if self.watchdog.forbid_running()? {
             let _ = self.watchdog.disarm()?;
             return Err(VmmError::new(
@@ -256,7 +259,11 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     /// does not answer.
     pub fn allow_running(&mut self) -> Result<(), VmmError> {
         match self.standstill {
-            Some(StopOutcome::Stopped) => self.watchdog.arm(STANDSTILL_MAX),
+            Some(StopOutcome::Stopped) => {
+                self.watchdog.arm(STANDSTILL_MAX)?;
+                self.vm.note_pause(true);
+                Ok(())
+            }
             _ => self.watchdog.disarm().map(drop),
         }
     }
@@ -264,6 +271,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     /// Declares that the VM stands still by itself from now on: [`WatchedVm::end_standstill`] does not
     /// resume it.
     pub fn remain_still(&mut self) {
+        self.vm.note_pause(false);
         self.standstill = self.standstill.map(|_| StopOutcome::AlreadyPaused);
     }
 
@@ -292,16 +300,19 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
 
     fn stop_watched(&mut self, limit: Duration) -> Result<StopOutcome, VmmError> {
         self.watchdog.arm(limit)?;
+        self.vm.note_pause(true);
         match self.vm.stop() {
             Ok(StopOutcome::Stopped) => Ok(StopOutcome::Stopped),
             Ok(StopOutcome::AlreadyPaused) => {
                 // The client that paused the VM resumes it: the watchdog must not.
+                self.vm.note_pause(false);
                 let _ = self.watchdog.disarm()?;
                 Ok(StopOutcome::AlreadyPaused)
             }
             Err(error) => {
                 // The request may have taken effect although its answer was lost.
                 if self.vm.resume().is_ok() {
+                    self.vm.note_pause(false);
                     let _ = self.watchdog.disarm()?;
                 } else {
                     // The watchdog stays armed because the request may still be on its way.
@@ -313,7 +324,9 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     }
 
     fn resume_or_rescue(&mut self) -> Result<(), VmmError> {
-        self.vm.resume().inspect_err(|_| self.rescue())
+        self.vm.resume().inspect_err(|_| self.rescue())?;
+        self.vm.note_pause(false);
+        Ok(())
     }
 
     /// Resumes the VM although its monitor does not answer.

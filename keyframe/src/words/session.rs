@@ -76,6 +76,11 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             );
             (Always, text)
         }
+        Event::LeftPauseEnded => {
+            let text = "the VM stood in a pause of a Keyframe that was killed together with its \
+                        watchdog; it runs again";
+            (Always, text.into())
+        }
         Event::PausedForDisks => {
             let text = "no process serves the VM's disks: the VM is paused until one does, so that \
                         its guest gets no errors";
