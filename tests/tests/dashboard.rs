@@ -50,7 +50,10 @@ fn metric(text: &str, series: &str) -> f64 {
 #[test]
 fn a_run_is_seen_in_the_api_the_metrics_and_the_browser() {
     let env = TestEnv::new();
-    std::fs::write(env.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
+    let token = env.path().join("token");
+    std::fs::write(&token, format!("{TOKEN}\n")).expect("write the token");
+    std::fs::set_permissions(&token, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+        .expect("protect the token");
     let mut vm =
         env.start(&["--interval", "300ms", "--name", "web"], &Boot::new("scribble kf.mib=8"));
     // The store that a VM writes to is shown without being named. The engine may count the newest

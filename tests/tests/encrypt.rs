@@ -2,6 +2,8 @@
 //! errors for a wrong or missing key.
 
 use keyframe_tests::{Boot, TestEnv, assert_restores_exactly, number};
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
 /// A text in the RAM of every Linux kernel, also in the compressed page.
@@ -25,6 +27,16 @@ fn holds(file: &Path, known: &[u8]) -> bool {
         rest = &rest[1..];
     }
     false
+}
+
+/// Writes a key file that its owner alone may access.
+fn write_key(file: &Path, byte: u8) {
+    std::fs::write(file, [byte; 32]).expect("write a key file");
+    set_mode(file, 0o600);
+}
+
+fn set_mode(file: &Path, mode: u32) {
+    std::fs::set_permissions(file, Permissions::from_mode(mode)).expect("change the mode");
 }
 
 fn take_some(env: &TestEnv) -> Vec<String> {
@@ -53,7 +65,13 @@ fn an_encrypted_store_restores_exactly_and_shows_nothing() {
     assert!(!Path::new(&store).exists());
     // A key file, because each command would spend a tenth of a second on a passphrase.
     env.set("KEYFRAME_PASSPHRASE", "");
-    std::fs::write(env.path().join("key"), [0x5a; 32]).expect("write a key file");
+    let key = env.path().join("key");
+    write_key(&key, 0x5a);
+    set_mode(&key, 0o644);
+    let line = ["init", &store, "--encrypt", "--key-file", "key"];
+    env.refused(&line, 1, &["others may read or write it", "chmod 600 key"]);
+    assert!(!Path::new(&store).exists());
+    set_mode(&key, 0o600);
     env.ok(&["init", &store, "--encrypt", "--key-file", "key"]);
     env.refused(&["list", "--store", &store], 1, &["key file is needed", "--key-file"]);
     env.set("KEYFRAME_KEY_FILE", "key");
@@ -74,7 +92,7 @@ fn an_encrypted_store_restores_exactly_and_shows_nothing() {
         );
     }
 
-    std::fs::write(env.path().join("other"), [0x5b; 32]).expect("write another key file");
+    write_key(&env.path().join("other"), 0x5b);
     let wrong = ["list", "--store", &store, "--key-file", "other"];
     env.refused(&wrong, 1, &["key file is not that of this store"]);
     // One changed byte is found, with the checkpoints that it damages.
@@ -120,7 +138,7 @@ fn checkpoints_are_copied_between_stores_with_keys_of_their_own_or_none() {
     let [plain, one, two, words, back] = ["plain", "one", "two", "words", "back"].map(path);
     golden(Path::new(&plain));
     for (file, byte) in [("one.key", 1), ("two.key", 2)] {
-        std::fs::write(env.path().join(file), [byte; 32]).expect("write a key file");
+        write_key(&env.path().join(file), byte);
     }
     env.ok(&["init", &one, "--encrypt", "--key-file", "one.key"]);
     env.ok(&["init", &two, "--encrypt", "--key-file", "two.key"]);

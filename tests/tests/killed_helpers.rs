@@ -5,8 +5,8 @@ use keyframe_tests::attach_soak::{Draws, Shape, soak};
 use keyframe_tests::helpers::{helper_of, kill};
 use keyframe_tests::journaling::{blank_image, journaling, wait_for_more_records};
 use keyframe_tests::{
-    Boot, ExternalVm, Process, TestEnv, chosen_qemus, distribution_qemu, number, seed, variants,
-    wait_until,
+    Boot, ExternalVm, Process, Qemu, TestEnv, chosen_qemus, distribution_qemu, number, qemus, seed,
+    variants, wait_until,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -188,51 +188,87 @@ fn shapes(directory: &std::path::Path) -> Vec<Shape> {
     ]
 }
 
-/// Only the next engine can end a pause in which both died. It resumes no VM that its user paused.
+/// Only the next engine can end a pause in which both died.
 #[test]
 fn a_pause_in_which_engine_and_watchdog_died_is_ended_by_the_next_engine() {
     let directory = tempfile::tempdir().expect("a directory");
-    let shapes = shapes(directory.path());
     for qemu in chosen_qemus(0) {
-        let env = TestEnv::new();
-        let mut boot = shapes[0].boot.clone();
-        boot.qemu = qemu.path;
-        let mut vm = ExternalVm::start(&env, &boot);
-        vm.console.wait_for("KF READY");
-        let attach = |vm: &ExternalVm, options: &[&str]| {
-            let all = [&["--name", "guest", "--disk", "bitmap"], options].concat();
-            let args = env.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &all);
-            Process::start(env.command(&args.iter().map(String::as_str).collect::<Vec<_>>()))
-        };
-        let kill_in_pause = |vm: &ExternalVm| {
-            let mut engine = attach(vm, &["--interval", "200ms", "--fault", "stall:paused:2"]);
-            wait_until("the pause", || !vm.is_running());
-            engine.signal(Signal::KILL);
-            kill(helper_of(engine.pid(), "__watchdog"));
-            engine.wait();
-            assert!(!vm.is_running(), "something else ended the pause: this test shows nothing");
-        };
-        let said = "it runs again";
+        let (env, mut vm) = started(&qemu, &shapes(directory.path())[0]);
+        let bitmap = ["--disk", "bitmap", "--interval", "200ms"];
+        let stalling = [&bitmap[..], &["--fault", "stall:paused:2"]].concat();
+        let mut engine = attach(&env, &vm, &stalling);
+        wait_until("the first checkpoint", || !env.list().is_empty());
+        let watchdog = helper_of(engine.pid(), "__watchdog");
+        wait_until("the pause of the second", || !vm.is_running());
+        kill(watchdog);
+        engine.signal(Signal::KILL);
+        engine.wait();
+        assert!(!vm.is_running(), "something else ended the pause: this test shows nothing");
 
-        kill_in_pause(&vm);
-        let mut next = attach(&vm, &["--interval", "200ms"]);
-        next.wait_for_error(said);
+        let mut next = attach(&env, &vm, &bitmap);
+        next.wait_for_error(RUNS_AGAIN);
         wait_for_more_records(&mut vm.console, 200);
         wait_for_checkpoints(&env, 2);
         env.ok(&["stop", "--name", "guest"]);
         assert_ended(&mut next);
-
-        // Its user has resumed it, and paused it for a reason of their own.
-        assert!(vm.monitor().stop().expect("stop").was_running);
-        let mut next = attach(&vm, &["--interval", "none"]);
-        next.wait_for_error("by `keyframe take`");
-        assert!(!next.errors().contains(said) && !vm.is_running(), "{}", next.report());
-        env.ok(&["stop", "--name", "guest"]);
-        assert_ended(&mut next);
-        vm.monitor().cont().expect("cont");
-        wait_for_more_records(&mut vm.console, 200);
         env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
     }
+}
+
+/// A VM that its user paused stays paused, whatever an engine left in QEMU that was killed with its
+/// watchdog between two pauses.
+#[test]
+fn a_vm_that_its_user_paused_is_resumed_by_no_later_engine() {
+    let directory = tempfile::tempdir().expect("a directory");
+    let shapes = shapes(directory.path());
+    // The last shape is paused by one command, the first by separate ones.
+    for (shape, qemu) in [&shapes[0], &shapes[3]].into_iter().zip(qemus().iter().cycle()) {
+        let (env, vm) = started(qemu, shape);
+        let options: Vec<&str> = shape.options.iter().map(String::as_str).collect();
+        let by_command = [&options[..], &["--interval", "none"]].concat();
+        let mut engine = attach(&env, &vm, &by_command);
+        engine.wait_for_error("by `keyframe take`");
+        for _ in 0..2 {
+            env.ok(&["take", "--name", "guest"]);
+        }
+        let watchdog = helper_of(engine.pid(), "__watchdog");
+        assert!(vm.monitor().stop().expect("stop").was_running);
+        wait_until("the engine sees it", || status(&env)["state"] == "paused");
+        kill(watchdog);
+        engine.signal(Signal::KILL);
+        engine.wait();
+
+        let mut next = attach(&env, &vm, &by_command);
+        next.wait_for_error("by `keyframe take`");
+        assert!(!next.errors().contains(RUNS_AGAIN) && !vm.is_running(), "{}", next.report());
+        env.ok(&["stop", "--name", "guest"]);
+        assert_ended(&mut next);
+        assert!(!vm.is_running());
+        vm.monitor().cont().expect("cont");
+        let before = vm.console.lines().len();
+        wait_until("the guest goes on", || vm.console.lines().len() > before + 2);
+        env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+    }
+}
+
+/// What an engine says that ended the pause of a dead one.
+const RUNS_AGAIN: &str = "it runs again";
+
+/// Starts a VM of `shape` under `qemu`, without Keyframe, and waits until its guest works.
+fn started(qemu: &Qemu, shape: &Shape) -> (TestEnv, ExternalVm) {
+    let env = TestEnv::new();
+    let mut boot = shape.boot.clone();
+    boot.qemu.clone_from(&qemu.path);
+    let mut vm = ExternalVm::start(&env, &boot);
+    vm.console.wait_for("KF READY");
+    (env, vm)
+}
+
+/// Starts `keyframe attach` in the background, as VM `guest`.
+fn attach(env: &TestEnv, vm: &ExternalVm, options: &[&str]) -> Process {
+    let all = [&["--name", "guest"], options].concat();
+    let args = env.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &all);
+    Process::start(env.command(&args.iter().map(String::as_str).collect::<Vec<_>>()))
 }
 
 /// A few rounds over one shape that the seed chooses; all of them with `KEYFRAME_TEST_ALL=1`.

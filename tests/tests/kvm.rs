@@ -2,8 +2,8 @@
 //! whose memory the test computes. Each test is skipped if `/dev/kvm` cannot be opened.
 
 use keyframe_tests::{
-    Boot, Orphan, PassSequence, Process, TestEnv, chosen_qemus, needs_kvm, number, pass_lines,
-    qemus, skip, variants, wait_until,
+    Boot, ExternalVm, Orphan, PassSequence, Process, TestEnv, chosen_qemus, needs_kvm, number,
+    pass_lines, qemus, skip, variants, wait_until,
 };
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -311,6 +311,61 @@ fn what_is_captured_under_kvm_is_simulated_meanwhile() {
         let intervals = report["intervals"].as_array().map(Vec::len);
         assert_eq!(intervals, Some(env.list().len() - 1), "{report:#}");
     }
+}
+
+/// `--count-instructions` is refused under TCG before a checkpoint is taken. An attached VM runs on.
+#[test]
+fn instructions_that_cannot_be_counted_are_refused() {
+    let env = TestEnv::new();
+    let boot = Boot::payload("tcg", DIRTY);
+    let mut run = env.start(&["--count-instructions"], &boot);
+    assert_eq!(run.wait().code(), Some(1), "{}", run.report());
+    let said = run.errors();
+    assert!(said.contains("TCG") && said.contains("fix:"), "{said}");
+
+    let mut vm = ExternalVm::start(&env, &boot);
+    vm.console.wait_for("KF READY");
+    let args =
+        env.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &["--count-instructions"]);
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    env.refused(&args, 1, &["TCG", "keyframe record"]);
+    assert!(vm.is_running());
+    wait_for_passes(&mut vm.console, 0, 3);
+    assert!(env.list().is_empty());
+}
+
+/// The counts of a run under KVM are the lengths of its simulated intervals. A host whose processor
+/// has no counter says so.
+#[test]
+fn counted_instructions_are_the_lengths_of_intervals() {
+    needs_kvm!();
+    let env = TestEnv::new();
+    let boot = Boot::payload("kvm", DIRTY);
+    let mut run =
+        env.start(&["--interval", "400ms", "--count", "5", "--count-instructions"], &boot);
+    if !run.wait().success() {
+        let said = run.errors();
+        let is_known = ["a counter of the guest's instructions", "the host's instructions"];
+        assert!(is_known.iter().any(|text| said.contains(text)), "{said}");
+        assert!(said.contains("fix:") && env.list().is_empty(), "{said}");
+        skip!("this host cannot count a guest's instructions: {said}");
+    }
+    let counts: Vec<u64> =
+        env.list().iter().map(|checkpoint| number(checkpoint, "counted_instructions")).collect();
+    assert!(counts.is_sorted() && counts.first() < counts.last(), "{counts:?}");
+    let store = env.store();
+    let args = ["analyze", &store, "--approximate", "--tool", "icount", "--out", "A", "--json"];
+    env.ok(&args);
+    let header = std::fs::read_to_string(env.path().join("A/analysis.json")).expect("its header");
+    let header: Value = serde_json::from_str(&header).expect("JSON");
+    let lengths: Vec<u64> = header["intervals"]
+        .as_array()
+        .expect("intervals")
+        .iter()
+        .map(|interval| number(interval, "end_icount") - number(interval, "from_icount"))
+        .collect();
+    let counted: Vec<u64> = counts.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    assert_eq!(lengths, counted, "{header:#}");
 }
 
 /// A run under KVM is analysed afterwards: TCG simulates each interval from its checkpoint.

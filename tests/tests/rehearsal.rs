@@ -35,12 +35,12 @@ fn a_second_qemu_takes_the_first_checkpoint_and_leaves_nothing() {
     assert!(!run.errors().contains("checkpoint 1 "), "{}", run.report());
     wait_until("checkpoints follow", || env.list().len() >= 3);
     wait_for_hashes(&mut run);
-    let temporary = std::fs::read_dir(std::env::temp_dir()).expect("the temporary directory");
-    let left = temporary
+    let temporary = std::fs::read_dir(env.path()).expect("the commands' temporary directory");
+    let left: Vec<_> = temporary
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
-        .filter(|name| name.starts_with("keyframe-rehearsal-"));
-    // Other tests may rehearse at the same time.
-    assert!(left.count() < 8, "directories of rehearsals stay");
+        .filter(|name| name.starts_with("keyframe-scratch-rehearsal-"))
+        .collect();
+    assert!(left.is_empty(), "directories of rehearsals stay: {left:?}");
     env.ok(&["stop", "--name", "guest"]);
     run.wait();
     assert!(!run.errors().contains("warning"), "{}", run.report());

@@ -36,7 +36,10 @@ fn nodes_restore_from_a_server_exactly_and_transfer_what_they_lack() {
     let mut env = TestEnv::new();
     let state = env.path().join("state").display().to_string();
     env.set("XDG_STATE_HOME", &state);
-    std::fs::write(env.path().join("token"), format!("{TOKEN}\n")).expect("write the token");
+    let token = env.path().join("token");
+    std::fs::write(&token, format!("{TOKEN}\n")).expect("write the token");
+    std::fs::set_permissions(&token, std::os::unix::fs::PermissionsExt::from_mode(0o600))
+        .expect("protect the token");
     let boot = Boot { mem_mib: MEM_MIB, ..Boot::new("scribble kf.mib=8") };
     let (_, last) = take_audited_checkpoints(&env, &boot, &["--interval", "500ms"], 4);
     let before = (last.parse::<u64>().expect("a number") - 1).to_string();

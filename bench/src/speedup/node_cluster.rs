@@ -1,4 +1,5 @@
-//! Nodes that fetch checkpoints over their links: Slurm in network namespaces, and `keyframe serve`.
+//! Nodes that fetch checkpoints over their links: Slurm in network namespaces, and `keyframe
+//! serve`.
 //!
 //! ```text
 //!   server: slurmctld, the store of the recording, keyframe serve, keyframe analyze --on slurm
@@ -10,6 +11,7 @@ use super::WAIT;
 use crate::interrupt::Interrupt;
 use crate::keyframe_json::{KeyframeJson, RunningCommand};
 use crate::{Error, Options};
+use keyframe_kernel::cpu_time::process_cpu_time;
 use keyframe_test_hosts::{Rate, SERVER_ADDRESS, SlurmCluster};
 use serde_json::Value;
 use std::fs;
@@ -57,6 +59,9 @@ pub struct NodeAnalysis {
     pub report: Value,
     /// The bytes that all nodes received.
     pub fetched_bytes: f64,
+    /// The processor time of the `keyframe serve` from which the nodes fetched, in nanoseconds; NaN
+    /// if it ended before.
+    pub serve_cpu_ns: f64,
 }
 
 /// The options of an analysis on nodes.
@@ -132,7 +137,9 @@ impl<'a> NodeCluster<'a> {
         let name = "keyframe analyze --on slurm".to_owned();
         let running = RunningCommand::start(name, self.cluster.on_server(&command))?;
         let report = running.wait(&self.interrupt)?;
-        Ok(NodeAnalysis { report, fetched_bytes: self.fetched_bytes()? })
+        let serve_cpu = process_cpu_time(server.child.id());
+        let serve_cpu_ns = serve_cpu.map_or(f64::NAN, |time| time.as_nanos() as f64);
+        Ok(NodeAnalysis { report, fetched_bytes: self.fetched_bytes()?, serve_cpu_ns })
     }
 
     /// Returns the means to run commands of `keyframe` beside the cluster.

@@ -186,6 +186,7 @@ impl MeasurementContext<'_> {
             let analysis = cluster.analyse(&request)?;
             report.figure(format!("{key}_ns"), ns(&analysis.report, "wall_ns"));
             report.figure(format!("{key}_fetched_bytes"), analysis.fetched_bytes);
+            report.figure(format!("{key}_serve_cpu_ns"), analysis.serve_cpu_ns);
             let intervals = analysis.report["intervals"].as_array().into_iter().flatten();
             let starts: Vec<Option<f64>> = intervals.map(start_ns).collect::<Result<_, Error>>()?;
             report.figure(format!("{key}_starts"), starts.iter().flatten().count() as f64);
@@ -219,8 +220,12 @@ impl MeasurementContext<'_> {
             })?;
         report.figure(format!("{key}_ns"), took_ns);
         report.figure(format!("{key}_fetched_bytes"), analysis.fetched_bytes);
+        // Figure A.6: what serving the nodes costs the host that records.
+        report.figure(format!("{key}_serve_cpu_ns"), analysis.serve_cpu_ns);
         let prediction = Self::predict(cluster.keyframe(), &recording, &out, *nodes, &[])?;
         report.figure(format!("{key}_recorded_ns"), prediction.recorded_ns);
+        let serve_share = analysis.serve_cpu_ns / prediction.recorded_ns;
+        report.ratio(format!("{key}_serve_cpu_over_recorded_time"), serve_share);
         let equation_key = format!("{key}_over_equation_{}", prediction.equation.replace('.', "_"));
         report.ratio(equation_key, took_ns / prediction.formula_ns);
         report.ratio(format!("{key}_over_simulation"), took_ns / prediction.simulated_ns);

@@ -48,8 +48,8 @@ pub(crate) struct TaskLayout {
 }
 
 impl TaskLayout {
-    /// Finds the layout in `bytes`, the contents of a `vmlinux` or of BTF alone. Error: what is
-    /// missing.
+    /// Finds where the kernel keeps the running task. `bytes` are the contents of a `vmlinux`, or
+    /// its type information (BTF) alone. The error tells as a text what is missing.
     pub fn parse(bytes: &[u8]) -> Result<Self, String> {
         if bytes.starts_with(&MAGIC) {
             return Self::from_types(&Types::parse(bytes)?, 0);

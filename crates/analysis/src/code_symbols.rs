@@ -18,8 +18,11 @@ pub(crate) enum CodeSymbols {
 }
 
 impl CodeSymbols {
-    /// Reads the file `text`, unless it is [`GUEST`] or not given. `slide` is added to each address
-    /// of a file. Errors: those of [`SymbolTable::read`].
+    /// Makes the symbols that the value `text` of the argument `symbols` asks for: those of the
+    /// guest for [`GUEST`], none for `None`, and otherwise those of the file `text`. `slide` is
+    /// added to each address of a file.
+    ///
+    /// Errors: those of [`SymbolTable::read`].
     pub fn of_argument(text: Option<&str>, slide: u64) -> Result<Self> {
         match text {
             None => Ok(Self::Given(SymbolTable::default())),
@@ -28,7 +31,7 @@ impl CodeSymbols {
         }
     }
 
-    /// Whether the caller must find the guest's symbols before the merge.
+    /// Returns true if the caller must find the guest's symbols before the merge.
     pub fn are_the_guests(&self) -> bool {
         matches!(self, Self::Guest)
     }

@@ -63,8 +63,9 @@ pub(crate) struct Dictionary<'a> {
 }
 
 impl ChunkEncoder {
-    /// Encodes the first `N` bytes of each value by BYTE_STREAM_SPLIT. Error: the Parquet library
-    /// refuses.
+    /// Encodes a column by BYTE_STREAM_SPLIT, an encoding of Parquet: the first bytes of all
+    /// values, then the second bytes, and so on. Takes the lowest `N` bytes of each value. Error:
+    /// the Parquet library refuses.
     pub fn split<const N: usize>(
         &mut self,
         column: ColumnDescPtr,
@@ -96,7 +97,8 @@ impl ChunkEncoder {
         pages.finish(values.len(), vec![Encoding::DELTA_BINARY_PACKED], Some(statistics))
     }
 
-    /// Encodes indices into `dictionary`, each in `N` bytes. Error: the Parquet library refuses.
+    /// Encodes a column whose values are in `dictionary`. `numbers` has the index of each row's
+    /// value, which `bytes_of` encodes in `N` bytes. Error: the Parquet library refuses.
     pub fn indices<const N: usize, T: Copy>(
         &mut self,
         column: ColumnDescPtr,
@@ -108,8 +110,8 @@ impl ChunkEncoder {
         Self::with_dictionary(column, &mut self.packed, dictionary, data, numbers.len())
     }
 
-    /// Encodes small indices; `value` returns the value of an index. Error: the Parquet library
-    /// refuses.
+    /// Encodes a column of few different values. `numbers` has the index of each row's value, and
+    /// `value` returns the value of an index. Error: the Parquet library refuses.
     pub fn small(
         &mut self,
         column: ColumnDescPtr,

@@ -116,7 +116,7 @@ pub(crate) struct RunningInterval {
 }
 
 impl RunningInterval {
-    /// An interval whose part is kept.
+    /// Makes the running interval of `interval`, whose part is kept.
     pub fn kept(interval: IcountInterval) -> Self {
         Self { interval, is_kept: true }
     }
@@ -142,7 +142,8 @@ impl RunIntervals {
     }
 
     /// Ends the running interval and begins `next`. Returns the part of the ended one; `None` if
-    /// that was the warm-up. Error: [`Error::Cuts`] if all intervals had ended.
+    /// that was the warm-up. With `None` for `next`, no interval follows. Error: [`Error::Cuts`] if
+    /// all intervals had ended.
     pub fn cut(&mut self, next: Option<IcountInterval>) -> Result<Option<Part>> {
         self.cuts += 1;
         let running = self.running.take();

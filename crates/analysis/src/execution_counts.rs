@@ -24,9 +24,13 @@ const INSTRUCTION_BYTES_MAX: u64 = 16;
 /// Adjacent instructions that ran equally often.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct CodeBlock {
+    /// The address of the first instruction.
     pub start: u64,
+    /// The length of the code in bytes.
     pub len_bytes: u64,
+    /// The number of instructions in the code.
     pub instructions: u64,
+    /// The number of times that each of them ran.
     pub times: u64,
 }
 
@@ -41,7 +45,9 @@ impl CodeBlock {
 /// An instruction in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct CodeSpan {
+    /// The address of the instruction.
     pub pc: u64,
+    /// The length of the instruction in bytes.
     pub len_bytes: u64,
 }
 

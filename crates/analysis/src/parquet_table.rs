@@ -189,7 +189,7 @@ impl ColumnBuffer {
     }
 }
 
-/// A Parquet file that is being written.
+/// A Parquet file that is being written, row group by row group.
 pub struct ParquetTable {
     path: PathBuf,
     unfinished: PathBuf,
@@ -203,7 +203,8 @@ pub struct ParquetTable {
 impl ParquetTable {
     /// Begins a file with these columns. The file appears at `path` when it is complete.
     ///
-    /// Errors: [`Error::File`], [`Error::Parquet`].
+    /// Errors: [`Error::File`] if the file cannot be created, [`Error::Parquet`] if its beginning
+    /// cannot be written.
     pub fn create(path: &Path, columns: &[ColumnSpec]) -> Result<Self> {
         let unfinished = path.with_extension("unfinished");
         let out = File::create(&unfinished).map_err(file("creating", &unfinished))?;
@@ -222,12 +223,13 @@ impl ParquetTable {
     }
 
     /// Ends a row, after the caller has pushed its values to all columns, and writes the row group
-    /// if it is full. Errors: [`Error::File`], [`Error::Parquet`].
+    /// if it is full. Error: [`Error::Parquet`] if it cannot be written.
     pub fn complete_row(&mut self) -> Result<()> {
         if self.rows() >= GROUP_ROWS { self.flush() } else { Ok(()) }
     }
 
-    /// Writes the rows so far as a row group. Errors: [`Error::File`], [`Error::Parquet`].
+    /// Writes the rows so far as a row group. Writes nothing if there are no rows. Error:
+    /// [`Error::Parquet`] if the row group cannot be written.
     pub fn flush(&mut self) -> Result<()> {
         let data: Vec<_> = self.values.iter().map(ColumnBuffer::data).collect();
         let written = write_group(&mut self.writer, &mut self.encoder, &self.encodings, &data);
@@ -237,14 +239,15 @@ impl ParquetTable {
     }
 
     /// Writes one row group: `data` has all columns in their order, each with the same number of
-    /// rows. Writes nothing if there are no rows. Errors: [`Error::File`], [`Error::Parquet`].
+    /// rows. Writes nothing if there are no rows. Error: [`Error::Parquet`] if the row group cannot
+    /// be written.
     pub fn write(&mut self, data: &[ColumnData<'_>]) -> Result<()> {
         let written = write_group(&mut self.writer, &mut self.encoder, &self.encodings, data);
         written.map_err(failed("writing a row group of", &self.path))
     }
 
-    /// Completes the file and returns its number of rows. Errors: [`Error::File`],
-    /// [`Error::Parquet`].
+    /// Writes the remaining rows, completes the file, and returns its number of rows. Errors:
+    /// [`Error::Parquet`] if it cannot be written, [`Error::File`] if it cannot get its final name.
     pub fn finish(mut self) -> Result<u64> {
         self.flush()?;
         let metadata = self.writer.close().map_err(failed("completing", &self.path))?;
@@ -279,7 +282,10 @@ fn failed(operation: &'static str, path: &Path) -> impl FnOnce(ParquetError) -> 
 /// Copies the row groups of `parts` into the file at `path` without decoding them. Returns the
 /// number of rows.
 ///
-/// Errors: [`Error::File`], [`Error::Parquet`]; [`Error::Damaged`] for parts with other columns.
+/// Errors: [`Error::File`] if a part cannot be opened, or the file at `path` not be created;
+/// [`Error::Parquet`] if a part has no valid footer, or row groups cannot be copied;
+/// [`Error::Damaged`] if a part has other columns than `columns`, or the parts have too many row
+/// groups.
 pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[ColumnSpec]) -> Result<u64> {
     let mut out = ParquetTable::create(path, columns)?;
     let expected = schema(columns);
@@ -312,7 +318,7 @@ pub fn concatenate(parts: &[PathBuf], path: &Path, columns: &[ColumnSpec]) -> Re
     out.finish()
 }
 
-/// The contents of a Parquet file by its footer.
+/// What the footer of a Parquet file tells about the file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParquetSummary {
     /// The number of rows.
@@ -323,7 +329,8 @@ pub struct ParquetSummary {
     pub columns: Vec<(String, u64)>,
 }
 
-/// Reads the footer of the Parquet file at `path`. Errors: [`Error::File`], [`Error::Parquet`].
+/// Reads the footer of the Parquet file at `path`. Errors: [`Error::File`] if the file cannot be
+/// opened, [`Error::Parquet`] if the footer is invalid.
 pub fn summary(path: &Path) -> Result<ParquetSummary> {
     let input = File::open(path).map_err(file("opening", path))?;
     let metadata = ParquetMetaDataReader::new().parse_and_finish(&input);

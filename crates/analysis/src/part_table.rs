@@ -18,8 +18,8 @@ pub struct PartTable {
 impl PartTable {
     /// Reads the table `kind` with `columns` columns from the file at `path`.
     ///
-    /// Errors: [`Error::File`]; [`Error::Damaged`] for another table, another number of columns or
-    /// another length than the header says.
+    /// Errors: [`Error::File`] if the file cannot be read; [`Error::Damaged`] for another table,
+    /// another number of columns or another length than the header says.
     pub fn read(path: &Path, kind: &str, columns: usize) -> Result<Self> {
         let damaged = |place: &str, problem: String| Error::Damaged {
             path: path.to_owned(),

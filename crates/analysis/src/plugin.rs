@@ -14,7 +14,8 @@ pub enum PluginInterface {
 }
 
 impl PluginInterface {
-    /// Returns the interface of a QEMU version; `None` for versions before 6.0 and from 8.2 to 9.0.
+    /// Returns the interface of QEMU `major`.`minor`; `None` for versions before 6.0 and from 8.2
+    /// to 9.0.
     pub fn of_qemu(major: u32, minor: u32) -> Option<Self> {
         match (major, minor) {
             (6..=7, _) | (8, 0..=1) => Some(Self::V1),
@@ -41,7 +42,7 @@ impl fmt::Display for PluginInterface {
 /// Writes the plugin for `interface` into `dir` and returns its path. An existing file is replaced
 /// by a rename.
 ///
-/// Error: [`Error::File`](crate::Error::File).
+/// Error: [`Error::File`](crate::Error::File) if the file cannot be written or renamed.
 pub fn install(dir: &Path, interface: PluginInterface) -> Result<PathBuf> {
     let bytes = match interface {
         PluginInterface::V1 => keyframe_embedded_plugins::PLUGIN_1,

@@ -38,18 +38,20 @@ pub(crate) struct LineFile {
 }
 
 impl LineFile {
-    /// Creates the file `name` in `dir`. Error: [`Error::File`].
+    /// Creates the file `name` in `dir`. It has this name when it is complete. Error:
+    /// [`Error::File`] if the file cannot be created.
     pub fn create(dir: &Path, name: &str) -> Result<Self> {
         let (path, out) = ResultPath::create(dir, name)?;
         Ok(Self { path, out })
     }
 
-    /// Writes a line and its end. Error: [`Error::File`].
+    /// Writes a line and its end. Error: [`Error::File`] if it cannot be written.
     pub fn line(&mut self, line: std::fmt::Arguments<'_>) -> Result<()> {
         writeln!(self.out, "{line}").map_err(self.path.failed_to_write())
     }
 
-    /// Completes the file and returns its path. Error: [`Error::File`].
+    /// Completes the file and returns its path. Error: [`Error::File`] if it cannot be written or
+    /// get its final name.
     pub fn finish(mut self) -> Result<PathBuf> {
         self.out.flush().map_err(self.path.failed_to_write())?;
         self.path.complete()
@@ -63,8 +65,9 @@ pub(crate) struct CsvFile {
 }
 
 impl CsvFile {
-    /// Creates the file `name` in `dir` and writes the header, a comma-separated list of names.
-    /// Error: [`Error::File`].
+    /// Creates the file `name` in `dir` and writes the header, a comma-separated list of names. The
+    /// file has this name when it is complete. Error: [`Error::File`] if the file cannot be created
+    /// or written.
     pub fn create(dir: &Path, name: &str, header: &str) -> Result<Self> {
         let (path, out) = ResultPath::create(dir, name)?;
         let out = csv::WriterBuilder::new().has_headers(false).flexible(true).from_writer(out);
@@ -75,14 +78,15 @@ impl CsvFile {
     }
 
     /// Writes a row, a sequence or tuple of cells. Cells with commas or quotes are quoted. Error:
-    /// [`Error::File`].
+    /// [`Error::File`] if the row cannot be written.
     pub fn row(&mut self, row: impl Serialize) -> Result<()> {
         self.out
             .serialize(row)
             .map_err(|error| self.path.failed_to_write()(std::io::Error::from(error)))
     }
 
-    /// Completes the file and returns its path. Error: [`Error::File`].
+    /// Completes the file and returns its path. Error: [`Error::File`] if it cannot be written or
+    /// get its final name.
     pub fn finish(mut self) -> Result<PathBuf> {
         self.out.flush().map_err(self.path.failed_to_write())?;
         self.path.complete()

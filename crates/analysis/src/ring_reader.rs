@@ -37,7 +37,7 @@ pub struct SharedBoard {
 impl SharedBoard {
     /// Creates a board with a ring of `records` records; 0 for no ring.
     ///
-    /// Error: [`Error::Plugin`].
+    /// Error: [`Error::Plugin`] if the memory of the board cannot be created.
     pub fn create(records: u64) -> Result<Self> {
         let failed = |problem: std::io::Error| Error::Plugin {
             operation: "creating its board",
@@ -55,7 +55,7 @@ impl SharedBoard {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd())
     }
 
-    /// Returns [`Error::Plugin`] if the plugin has given up.
+    /// Checks that the plugin works. Error: [`Error::Plugin`] if it has given up.
     pub fn check(&self) -> Result<()> {
         if self.board.refused() {
             return Err(Error::Plugin {
@@ -108,15 +108,20 @@ impl RingReader {
     }
 
     /// Ends an interval and begins `next`: waits until the sink has taken all records of the ended
-    /// one. The VM must be stopped. Errors: [`Error::Plugin`]; those of the sink.
+    /// one. The VM must be stopped.
+    ///
+    /// Errors: [`Error::Plugin`] if the plugin has given up, or the thread has ended or does not
+    /// answer in 120 s; those of the sink.
     pub fn cut(&mut self, next: Option<IcountInterval>) -> Result<()> {
         self.shared.check()?;
         self.shared.board.cut();
         self.ask(ReaderCommand::Cut { head: self.shared.board.head(), next })
     }
 
-    /// Ends the thread. Records since the last cut are dropped. Errors: [`Error::Plugin`]; those of
-    /// the sink.
+    /// Ends the thread. Records since the last cut are dropped.
+    ///
+    /// Errors: [`Error::Plugin`] if the plugin has given up, or the thread has ended or does not
+    /// answer in 120 s; those of the sink.
     pub fn finish(mut self) -> Result<()> {
         let answer = self.ask(ReaderCommand::Finish);
         self.join();

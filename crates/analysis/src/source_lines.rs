@@ -55,7 +55,7 @@ pub struct SourceLines {
 impl SourceLines {
     /// Reads the lines of the ELF file `bytes`, which was read from `path`. The result is empty if
     /// the file has no debug information. `slide` is added to each address. Error:
-    /// [`Error::Damaged`].
+    /// [`Error::Damaged`] if the file or its debug information is invalid.
     pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
         let damaged = |problem: String| Error::Damaged {
             path: path.to_owned(),

@@ -54,13 +54,15 @@ impl SymbolTable {
     /// Reads a symbol file of either kind. `slide` is added to each address, for a kernel with a
     /// randomized base.
     ///
-    /// Errors: [`Error::File`]; [`Error::Damaged`] if the file names no function.
+    /// Errors: [`Error::File`] if the file cannot be read; [`Error::Damaged`] if it is invalid or
+    /// names no function.
     pub fn read(path: &Path, slide: u64) -> Result<Self> {
         Self::parse(path, &read_file(path)?, slide)
     }
 
     /// Parses `bytes`, the contents of a symbol file, as [`SymbolTable::read`] does. `path` names
-    /// the file in errors. Error: [`Error::Damaged`].
+    /// the file in errors, and `slide` is added to each address. Error: [`Error::Damaged`] if the
+    /// file is invalid or names no function.
     pub fn parse(path: &Path, bytes: &[u8], slide: u64) -> Result<Self> {
         let found = if is_elf(bytes) { elf(bytes) } else { text(bytes) };
         let found = found.map_err(|problem| damaged(path, &problem))?;

@@ -82,9 +82,11 @@ pub struct ThirdPartyTool {
 }
 
 impl ThirdPartyTool {
-    /// Reads the manifest at `path`. `arguments` are the `--tool-arg`s.
+    /// Reads the manifest at `path`. `arguments` are the texts `NAME=VALUE` that the user gave with
+    /// `--tool-arg`.
     ///
-    /// Errors: [`Error::File`]; [`Error::Damaged`]; [`Error::Argument`].
+    /// Errors: [`Error::File`] if the manifest cannot be read; [`Error::Damaged`] if it is invalid;
+    /// [`Error::Argument`] for an argument that it does not contain.
     pub fn read(path: &Path, arguments: &[String]) -> Result<Self> {
         let damaged = |problem: String| Error::Damaged {
             path: path.to_owned(),
@@ -93,7 +95,11 @@ impl ThirdPartyTool {
         };
         let mut text = String::new();
         let input = File::open(path).map_err(file("opening the manifest", path))?;
-        input.take(MANIFEST_BYTES_MAX).read_to_string(&mut text).map_err(file("reading", path))?;
+        let mut input = input.take(MANIFEST_BYTES_MAX + 1);
+        input.read_to_string(&mut text).map_err(file("reading", path))?;
+        if text.len() as u64 > MANIFEST_BYTES_MAX {
+            return Err(damaged(format!("it is longer than {MANIFEST_BYTES_MAX} bytes")));
+        }
         let manifest: Manifest =
             toml::from_str(&text).map_err(|error| damaged(error.to_string()))?;
         for name in [&manifest.name, &manifest.result] {

@@ -235,9 +235,11 @@ pub fn descriptions() -> impl Iterator<Item = &'static ToolDescription> {
     TOOLS.iter().map(|(description, _)| description)
 }
 
-/// Returns the tool `name` with its arguments, or a [`Baseline`], which the help does not list.
+/// Makes the tool `name` with its arguments, each a text `NAME=VALUE`. The help does not list the
+/// names of [`Baseline`], which this function knows too.
 ///
-/// Errors: [`Error::UnknownTool`]; [`Error::Argument`]; errors of reading symbols.
+/// Errors: [`Error::UnknownTool`] if there is no such tool; [`Error::Argument`] if it does not
+/// accept an argument; errors of reading symbols.
 pub fn by_name(name: &str, arguments: &[String]) -> Result<Box<dyn Tool>> {
     if let (Some(baseline), []) = (Baseline::by_name(name), arguments) {
         return Ok(Box::new(baseline));

@@ -64,7 +64,7 @@ impl<'a> ByteReader<'a> {
         self.remaining
     }
 
-    /// Succeeds if no bytes remain, and fails with [`ReadError::Trailing`] otherwise.
+    /// Checks that no bytes remain. Error: [`ReadError::Trailing`] if some do.
     pub fn expect_end(&self) -> Result<(), ReadError> {
         match self.remaining.len() {
             0 => Ok(()),
@@ -72,7 +72,7 @@ impl<'a> ByteReader<'a> {
         }
     }
 
-    /// Reads the next `len` bytes. Error: [`ReadError::Truncated`].
+    /// Reads the next `len` bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn take(&mut self, len: usize) -> Result<&'a [u8], ReadError> {
         let (head, tail) = self
             .remaining
@@ -82,55 +82,56 @@ impl<'a> ByteReader<'a> {
         Ok(head)
     }
 
-    /// Reads the next `N` bytes. Error: [`ReadError::Truncated`].
+    /// Reads the next `N` bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn array<const N: usize>(&mut self) -> Result<[u8; N], ReadError> {
         let mut out = [0; N];
         out.copy_from_slice(self.take(N)?);
         Ok(out)
     }
 
-    /// Reads one byte. Error: [`ReadError::Truncated`].
+    /// Reads one byte. Error: [`ReadError::Truncated`] if none remains.
     pub fn u8(&mut self) -> Result<u8, ReadError> {
         self.array().map(u8::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 2 bytes. Error: [`ReadError::Truncated`].
+    /// Reads a little-endian number of 2 bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn u16_le(&mut self) -> Result<u16, ReadError> {
         self.array().map(u16::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 4 bytes. Error: [`ReadError::Truncated`].
+    /// Reads a little-endian number of 4 bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn u32_le(&mut self) -> Result<u32, ReadError> {
         self.array().map(u32::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 8 bytes. Error: [`ReadError::Truncated`].
+    /// Reads a little-endian number of 8 bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn u64_le(&mut self) -> Result<u64, ReadError> {
         self.array().map(u64::from_le_bytes)
     }
 
-    /// Reads a little-endian number of 16 bytes. Error: [`ReadError::Truncated`].
+    /// Reads a little-endian number of 16 bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn u128_le(&mut self) -> Result<u128, ReadError> {
         self.array().map(u128::from_le_bytes)
     }
 
-    /// Reads a big-endian number of 2 bytes. Error: [`ReadError::Truncated`].
+    /// Reads a big-endian number of 2 bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn u16_be(&mut self) -> Result<u16, ReadError> {
         self.array().map(u16::from_be_bytes)
     }
 
-    /// Reads a big-endian number of 4 bytes. Error: [`ReadError::Truncated`].
+    /// Reads a big-endian number of 4 bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn u32_be(&mut self) -> Result<u32, ReadError> {
         self.array().map(u32::from_be_bytes)
     }
 
-    /// Reads a big-endian number of 8 bytes. Error: [`ReadError::Truncated`].
+    /// Reads a big-endian number of 8 bytes. Error: [`ReadError::Truncated`] if fewer remain.
     pub fn u64_be(&mut self) -> Result<u64, ReadError> {
         self.array().map(u64::from_be_bytes)
     }
 
     /// Reads a varint (see [`crate::varint`]) in its shortest form. Errors:
-    /// [`ReadError::Truncated`], [`ReadError::Varint`].
+    /// [`ReadError::Truncated`] if the bytes end in it, [`ReadError::Varint`] if it is longer than
+    /// its shortest form or exceeds 64 bits.
     #[inline]
     pub fn varint(&mut self) -> Result<u64, ReadError> {
         // Page maps hold almost only varints of one or two bytes.

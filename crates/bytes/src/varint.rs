@@ -20,7 +20,8 @@ pub fn zigzag_delta(from: u64, to: u64) -> u64 {
     ((delta << 1) ^ (delta >> 63)).cast_unsigned()
 }
 
-/// Returns the `to` for which [`zigzag_delta`] of `from` and `to` is `delta`.
+/// Returns `from` plus the difference `delta`: the number `to` for which [`zigzag_delta`] of `from`
+/// and `to` is `delta`.
 pub fn apply_zigzag(from: u64, delta: u64) -> u64 {
     from.wrapping_add((delta >> 1) ^ (delta & 1).wrapping_neg())
 }

@@ -142,8 +142,10 @@ impl CaptureContext<'_> {
         Ok(())
     }
 
-    /// Scans for the remaining dirty pages and copies them, in the pause. Errors: the scan failed;
-    /// the pages could not be read; the staging memory is full.
+    /// Scans for the remaining dirty pages and copies them, in the pause.
+    ///
+    /// Errors: [`CaptureError::Scan`] if the scan failed; [`CaptureError::Staging`] if the pages
+    /// could not be read, or the staging memory is full.
     pub fn copy_remaining(&mut self) -> Result<(), CaptureError> {
         let set = self.last_scan()?;
         let started = Instant::now();
@@ -156,7 +158,7 @@ impl CaptureContext<'_> {
 
     /// Scans for the remaining dirty pages, in the pause, and returns them. If no round came
     /// before, the result includes the pages that aborted checkpoints left owed. Error:
-    /// [`CaptureError::Scan`].
+    /// [`CaptureError::Scan`] if the scan failed; every page then counts as dirty.
     pub fn last_scan(&mut self) -> Result<PageSet, CaptureError> {
         let all_owed = self.timeline.rounds.is_empty();
         let started = Instant::now();
@@ -168,6 +170,9 @@ impl CaptureContext<'_> {
     /// Allocates memory for a pause that copies `pages` more pages. If memory is short, it hands
     /// the staged pages over and waits for the encoder. A timeout is no error: the pause may need
     /// less than expected.
+    ///
+    /// Errors: [`CaptureError::Sink`] if the encoder does not take the pages;
+    /// [`CaptureError::Staging`] if the host has no memory.
     pub fn prepare_memory(&mut self, pages: u64) -> Result<(), CaptureError> {
         // The pause may find as many pages as a round did: with large pages, and with guests that
         // write in bursts.

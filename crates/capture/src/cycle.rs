@@ -56,6 +56,7 @@ pub struct CaptureCycle {
     ram: Option<RamLayout>,
     /// The pages for which a pause had no memory: the next one gets at least as much.
     lacked_pages: u64,
+    wants_another_try: bool,
     generation: u64,
     next_seq: u64,
     /// When the pause of the newest sealed checkpoint began.
@@ -107,6 +108,7 @@ impl CaptureCycle {
             space,
             ram: None,
             lacked_pages: 0,
+            wants_another_try: false,
             generation: 0,
             next_seq: 0,
             sealed_pause: None,
@@ -161,13 +163,10 @@ impl CaptureCycle {
     /// Captures one checkpoint and hands it to the encoder. Returns the capture's number, which the
     /// encoder's report repeats.
     ///
-    /// It tries once more in two cases: if the pause found more pages than there was memory for, it
-    /// frees that much first; if RAM blocks have changed since the previous checkpoint, it takes
-    /// the new ones.
-    ///
     /// # Errors
     ///
-    /// After an error the VM is as it was before, and the next checkpoint owes the pages.
+    /// After an error the VM is as it was before, and the next checkpoint owes the pages. Another
+    /// call may succeed at once ([`Self::wants_another_try`]).
     pub fn capture<M: Machine, O: CaptureObserver, L>(
         &mut self,
         machine: &mut M,
@@ -183,31 +182,23 @@ impl CaptureCycle {
         let by_precopy = is_complete && !strategy.scans_in_pauses();
         let strategy = if by_precopy { &mut precopy } else { strategy };
         let generation = self.generation;
-        let captured = loop {
-            let (mut handed_over, lacked_pages) = (false, self.lacked_pages);
-            let knows_ram = self.ram.is_some();
-            let result = self.attempt(machine, observer, strategy, is_complete, &mut |pages| {
-                handed_over = true;
-                queue.send(EncoderMessage::Pages { generation, pages })
-            });
-            strategy.release();
-            match result {
-                Ok(captured) => break captured,
-                Err(error) => {
-                    if handed_over {
-                        // If the encoder has ended, it cannot put the pages either.
-                        let _ = queue.send(EncoderMessage::Abandon { generation });
-                    }
-                    let has_changed = knows_ram && matches!(error, CaptureError::Resized);
-                    // A burst just before the pause: the next attempt frees memory for it, or
-                    // copies it in portions before its pause.
-                    let was_burst = lacked_pages == 0 && self.lacked_pages > 0;
-                    if !(has_changed || was_burst) {
-                        return Err(error);
-                    }
-                }
+        let (mut handed_over, lacked_pages) = (false, self.lacked_pages);
+        let knows_ram = self.ram.is_some();
+        self.wants_another_try = false;
+        let result = self.attempt(machine, observer, strategy, is_complete, &mut |pages| {
+            handed_over = true;
+            queue.send(EncoderMessage::Pages { generation, pages })
+        });
+        strategy.release();
+        let captured = result.inspect_err(|error| {
+            if handed_over {
+                // If the encoder has ended, it cannot put the pages either.
+                let _ = queue.send(EncoderMessage::Abandon { generation });
             }
-        };
+            let has_changed = knows_ram && matches!(error, CaptureError::Resized);
+            let was_burst = lacked_pages == 0 && self.lacked_pages > 0;
+            self.wants_another_try = has_changed || was_burst;
+        })?;
         self.lacked_pages = 0;
         let seq = self.next_seq;
         let paused_at = captured.paused_at;
@@ -221,6 +212,17 @@ impl CaptureCycle {
         self.log.record_captured();
         self.in_flight.push_back(CheckpointInFlight { seq, paused_at });
         Ok(seq)
+    }
+
+    /// Returns whether the last capture failed for a reason that another call removes. If the pause
+    /// found more pages than there was memory for, the next call frees that much first, or copies
+    /// pages in portions before its pause. If RAM blocks have changed since the previous
+    /// checkpoint, it takes the new ones.
+    ///
+    /// The caller begins everything anew that belongs to one pause, such as the cut of the disks:
+    /// the VM ran after the failed pause.
+    pub fn wants_another_try(&self) -> bool {
+        self.wants_another_try
     }
 
     /// Takes in a report of the encoder: after a failure the pages of the lost checkpoints are owed

@@ -23,7 +23,8 @@ pub struct DirtyLog {
 }
 
 impl DirtyLog {
-    /// Creates a log that owes nothing: the first drain of `tracker` reports every page.
+    /// Creates a log that owes nothing, for a page space of `space_pages` pages. The first drain of
+    /// `tracker` reports every page.
     pub fn new(tracker: Box<dyn DirtyTracker>, space_pages: u64) -> Self {
         Self { tracker, owed: PageSet::new(space_pages), in_flight: VecDeque::new() }
     }

@@ -19,7 +19,8 @@ use std::sync::Arc;
 
 const STATES_MAGIC: &[u8; 8] = b"KFGROUP1";
 
-/// A member's port, such as its reader or its tracker, before the members are laid end to end.
+/// One of the [ports](crate::ports) of a member of a group, such as its reader or its tracker,
+/// before the pages of the members are laid end to end.
 pub struct MemberPort<T> {
     /// The number of the member's pages.
     pub len_pages: u64,

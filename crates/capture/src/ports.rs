@@ -47,8 +47,9 @@ pub type FirstWriteHook = Arc<dyn Fn(PageRange) + Send + Sync>;
 
 /// Delays the first write to each protected page: the basis of copy-on-write.
 pub trait FirstWriteMonitor: Send + Sync {
-    /// Calls `hook` before each first write from now on; the writing processor waits until the
-    /// hook returns. The previous hook is no longer called once this method has returned.
+    /// Calls `hook` before the first write to each page since it was protected, from now on; the
+    /// writing processor waits until the hook returns. `None` removes the hook. The previous hook
+    /// is no longer called once this method has returned.
     fn set_hook(&self, hook: Option<FirstWriteHook>);
 
     /// Returns the pages that may have changed since they were protected without a call of the

@@ -73,8 +73,10 @@ impl StagedPages {
             + self.pool.free_pages()
     }
 
-    /// Copies every page of `set`. Errors: [`StagingError::Full`], [`StagingError::Memory`],
-    /// [`StagingError::Read`]. After an error it holds none of these pages.
+    /// Copies every page of `set`. After an error it holds none of these pages.
+    ///
+    /// Errors: [`StagingError::Full`] if they do not all fit, [`StagingError::Memory`] if the host
+    /// has no memory, [`StagingError::Read`] if a page cannot be read.
     pub fn stage(&mut self, set: &PageSet, reader: &dyn PageReader) -> Result<(), StagingError> {
         let slots = self.allot(set)?;
         for batch in slots.chunk_by(|a, b| a.chunk == b.chunk) {
@@ -86,9 +88,11 @@ impl StagedPages {
         Ok(())
     }
 
-    /// Allots a slot to every page of `set`, in rising order. Returns the slots, for
-    /// [`Self::fill`]. Allots none if they do not all fit. Errors: [`StagingError::Full`],
-    /// [`StagingError::Memory`].
+    /// Allots a slot to every page of `set`, sorted by page number. Returns the slots, for
+    /// [`Self::fill`]. Allots none after an error.
+    ///
+    /// Errors: [`StagingError::Full`] if the pages do not all fit, [`StagingError::Memory`] if the
+    /// host has no memory.
     pub fn allot(&mut self, set: &PageSet) -> Result<Vec<SlotRange>, StagingError> {
         let chunk_pages = self.pool.chunk_pages();
         let wanted = (self.used_slots + set.len()).div_ceil(chunk_pages);
@@ -119,7 +123,7 @@ impl StagedPages {
     }
 
     /// Copies the pages of `slots`, which must be consecutive slots of one chunk. Error:
-    /// [`StagingError::Read`].
+    /// [`StagingError::Read`] if a page cannot be read.
     pub fn fill(
         &mut self,
         slots: &[SlotRange],
@@ -145,8 +149,8 @@ impl StagedPages {
         }
     }
 
-    /// Returns the valid copy of each page, in page order. `seen` is scratch space of the VM's
-    /// page space.
+    /// Returns the newest copy of each page, in the order of the page numbers. `seen` is scratch
+    /// space: a set of the VM's page space.
     pub fn pages(&self, seen: &mut PageSet) -> impl Iterator<Item = (PageIndex, &Page)> {
         seen.clear();
         let mut live: Vec<(PageIndex, u64)> = Vec::with_capacity(self.used_slots as usize);

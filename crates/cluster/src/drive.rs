@@ -21,13 +21,13 @@ pub enum NewItems {
 /// A source of items, which may appear over time.
 pub trait ItemSource {
     /// Returns the items that have appeared since the last call. Error:
-    /// [`Error::Source`](crate::Error::Source).
+    /// [`Error::Source`](crate::Error::Source) if they cannot be found out.
     fn new_items(&mut self) -> Result<NewItems>;
 }
 
-/// Adds those of `items` that are not in the queue yet, and closes it.
+/// Adds those of `items` that are not in the queue yet, and closes the queue.
 ///
-/// Error: [`Error::Io`](crate::Error::Io).
+/// Error: [`Error::Io`](crate::Error::Io) if the queue cannot be read or written.
 pub fn fill(queue: &Queue, items: &[QueueItem]) -> Result<()> {
     add_new(queue, &mut known(queue)?, items)?;
     queue.close()

@@ -16,7 +16,7 @@
 
 use crate::QueueItem;
 
-/// The share of a worker in all work: that of worker `number` of `count`.
+/// The share of a worker in all work. The work is divided evenly among `count` workers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Share {
     /// The worker's number, from 0 on.
@@ -68,8 +68,8 @@ pub enum Placement {
 }
 
 impl Placement {
-    /// Chooses an item of `open` (ascending, each index once) for a worker with this `preference`;
-    /// `None` if there is none.
+    /// Chooses an item of `open`, which is sorted by number and has each number once, for a worker
+    /// with this `preference`. Returns `None` if `open` is empty.
     pub fn choose(self, open: &[QueueItem], preference: Preference<'_>) -> Option<QueueItem> {
         match self {
             // Of items with the same weight, the first.

@@ -66,7 +66,7 @@ impl WorkerId {
         Self(text.chars().take(120).map(|c| if is_plain(c) { c } else { '_' }).collect())
     }
 
-    /// Returns the name of a worker in this process.
+    /// Returns the name of the worker of this process, outside of a cluster: `local.PID`.
     pub fn local() -> Self {
         Self::new(&format!("local.{}", std::process::id()))
     }
@@ -82,7 +82,7 @@ impl WorkerId {
     }
 }
 
-/// An item that a worker has.
+/// An item that a worker has taken and not settled yet.
 #[derive(Clone, Debug)]
 pub struct TakenItem {
     /// The item.
@@ -118,8 +118,10 @@ fn unless_gone(result: io::Result<()>) -> io::Result<bool> {
 }
 
 impl Queue {
-    /// Creates the queue in `dir`, or opens an existing one. Items may be added, even if it was
-    /// closed. Error: [`Error::Io`].
+    /// Creates the queue in `dir`, or opens an existing one. An existing queue that was closed is
+    /// open for new items again.
+    ///
+    /// Error: [`Error::Io`] if a directory of the queue cannot be created.
     pub fn create(dir: &Path) -> Result<Self> {
         for part in [ITEMS, TAKEN, SETTLED, WORKERS] {
             let path = dir.join(part);
@@ -130,7 +132,7 @@ impl Queue {
         Ok(Self { dir: dir.to_owned() })
     }
 
-    /// Opens the queue in `dir`. Error: [`Error::Io`].
+    /// Opens the queue in `dir`. Error: [`Error::Io`] if there is none.
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join(ITEMS);
         fs::metadata(&path).map_err(Error::io("look at", &path))?;
@@ -154,7 +156,7 @@ impl Queue {
     }
 
     /// Returns the open items (neither taken nor settled), in the order of their numbers. Error:
-    /// [`Error::Io`].
+    /// [`Error::Io`] if the queue cannot be read.
     pub fn items(&self) -> Result<Vec<QueueItem>> {
         let mut all = self.names(ITEMS, QueueItem::parse)?;
         all.sort_unstable();
@@ -162,31 +164,34 @@ impl Queue {
         Ok(all)
     }
 
-    /// Returns the items that workers have taken. Error: [`Error::Io`].
+    /// Returns the items that workers have taken, in no order. Error: [`Error::Io`] if the queue
+    /// cannot be read.
     pub fn taken(&self) -> Result<Vec<TakenItem>> {
         self.names(TAKEN, TakenItem::parse)
     }
 
-    /// Returns the numbers of the items that workers have taken. Error: [`Error::Io`].
+    /// Returns the numbers of the items that workers have taken, in no order. Error: [`Error::Io`]
+    /// if the queue cannot be read.
     pub fn taken_numbers(&self) -> Result<Vec<u32>> {
         Ok(self.taken()?.into_iter().map(|taken| taken.item.index).collect())
     }
 
-    /// Returns the settled items, in the order of their numbers. Error: [`Error::Io`].
+    /// Returns the settled items, in the order of their numbers. Error: [`Error::Io`] if the queue
+    /// cannot be read.
     pub fn settled(&self) -> Result<Vec<QueueItem>> {
         let mut all = self.names(SETTLED, QueueItem::parse)?;
         all.sort_unstable();
         Ok(all)
     }
 
-    /// Adds an open item. Error: [`Error::Io`].
+    /// Adds an open item. Error: [`Error::Io`] if the queue cannot be written.
     pub fn add(&self, item: QueueItem) -> Result<()> {
         let path = self.dir.join(ITEMS).join(item.name());
         fs::write(&path, []).map_err(Error::io("write", &path))
     }
 
-    /// Settles items that no worker has: open ones, and those that the queue does not know. Error:
-    /// [`Error::Io`].
+    /// Settles those of `items` that no worker has: open ones, and those that the queue does not
+    /// know. Error: [`Error::Io`] if the queue cannot be read or written.
     pub fn settle_free(&self, items: &[QueueItem]) -> Result<()> {
         let open = self.items()?;
         for item in items {
@@ -211,7 +216,7 @@ impl Queue {
     }
 
     /// Closes the queue: no more items will come, and workers that find none end. Error:
-    /// [`Error::Io`].
+    /// [`Error::Io`] if the queue cannot be written.
     pub fn close(&self) -> Result<()> {
         let path = self.dir.join(CLOSED);
         fs::write(&path, []).map_err(Error::io("write", &path))
@@ -222,8 +227,8 @@ impl Queue {
         self.dir.join(CLOSED).exists()
     }
 
-    /// Sets the number of items that a worker gets in a row while more items come. Error:
-    /// [`Error::Io`].
+    /// Sets the number of items that a worker gets in a row while more items come to `length`.
+    /// Error: [`Error::Io`] if the queue cannot be written.
     pub fn set_range_length(&self, length: u32) -> Result<()> {
         let (new, path) = (self.dir.join("range.new"), self.dir.join(RANGE));
         fs::write(&new, length.to_string()).map_err(Error::io("write", &new))?;
@@ -239,8 +244,9 @@ impl Queue {
         read.ok().and_then(|_| text.parse().ok()).unwrap_or(1).max(1)
     }
 
-    /// Takes an item for `worker` with this `preference`, as `placement` chooses; `None` if all are
-    /// taken or settled. Error: [`Error::Io`].
+    /// Takes an item for `worker`. `placement` chooses it, and considers the worker's `preference`.
+    /// Returns `None` if all items are taken or settled. Error: [`Error::Io`] if the queue cannot
+    /// be read or written.
     pub fn take(
         &self,
         worker: &WorkerId,
@@ -258,7 +264,8 @@ impl Queue {
         Ok(None)
     }
 
-    /// Takes item `index` for `worker`; `None` if it is not open. Error: [`Error::Io`].
+    /// Takes item number `index` for `worker`. Returns `None` if it is not open. Error:
+    /// [`Error::Io`] if the queue cannot be read or written.
     pub fn take_number(&self, worker: &WorkerId, index: u32) -> Result<Option<QueueItem>> {
         let item = self.items()?.into_iter().find(|item| item.index == index);
         let Some(item) = item else { return Ok(None) };
@@ -273,7 +280,7 @@ impl Queue {
     }
 
     /// Settles an item of `worker`. Returns false if the worker was taken for lost meanwhile.
-    /// Error: [`Error::Io`].
+    /// Error: [`Error::Io`] if the queue cannot be written.
     pub fn settle(&self, worker: &WorkerId, item: QueueItem) -> Result<bool> {
         let from = self.dir.join(TAKEN).join(TakenItem { item, worker: worker.clone() }.name());
         let to = self.dir.join(SETTLED).join(item.name());
@@ -281,7 +288,8 @@ impl Queue {
     }
 
     /// Makes items that lost workers have taken open again. `is_lost` tells which workers are lost.
-    /// Returns the number of these items. Error: [`Error::Io`].
+    /// Returns the number of these items. Error: [`Error::Io`] if the queue cannot be read or
+    /// written.
     pub fn return_items(&self, is_lost: impl Fn(&WorkerId) -> bool) -> Result<usize> {
         let mut count = 0;
         for taken in self.taken()?.into_iter().filter(|taken| is_lost(&taken.worker)) {
@@ -295,7 +303,8 @@ impl Queue {
     }
 
     /// Makes settled items open again if `again` returns true for their number: for items that were
-    /// given up and are to be tried once more. Error: [`Error::Io`].
+    /// given up and are to be tried once more. Error: [`Error::Io`] if the queue cannot be read or
+    /// written.
     pub fn reopen(&self, again: impl Fn(u32) -> bool) -> Result<()> {
         for item in self.settled()?.into_iter().filter(|item| again(item.index)) {
             let from = self.dir.join(SETTLED).join(item.name());
@@ -310,7 +319,7 @@ impl Queue {
     }
 
     /// Records a heartbeat of `worker`, by the file system's clock if it has one. Error:
-    /// [`Error::Io`].
+    /// [`Error::Io`] if the queue cannot be written.
     pub fn heartbeat(&self, worker: &WorkerId) -> Result<()> {
         let path = self.heartbeat_path(worker);
         let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
@@ -329,19 +338,23 @@ impl Queue {
         }
     }
 
-    /// Removes the heartbeat of `worker`, which ends. Error: [`Error::Io`].
+    /// Removes the heartbeat of `worker`, which ends. Error: [`Error::Io`] if the file of the
+    /// heartbeat cannot be removed.
     pub fn remove_worker(&self, worker: &WorkerId) -> Result<()> {
         let path = self.heartbeat_path(worker);
         unless_gone(fs::remove_file(&path)).map_err(Error::io("remove", &path)).map(drop)
     }
 
-    /// Returns the workers with a heartbeat. Error: [`Error::Io`].
+    /// Returns the workers with a heartbeat, in no order. Error: [`Error::Io`] if the queue cannot
+    /// be read.
     pub fn workers(&self) -> Result<Vec<WorkerId>> {
         self.names(WORKERS, |name| Some(WorkerId::new(name)))
     }
 
-    /// Makes the items of stale workers open again: those whose last heartbeat is more than `lease`
-    /// older than that of worker `by`. Returns the number of these items. Error: [`Error::Io`].
+    /// Makes the items of stale workers open again: those without a heartbeat, and those whose last
+    /// heartbeat is more than `lease` older than that of worker `by`. Does nothing if `by` has no
+    /// heartbeat. Returns the number of these items. Error: [`Error::Io`] if the queue cannot be
+    /// read or written.
     pub fn return_stale(&self, by: &WorkerId, lease: Duration) -> Result<usize> {
         let time = |worker: &WorkerId| {
             fs::metadata(self.heartbeat_path(worker)).and_then(|m| m.modified()).ok()

@@ -55,7 +55,7 @@ pub struct SlurmOptions {
     pub slots: u32,
     /// Memory of a pilot, in MiB.
     pub memory_mib: u64,
-    /// The time limit of a pilot, in Slurm's notation.
+    /// The time limit of a pilot, in Slurm's notation. `None` for the default of Slurm.
     pub time: Option<String>,
     /// Further options for sbatch.
     pub more: Vec<String>,
@@ -101,7 +101,7 @@ pub struct SlurmRunner {
 impl SlurmRunner {
     /// Creates a runner that continues with the jobs in `slurm.json`, if there are any.
     ///
-    /// Errors: [`Error::Io`]; [`Error::Answer`] if `slurm.json` is damaged.
+    /// Errors: [`Error::Io`] if `slurm.json` cannot be read; [`Error::Answer`] if it is damaged.
     pub fn new(options: SlurmOptions, programs: SlurmPrograms) -> Result<Self> {
         let path = options.dir.join("slurm.json");
         let state = match fs::read_to_string(&path) {
@@ -123,7 +123,7 @@ impl SlurmRunner {
         })
     }
 
-    /// Returns the ids of the job arrays.
+    /// Returns the ids of the job arrays that Slurm has accepted.
     pub fn jobs(&self) -> &[u64] {
         &self.state.jobs
     }
@@ -152,7 +152,8 @@ impl SlurmRunner {
         Some(Share { number: task.checked_sub(first)?, count }).filter(|one| one.number < count)
     }
 
-    /// Returns whether `other` is an earlier start of `own`'s task.
+    /// Returns true if `other` is another start of the pilot `own`: a process of the same task of
+    /// the same job, which Slurm has started again since.
     pub fn is_earlier_start(own: &WorkerId, other: &WorkerId) -> bool {
         own != other && task_of(own).is_some_and(|task| Some(task) == task_of(other))
     }

@@ -16,7 +16,7 @@ use std::time::Duration;
 /// Time between two looks for items while there is none.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-/// A worker.
+/// Takes items from a queue and processes them, several at a time.
 #[derive(Clone, Debug)]
 pub struct Worker {
     /// Its unique name.
@@ -56,7 +56,7 @@ impl Slot<'_> {
     }
 
     /// Takes item `index` in addition to those that the slot has. Returns false if the item is not
-    /// open. Error: [`Error::Io`](crate::Error::Io).
+    /// open. Error: [`Error::Io`](crate::Error::Io) if the queue cannot be read or written.
     pub fn take_number(&self, index: u32) -> Result<bool> {
         let taken = self.queue.take_number(self.worker, index)?;
         if let Some(item) = taken {
@@ -72,7 +72,8 @@ impl Slot<'_> {
         held.last = Some(item.index);
     }
 
-    /// Settles item `index`, which the slot has. Error: [`Error::Io`](crate::Error::Io).
+    /// Settles item `index`. Does nothing if the slot does not have it. Error:
+    /// [`Error::Io`](crate::Error::Io) if the queue cannot be written.
     pub fn settle(&self, index: u32) -> Result<()> {
         let mut held = self.held.lock().ignore_poison();
         let Some(at) = held.items.iter().position(|item| item.index == index) else {
@@ -96,11 +97,11 @@ impl Worker {
     /// Runs `job` for item after item until none will come any more or `interrupted` is set.
     /// Returns how many items it settled.
     ///
-    /// A job may take further items through its slot, and settle items before it returns. All
-    /// other items of the slot are settled when `job` returns, with any outcome. If `interrupted`
-    /// is set by then, they return to the queue.
+    /// A job may take further items through its slot, and settle items before it returns. All other
+    /// items of the slot are settled when `job` returns, with any outcome. If `interrupted` is set
+    /// by then, they return to the queue.
     ///
-    /// Error: [`Error::Io`](crate::Error::Io).
+    /// Error: [`Error::Io`](crate::Error::Io) if the queue cannot be read or written.
     pub fn run(
         &self,
         queue: &Queue,

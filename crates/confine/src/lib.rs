@@ -71,7 +71,7 @@ impl KeptRights {
             Self::Files => files,
             Self::FilesAndSignals => files | CapabilitySet::KILL,
             // SYS_ADMIN shows which pages are swapped out (PAGEMAP_SCAN). CHECKPOINT_RESTORE opens
-            // memory through map_files.
+            // memory through map_files. PERFMON counts the guest's instructions.
             Self::Tracing => {
                 files
                     | CapabilitySet::KILL
@@ -81,6 +81,7 @@ impl KeptRights {
                     | CapabilitySet::SYS_NICE
                     | CapabilitySet::SYS_RESOURCE
                     | CapabilitySet::IPC_LOCK
+                    | CapabilitySet::PERFMON
             }
         }
     }
@@ -91,7 +92,7 @@ impl KeptRights {
 /// A process that must trace but has no `CAP_SYS_PTRACE` (root in most containers) keeps all: the
 /// kernel lets it trace a process only while it has all capabilities of that process.
 ///
-/// Error: [`Error::Rights`].
+/// Error: [`Error::Rights`] if the kernel refuses to read or to change the capabilities.
 pub fn capabilities_but(keep: KeptRights) -> Result<(), Error> {
     let failed = |operation| move |source| Error::Rights { operation, source };
     set_no_new_privs(true).map_err(failed("rule out new privileges"))?;
@@ -147,7 +148,10 @@ const PROGRAMS: [libc::c_long; 33] = [
 ];
 
 /// Forbids starting programs, tracing, mounting, and loading code into the kernel: such system
-/// calls fail with EPERM. Errors: [`Error::Rights`], [`Error::Filter`].
+/// calls fail with EPERM.
+///
+/// Errors: [`Error::Rights`] if the kernel refuses to rule out new privileges, [`Error::Filter`] if
+/// it does not accept the filter of system calls.
 pub fn no_programs() -> Result<(), Error> {
     set_no_new_privs(true)
         .map_err(|source| Error::Rights { operation: "rule out new privileges", source })?;
@@ -159,8 +163,11 @@ pub fn no_programs() -> Result<(), Error> {
     Ok(apply_filter(&program)?)
 }
 
-/// Forbids changing files outside of `folders`. Files that are open stay writable. Folders that do
-/// not exist are ignored. Errors: [`Error::Files`], [`Error::NoLandlock`].
+/// Forbids changing files outside of the directories `folders`. Files that are open stay writable.
+/// Directories that do not exist are ignored.
+///
+/// Errors: [`Error::Files`] if the kernel does not accept the rule, [`Error::NoLandlock`] if it has
+/// no Landlock, or Landlock is disabled.
 pub fn writes_beneath(folders: &[PathBuf]) -> Result<(), Error> {
     // The access rights of Linux 6.7, the oldest supported kernel. Later versions handle more.
     let abi = ABI::V4;

@@ -68,7 +68,7 @@ pub fn of(
     Ok(all)
 }
 
-/// Returns `word` as a shell reads it: in quotes if it needs them.
+/// Quotes `word` for a shell. Returns a word that needs no quotes unchanged.
 pub fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "/._-:=@,+".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {

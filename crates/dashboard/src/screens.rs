@@ -23,9 +23,11 @@ pub struct Screens {
 type Key = (String, u64, Option<String>);
 
 impl Screens {
-    /// Returns the picture of the display of checkpoint `id`, as a PNG file. `member` names a VM if
-    /// the checkpoint is of a group. Errors: there is no such checkpoint or VM; the VM has no
-    /// display; Keyframe cannot draw the display; the store cannot be read.
+    /// Returns the picture of the display of checkpoint `id`, as a PNG file. `member` names the VM
+    /// in a checkpoint of a group; `None` for a checkpoint of one VM.
+    ///
+    /// Errors: there is no such checkpoint or VM; the VM has no display; Keyframe cannot draw the
+    /// display; the store cannot be read.
     pub fn of(
         &self,
         listed: &ListedStore,

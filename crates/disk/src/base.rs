@@ -53,9 +53,11 @@ const UNSUPPORTED: [(&[u8], &str); 6] = [
 
 impl ImageFormat {
     /// Detects the format of the file at `path` from its first bytes, for a drive whose format was
-    /// not given. A raw disk may begin with such bytes because its guest wrote them, so a format
-    /// that was given takes precedence. Errors: [`Error::Refused`] if it looks like an unsupported
-    /// format; the file cannot be read.
+    /// not given. Bytes of no known format mean [`Self::Raw`]. A raw disk may begin with the bytes
+    /// of another format because its guest wrote them, so a format that was given takes precedence.
+    ///
+    /// Errors: [`Error::Refused`] if it looks like an unsupported format; [`Error::Io`] if the file
+    /// cannot be read.
     pub fn probe(path: &Path) -> Result<Self> {
         let name = path.display().to_string();
         let file = File::open(path).map_err(Error::io(&name, "open"))?;
@@ -106,23 +108,25 @@ enum Image {
 }
 
 impl Base {
-    /// Creates a base of `bytes` zero bytes, without a file. Error: [`Error::Refused`] if the size
-    /// is out of bounds.
+    /// Creates a base without a file: a disk of `bytes` zero bytes, rounded up to a multiple of
+    /// 512. Error: [`Error::Refused`] if the size exceeds the largest offset in a file (8 EiB).
     pub fn blank(bytes: u64) -> Result<Self> {
         let name = String::from("a blank disk");
         let disk_bytes = whole_sectors(bytes, &name)?;
         Ok(Self { image: Image::Blank, _lock: None, name, disk_bytes })
     }
 
-    /// Opens the image at `path` for reading, and locks it against commits.
+    /// Opens the image at `path` and its backing files for reading. Locks the image against commits
+    /// until the base is dropped.
     ///
-    /// Errors: [`Error::Refused`] if the image cannot be read in this format, or if a commit into
-    /// it runs or was interrupted; the file cannot be opened.
+    /// Errors: [`Error::Refused`] if an image cannot be read in its format, or if a commit into the
+    /// image at `path` is under way or was interrupted; [`Error::Io`] if a file cannot be opened or
+    /// locked, or if the mark of a commit cannot be read.
     pub fn open(path: &Path, format: ImageFormat) -> Result<Self> {
         let name = path.display().to_string();
         let lock = Lock::shared(path, &name)?;
         // Checked after the lock is held, because a running commit holds it.
-        if let Some(source) = commit::interrupted(path) {
+        if let Some(source) = commit::marked_source(path)? {
             let problem = format!(
                 "a commit of {source} into it was interrupted, and it is neither old nor new"
             );
@@ -132,7 +136,9 @@ impl Base {
         Ok(Self { _lock: Some(lock), ..Self::open_marked(path, format)? })
     }
 
-    /// As [`Self::open`], for an image that may be half written. The caller holds its lock.
+    /// Opens an image as [`Self::open`] does, also if a commit into it was interrupted. Takes no
+    /// lock: the caller holds one, or takes it afterwards. Errors: [`Error::Refused`] if an image
+    /// cannot be read in its format; [`Error::Io`] if a file cannot be opened.
     pub(crate) fn open_marked(path: &Path, format: ImageFormat) -> Result<Self> {
         let name = path.display().to_string();
         let (image, bytes) = match format {
@@ -160,7 +166,7 @@ impl Base {
     }
 
     /// Fills `buf` from byte `offset` of the disk on. Bytes past the end of the disk are zero.
-    /// Error: the image cannot be read.
+    /// Error: [`Error::Io`] if the image cannot be read.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let read = match &self.image {
             Image::Raw(file) => read_or_zero(file, offset, buf),
@@ -174,7 +180,8 @@ impl Base {
     }
 
     /// Reads as [`Self::read`] does, but without waiting for a device. If the result is not
-    /// `ReadNow::Done`, the content of `buf` is undefined. Errors: those of [`Self::read`].
+    /// `ReadNow::Done`, the content of `buf` is undefined. For a qcow2 image the result is always
+    /// `ReadNow::Unknown`. Errors: those of [`Self::read`].
     pub fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<ReadNow> {
         match &self.image {
             Image::Raw(file) => read_now(file, offset, buf)
@@ -188,9 +195,10 @@ impl Base {
         }
     }
 
-    /// Tells how the bytes from `offset` on are stored, in a range of `len` bytes. Returns the
-    /// number of bytes with the same status as the first one (1 to `len`), and true if these bytes
-    /// are known to be zero. Error: the image cannot be queried.
+    /// Tells whether the bytes from byte `offset` of the disk on are known to be zero. Looks at no
+    /// more than `len` bytes. Returns the number of bytes that the answer holds for (1 to `len`),
+    /// and true if these bytes are known to be zero. False means that they may have content. Error:
+    /// [`Error::Io`] if the image cannot be queried.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let status = match &self.image {
             Image::Raw(file) => raw_status(file, offset, len),
@@ -209,8 +217,8 @@ impl Base {
     }
 }
 
-/// A lock on an image among Keyframe's processes: shared by those that serve it, exclusive for one
-/// that writes it.
+/// A lock on an image among Keyframe's processes: shared by the processes that serve it, exclusive
+/// for one that writes it.
 #[derive(Debug)]
 pub(crate) struct Lock {
     _file: File,
@@ -230,8 +238,9 @@ impl Lock {
         }
     }
 
-    /// Locks `file`, which is open for writing, exclusively: against other Keyframes, and against
-    /// QEMU, which uses the other kind of lock.
+    /// Locks `file`, which is open for writing, exclusively: by `flock` against other processes of
+    /// Keyframe, and by `fcntl` against QEMU. Errors: [`Error::Locked`] if another process holds a
+    /// lock; [`Error::Io`] if the file cannot be locked.
     pub(crate) fn alone(file: File, name: &str) -> Result<Self> {
         let kinds = [
             flock(&file, FlockOperation::NonBlockingLockExclusive),
@@ -250,7 +259,8 @@ impl Lock {
     }
 }
 
-/// Rounds up to whole sectors, as QEMU does.
+/// Rounds up to whole sectors of 512 bytes, as QEMU does. Error: [`Error::Refused`] if the size
+/// exceeds [`DISK_BYTES_MAX`].
 fn whole_sectors(bytes: u64, name: &str) -> Result<u64> {
     let disk_bytes = bytes.checked_next_multiple_of(512).filter(|bytes| *bytes <= DISK_BYTES_MAX);
     disk_bytes.ok_or_else(|| {
@@ -298,7 +308,9 @@ impl BackingFileGate {
     }
 }
 
-/// Opens the qcow2 image at `path`, with the images beneath it.
+/// Opens the qcow2 image at `path`, with the images beneath it. Errors: [`Error::Refused`] if one
+/// of them is encrypted or cannot be read in its format, or if there are too many; [`Error::Io`] if
+/// a file cannot be opened.
 pub(crate) fn open_qcow2(path: &Path, gate: BackingFileGate) -> Result<Qcow2<ImageFile>> {
     let name = path.display().to_string();
     not_encrypted(path).map_err(|e| refusal(&name, &e))?;
@@ -369,7 +381,8 @@ impl ImplicitOpenGate<ImageFile> for BackingFileGate {
     }
 }
 
-/// `imago` ignores encryption and would return the encrypted bytes.
+/// Checks that the image is not encrypted: `imago` ignores encryption and would return the
+/// encrypted bytes. Errors: it is encrypted; it cannot be read.
 fn not_encrypted(path: &Path) -> io::Result<()> {
     let mut header = [0u8; 36];
     read_or_zero(&File::open(path)?, 0, &mut header)?;

@@ -11,8 +11,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-/// The largest number of files of one image, backing files included. The limit ends the search in a
-/// chain of backing files that contains itself.
+/// The largest number of files of one image, its backing files and data files included.
 pub const FILES_MAX: usize = 64;
 /// The longest name of a backing file or a data file that an image may have.
 const NAME_BYTES_MAX: u64 = 1023;
@@ -26,11 +25,12 @@ const BACKING_FORMAT: u32 = 0xe279_2aca;
 /// The most header extensions that are read.
 const EXTENSIONS_MAX: usize = 64;
 
-/// Returns the files of the image at `path`: the image first, then its backing files and data
-/// files.
+/// Returns the files of the image at `path`: the image first, then, from the topmost image down,
+/// the data file and the backing file of each image that has one. Returns `path` alone for a raw
+/// image, and does not read it.
 ///
-/// Errors: a file of the chain cannot be read; [`Error::Refused`] for more than [`FILES_MAX`], and
-/// for a backing image that is no file.
+/// Errors: [`Error::Io`] if an image of the chain cannot be read; [`Error::Refused`] for more than
+/// [`FILES_MAX`] files, and for a backing image that Keyframe cannot read ([`backing`]).
 pub fn image_files(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
     let mut files = vec![path.to_owned()];
     for below in chain(path, format)? {
@@ -40,14 +40,16 @@ pub fn image_files(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// Returns the backing files of the image at `path`, the topmost first.
+/// Returns the backing files of the image at `path`, the topmost first. Returns none for a raw
+/// image.
 ///
 /// Errors: those of [`image_files`].
 pub fn backing_files(path: &Path, format: ImageFormat) -> Result<Vec<PathBuf>> {
     Ok(chain(path, format)?.into_iter().filter_map(|below| below.backing).collect())
 }
 
-/// What each image of the chain names, from the image at `path` on.
+/// What each image of the chain names, from the image at `path` on. Errors: those of
+/// [`image_files`].
 fn chain(path: &Path, format: ImageFormat) -> Result<Vec<Below>> {
     let mut chain: Vec<Below> = Vec::new();
     let mut seen = BTreeSet::new();
@@ -75,11 +77,13 @@ fn chain(path: &Path, format: ImageFormat) -> Result<Vec<Below>> {
     Ok(chain)
 }
 
-/// Returns the image that the qcow2 image at `path` names as its backing image, with the format that
-/// the reference or the header tells. `None` if it has none, or is no qcow2 image.
+/// Returns the image that the qcow2 image at `path` names as its backing image, with its format if
+/// the reference or another field of the header tells it. Returns `None` if the image has no
+/// backing image, or is not a qcow2 image.
 ///
-/// Errors: the image cannot be read; [`Error::Refused`] if the backing image is no file that Keyframe
-/// reads.
+/// Errors: [`Error::Io`] if the image at `path` cannot be read; [`Error::Refused`] if the backing
+/// image is not a local file, is described in a way that Keyframe does not support, or has another
+/// format than raw and qcow2.
 pub fn backing(path: &Path) -> Result<Option<BackingReference>> {
     let name = path.display().to_string();
     backing_of(path, &named_in(path).map_err(Error::io(&name, "read"))?)
@@ -134,7 +138,8 @@ impl Below {
     }
 }
 
-/// What the header of the qcow2 image at `path` names. Nothing for another file.
+/// What the header of the qcow2 image at `path` names. Nothing for another file. Error: the file
+/// cannot be read, or ends before a name that its header announces.
 fn named_in(path: &Path) -> io::Result<Named> {
     let file = File::open(path)?;
     let mut header = [0u8; HEADER_BYTES];

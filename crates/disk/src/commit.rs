@@ -20,6 +20,7 @@ mod new;
 
 pub use in_place::InPlace;
 pub use in_place::interrupted;
+pub(crate) use in_place::marked_source;
 pub use new::{empty_qcow2, to_file, to_new, to_new_raw, to_stream};
 
 use crate::{BLOCK, Block, Content, DiskBlock, Layer, Overlay, Result};
@@ -34,7 +35,7 @@ pub struct Amount {
 }
 
 /// The caller's function that a commit calls with the number of bytes processed so far. If the
-/// function returns an error, the commit ends with that error.
+/// function returns an error, the commit stops and returns that error.
 pub type ProgressCallback<'a> = &'a mut dyn FnMut(u64) -> Result<()>;
 
 /// The largest read and write, in bytes.
@@ -56,8 +57,8 @@ impl Layer for Overlay {
     }
 }
 
-/// Returns the amount of data that a commit of `layer` would write. Error: the layer cannot be
-/// read.
+/// Returns the amount of data that a commit of `layer` would write, in whole blocks of 4096 bytes.
+/// Error: that of `layer` if it cannot be read.
 pub fn measure(layer: &dyn Layer) -> Result<Amount> {
     let mut amount = Amount::default();
     let mut block = [0; crate::BLOCK_BYTES];

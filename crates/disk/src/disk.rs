@@ -81,7 +81,8 @@ pub enum FlushOutcome {
 
 impl Disk {
     /// Creates a disk: `layer` over `base`, and over both the overlay in the directory `dir`, which
-    /// is created if it does not exist. Errors: those of [`Overlay::create`].
+    /// is created if it does not exist. If `lasting` is [`Lasting::Temporary`], no flush waits for
+    /// the medium. Errors: those of [`Overlay::create`].
     pub fn create(
         dir: &Path,
         base: Base,
@@ -92,7 +93,7 @@ impl Disk {
     }
 
     /// Creates a disk whose writes go to `overlay`. The overlay lies above `layer`, and the layer
-    /// above `base`.
+    /// above `base`. The disk takes the overlay for a durable one ([`Lasting::Durable`]).
     pub fn new(overlay: Overlay, base: Base, layer: Option<Box<dyn Layer>>) -> Self {
         Self::of(Stack { overlay, below: Below::new(base, layer), lasting: Lasting::Durable })
     }
@@ -117,8 +118,8 @@ impl Disk {
         self.stack().overlay.disk_bytes()
     }
 
-    /// Fills `buf` from byte `offset` of the disk on. Error: an image or the overlay cannot be
-    /// read.
+    /// Fills `buf` from byte `offset` of the disk on. Errors: [`Error::Io`](crate::Error::Io) if
+    /// the overlay or an image cannot be read; those of the layer.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let stack = self.stack();
         for (start, len) in stack.overlay.read(offset, buf)? {
@@ -146,27 +147,31 @@ impl Disk {
         Ok(ReadNow::Done)
     }
 
-    /// Writes `data` from byte `offset` on. Errors: those of [`Overlay::write`].
+    /// Writes `data` from byte `offset` on. The caller checks that the range lies within the disk.
+    /// Errors: those of [`Overlay::write`].
     pub fn write(&self, offset: u64, data: &[u8]) -> Result<()> {
         let stack = self.stack();
         stack.overlay.write(offset, data, &|at, buf| stack.below.read(at, buf))
     }
 
-    /// Makes `len` bytes from byte `offset` on zero. Errors: those of [`Overlay::zero`].
+    /// Makes `len` bytes from byte `offset` on zero. The caller checks that the range lies within
+    /// the disk. Errors: those of [`Overlay::zero`].
     pub fn zero(&self, offset: u64, len: u64) -> Result<()> {
         let stack = self.stack();
         stack.overlay.zero(offset, len, &|at, buf| stack.below.read(at, buf))
     }
 
-    /// Discards `len` bytes from byte `offset` on: the whole blocks in this range become zero.
-    /// Errors: those of [`Overlay::discard`].
+    /// Discards `len` bytes from byte `offset` on: the whole blocks of 4096 bytes in this range
+    /// become zero. The caller checks that the range lies within the disk. Errors: those of
+    /// [`Overlay::discard`].
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
         self.stack().overlay.discard(offset, len)
     }
 
-    /// Divides the `len` bytes from byte `offset` on into consecutive ranges, zero or not. Returns
-    /// at most `max` ranges, so they may cover less than `len` bytes. Error: an image cannot be
-    /// queried.
+    /// Divides the `len` bytes from byte `offset` on into consecutive ranges: bytes that are known
+    /// to be zero, or others. Returns at most `max` ranges (at least one), so they may cover less
+    /// than `len` bytes. Returns none past the end of the disk. Errors:
+    /// [`Error::Io`](crate::Error::Io) if an image cannot be queried; those of the layer.
     pub fn status(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>> {
         let stack = self.stack();
         let end = offset.saturating_add(len).min(stack.overlay.disk_bytes());
@@ -205,8 +210,9 @@ impl Disk {
         self.pause.lock().ignore_poison().until = Instant::now().checked_add(limit);
     }
 
-    /// Ends a pause: makes all acknowledged data durable. To be called before the VM runs. Error:
-    /// the sync failed, and the VM must not run; the caller may try again.
+    /// Ends a pause: if a flush was acknowledged before its sync, makes all written data durable.
+    /// The caller calls this before the VM runs. Errors: those of [`Self::sync`]. The VM must then
+    /// not run; the caller may try again.
     pub fn settled(&self) -> Result<()> {
         self.pause.lock().ignore_poison().until = None;
         if self.paid.load(Ordering::Acquire) < self.owed.load(Ordering::Acquire) {
@@ -216,9 +222,9 @@ impl Disk {
         }
     }
 
-    /// Handles a client's flush at once if the overlay is [`Lasting::Temporary`], so that the flush
-    /// waits for no device. Returns `false` and does nothing if the overlay is durable. Error: the
-    /// sync failed.
+    /// Handles a client's flush at once if the overlay is [`Lasting::Temporary`], because then the
+    /// flush waits for no device, and returns `true`. Returns `false` and does nothing if the
+    /// overlay is durable. Errors: those of [`Self::sync`].
     pub fn flush_now(&self) -> Result<bool> {
         let is_temporary = self.stack().lasting == Lasting::Temporary;
         if is_temporary {
@@ -227,9 +233,9 @@ impl Disk {
         Ok(is_temporary)
     }
 
-    /// Handles a client's flush. While the VM runs, makes all written data durable. In a pause,
-    /// returns `FlushOutcome::Owed` at once: the caller acknowledges the flush and calls
-    /// [`Self::sync`] afterwards. Error: the sync failed.
+    /// Handles a client's flush. Outside a pause ([`Self::pause`]), makes all written data durable.
+    /// In a pause, returns `FlushOutcome::Owed` at once: the caller acknowledges the flush and
+    /// calls [`Self::sync`] afterwards. Errors: those of [`Self::sync`].
     pub fn flush(&self) -> Result<FlushOutcome> {
         {
             let pause = self.pause.lock().ignore_poison();
@@ -242,7 +248,7 @@ impl Disk {
         self.sync().map(|()| FlushOutcome::Durable)
     }
 
-    /// Makes all written data durable. Error: the sync failed.
+    /// Makes all written data durable. Errors: those of [`Overlay::sync`].
     pub fn sync(&self) -> Result<()> {
         let owed = self.owed.load(Ordering::Acquire);
         self.stack().overlay.sync()?;

@@ -73,14 +73,15 @@ pub enum Error {
     Server {
         /// The error's text.
         problem: String,
-        /// The error's fix.
+        /// What the user can do about it. `None` if that is not known.
         fix: Option<String>,
     },
-    /// The process that serves the disks has ended, or does not answer and is ended. Its supervisor
-    /// starts a new one.
+    /// The process that serves the disks has ended, or did not answer in time and was killed. Its
+    /// supervisor starts a new one.
     #[error("the process that serves the disks has ended; it is started again")]
     ServerEnded,
-    /// The cut is of a server that has ended. The next cut covers its blocks.
+    /// The process that cut the epoch has ended, so the epoch cannot be read any more. The next cut
+    /// covers its blocks.
     #[error("the process that serves the disks has ended since this cut")]
     CutLost,
     /// The process that serves the disks has no space left. A retry can succeed once there is
@@ -147,8 +148,8 @@ impl Error {
         }
     }
 
-    /// Returns true if the medium is full or a quota is used up. The operation can succeed later,
-    /// once there is space.
+    /// Returns true if the medium is full, a quota is used up, or a file has reached the largest
+    /// size that the file system allows. The operation can succeed later, once there is space.
     pub fn is_disk_full(&self) -> bool {
         match self {
             Self::Io { source, .. } => matches!(

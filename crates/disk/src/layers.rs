@@ -14,9 +14,11 @@ pub enum Content {
     Absent,
 }
 
-/// Blocks of a disk above its base, for example those of a checkpoint. Several threads read it.
+/// Blocks of a disk that lie above its base, for example those of a checkpoint. Several threads
+/// read it at once.
 pub trait Layer: Send + Sync {
-    /// Reads the content of `block` into `into`. Error: the block cannot be read.
+    /// Reads the content of `block` into `into`. The result tells whether `into` was filled. Error:
+    /// the block cannot be read.
     fn read_block(&self, block: DiskBlock, into: &mut Block) -> Result<Content>;
 
     /// Returns the first block at or after `from` that is not [`Content::Absent`]. Returns `None`
@@ -31,7 +33,7 @@ pub struct DiskRange {
     pub offset: u64,
     /// Its length in bytes.
     pub len_bytes: u64,
-    /// True if all its bytes are known to be zero.
+    /// True if all its bytes are known to be zero. False if they may have content.
     pub is_zero: bool,
 }
 
@@ -55,9 +57,10 @@ pub trait Readable {
     /// Fills `buf` from byte `offset` of the disk on. Error: the disk cannot be read.
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()>;
 
-    /// Divides the `len` bytes from byte `offset` on into consecutive ranges, zero or not. Returns
-    /// at most `max` ranges, so they may cover less than `len` bytes. Error: a layer or an image
-    /// cannot be queried.
+    /// Divides the `len` bytes from byte `offset` on into consecutive ranges: bytes that are known
+    /// to be zero, or others. Returns at most `max` ranges (at least one), so they may cover less
+    /// than `len` bytes. Returns none past the end of the disk. Error: a layer or an image cannot
+    /// be queried.
     fn ranges(&self, offset: u64, len: u64, max: usize) -> Result<Vec<DiskRange>>;
 }
 
@@ -97,7 +100,8 @@ impl Below {
         Self { layer, base }
     }
 
-    /// Fills `buf` from byte `offset` of the disk on. Error: the base or the layer cannot be read.
+    /// Fills `buf` from byte `offset` of the disk on. Errors: those of [`Base::read`] and of the
+    /// layer.
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
         let Some(layer) = &self.layer else { return self.base.read(offset, buf) };
         let end = offset + buf.len() as u64;
@@ -126,9 +130,10 @@ impl Below {
         Ok(())
     }
 
-    /// Tells how the bytes from `offset` on are stored, in a range of `len` bytes. Returns the
-    /// number of bytes with the same status as the first one (1 to `len`), and true if these bytes
-    /// are known to be zero. Error: the image or the layer cannot be queried.
+    /// Tells whether the bytes from byte `offset` of the disk on are known to be zero. Looks at no
+    /// more than `len` bytes. Returns the number of bytes that the answer holds for (1 to `len`),
+    /// and true if these bytes are known to be zero. False means that they may have content.
+    /// Errors: those of [`Base::status`] and of the layer.
     pub fn status(&self, offset: u64, len: u64) -> Result<(u64, bool)> {
         let Some(layer) = &self.layer else { return self.base.status(offset, len) };
         match layer.next_block(DiskBlock(offset / BLOCK))?.map(|b| b.0.saturating_mul(BLOCK)) {

@@ -14,10 +14,12 @@
 //!                                                    the engine starts another
 //! ```
 //!
-//! Invariants: the base is opened read-only. Acknowledged data survives `kill -9`, and power loss
-//! once a flush has acknowledged it. Input from clients and files is checked before it is used, and
-//! its size is checked before memory is allocated for it. `docs/formats/disk-overlay.md` describes
-//! the bytes on disk.
+//! Invariants: the base is opened read-only. A write that was acknowledged to a client survives
+//! `kill -9` of this process. It survives a power loss once a flush after it is acknowledged; in a
+//! pause ([`Disk::pause`]), once [`Disk::settled`] has returned. An overlay that is
+//! [`Lasting::Temporary`] survives no power loss. Input from clients and files is checked before it
+//! is used, and its size is checked before memory is allocated for it.
+//! `docs/formats/disk-overlay.md` describes the bytes on disk.
 //!
 //! Left out: when checkpoints are taken, and how a store keeps blocks.
 
@@ -66,13 +68,15 @@ impl fmt::Display for DiskBlock {
     }
 }
 
-/// The number of a block in an overlay's data file.
+/// The number of a block in an overlay's data file. Its first byte is at this number times
+/// [`BLOCK_BYTES`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Slot(pub u32);
 
-/// The number of an epoch of a disk: the blocks that were written between two cuts. Numbers rise
-/// with each cut; an epoch whose checkpoint failed has used its number.
+/// The number of an epoch of a disk. An epoch holds the blocks that were written between two cuts.
+/// Each cut gets a higher number than all cuts before it. No number is used twice, also not after a
+/// checkpoint has failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct DiskEpoch(pub u64);

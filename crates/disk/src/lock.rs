@@ -35,8 +35,8 @@ pub struct ImageLock {
 impl ImageLock {
     /// Locks the image at `path`, its backing files and its data files against writers.
     ///
-    /// Errors: [`Error::Refused`] if another process has one of them open for writing; one cannot
-    /// be opened or locked; those of [`image_files`].
+    /// Errors: [`Error::Refused`] if another process has one of them open for writing;
+    /// [`Error::Io`] if one cannot be opened or locked; those of [`image_files`].
     pub fn take(path: &Path, format: ImageFormat) -> Result<Self> {
         let files = image_files(path, format)?;
         let files = files.iter().map(|file| Self::lock_one(file)).collect::<Result<_>>()?;

@@ -7,10 +7,10 @@
 //!                                                            └ slow reads: more threads, unordered
 //! ```
 //!
-//! The thread that reads requests serves them, one after the other. From the page cache that is as
-//! fast as the socket. Only requests that wait for the medium go to other threads, so that the rest
-//! goes on: flushes and FUA writes, reads of data that is not in the page cache, and reads of qcow2
-//! and layers, which may wait. Replies are gathered until no more requests wait.
+//! The thread that reads requests serves them, one after the other: an answer from the page cache
+//! takes no longer than its way through the socket. Only requests that may wait for the medium go
+//! to other threads, so that the rest goes on: flushes and FUA writes, reads of data that is not in
+//! the page cache, and reads of qcow2 and layers. Replies are gathered until no more requests wait.
 //!
 //! Invariants: a length is checked before memory is allocated or work is done for it. Every request
 //! is answered, or the connection ends. A request that breaks the protocol ends the connection. All
@@ -55,21 +55,21 @@ pub struct NbdExport {
 /// Counters of all connections of a server.
 #[derive(Debug, Default)]
 pub struct Traffic {
-    /// The number of clients that are connected now.
+    /// The number of clients that are connected now, also of those that negotiate.
     pub clients: AtomicUsize,
     /// The number of clients that have chosen an export since the start.
     pub served: AtomicU64,
-    /// The number of requests that were answered.
+    /// The number of requests that were received, except disconnects. Failed ones count too.
     pub requests: AtomicU64,
-    /// The number of bytes that clients have read.
+    /// The number of bytes that clients have requested to read.
     pub read_bytes: AtomicU64,
-    /// The number of bytes that clients have written.
+    /// The number of bytes that clients have requested to write.
     pub written_bytes: AtomicU64,
-    /// The number of bytes that clients have made zero.
+    /// The number of bytes that clients have requested to make zero.
     pub zeroed_bytes: AtomicU64,
-    /// The number of bytes that clients have discarded.
+    /// The number of bytes that clients have requested to discard.
     pub discarded_bytes: AtomicU64,
-    /// The number of flushes that clients have requested, including writes with FUA (force unit
+    /// The number of flushes that clients have requested, including requests with FUA (force unit
     /// access).
     pub flushes: AtomicU64,
 }
@@ -93,8 +93,8 @@ pub(crate) struct Shared {
 }
 
 impl NbdServer {
-    /// Starts a server of `exports` on a new unix socket at `path`. Errors: the socket or the
-    /// thread cannot be created.
+    /// Starts a server of `exports` on a new unix socket at `path`. Error: [`Error::Io`] if a file
+    /// exists at `path`, or if the socket or the thread cannot be created.
     pub fn start(path: &Path, exports: Vec<NbdExport>) -> Result<Self> {
         let listener = UnixListener::bind(path);
         let listener = listener.map_err(Error::io(path.display().to_string(), "listen on"))?;
@@ -102,7 +102,8 @@ impl NbdServer {
     }
 
     /// Starts a server of `exports` on `listener`, a unix socket that is bound to `path` already.
-    /// The file at `path` is removed when the server ends. Error: the thread cannot be started.
+    /// The file at `path` is removed when the server ends. Error: [`Error::Io`] if the socket
+    /// cannot be used or the thread cannot be started.
     pub fn serve(path: &Path, listener: UnixListener, exports: Vec<NbdExport>) -> Result<Self> {
         let name = path.display().to_string();
         listener.set_nonblocking(true).map_err(Error::io(&name, "listen on"))?;
@@ -120,12 +121,14 @@ impl NbdServer {
         &self.shared.traffic
     }
 
-    /// Returns the setting of the processor core on which requests are answered.
+    /// Returns the setting of the processor core on which requests are answered, so that the caller
+    /// can change it.
     pub fn affinity(&self) -> &Affinity {
         &self.shared.affinity
     }
 
-    /// Accepts no more clients, closes the connections, and waits until their requests are done.
+    /// Accepts no more clients, closes the connections, waits until their requests are done, and
+    /// removes the socket's file. Dropping the server does the same. The disks are not synced.
     pub fn end(mut self) {
         self.finish();
     }
@@ -163,7 +166,16 @@ impl Shared {
         while !self.ending.load(Ordering::Acquire) {
             wait(listener);
             threads.retain(|thread| !thread.is_finished());
-            let Ok((stream, _)) = listener.accept() else { continue };
+            let stream = match listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) => {
+                    if error.kind() != std::io::ErrorKind::WouldBlock {
+                        // The client still waits, for example for a descriptor to be free.
+                        std::thread::sleep(LOOK_EVERY);
+                    }
+                    continue;
+                }
+            };
             if threads.len() >= CLIENTS_MAX || stream.set_nonblocking(false).is_err() {
                 continue;
             }

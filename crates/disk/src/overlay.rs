@@ -18,12 +18,12 @@
 //!    journal can name it.
 //! 2. A block's content at the cut of an epoch in flight is not overwritten until that epoch is
 //!    released or given back.
-//! 3. After a sync failed for another reason than lack of space, the overlay accepts no write: the
-//!    kernel may have dropped written data.
+//! 3. After a sync of the data file or the journal failed, the overlay accepts no write: the kernel
+//!    may have dropped written data. A failed write to the journal alone can be repeated.
 //! 4. A write that was acknowledged survives the process, because its data and its record are in
 //!    the page cache; whatever the journal does not hold is read back from `recent`.
-//! 5. A slot that is being read is not reused for another block: a reader holds the map, if it need
-//!    not wait for a device, or has entered a generation of slots.
+//! 5. A slot that is being read is not reused for another block: a reader that need not wait for a
+//!    device holds the map's lock, and any other reader has entered a generation of slots.
 //!
 //! Memory: at most 50 bytes for each extent (consecutive blocks are one), in each epoch in flight
 //! and in the settled map, and 32 bytes for each record that waits for a sync. At most
@@ -71,6 +71,8 @@ pub struct Overlay {
     /// Held by writers, so that a cut never happens during a write.
     writing: Mutex<()>,
     syncing: Mutex<Syncing>,
+    /// The number of successful syncs. Outside of `syncing`, which a sync holds for long.
+    syncs: AtomicU64,
     /// The number of the last requested sync.
     asked: AtomicU64,
     data_dirty: AtomicBool,
@@ -89,7 +91,6 @@ struct Syncing {
     journal: Journal,
     /// The newest requested sync that is done.
     done: u64,
-    count: u64,
 }
 
 /// Sizes and counters of an overlay.
@@ -101,11 +102,12 @@ pub struct Size {
     pub free_bytes: u64,
     /// The number of ranges of blocks in all maps.
     pub entries: usize,
-    /// The number of blocks written since the last cut.
+    /// The number of blocks that the next cut covers: those written since the last cut, and those
+    /// of epochs that were given back. A block that is both counts twice.
     pub dirty_blocks: u64,
     /// The number of epochs in flight.
     pub in_flight: usize,
-    /// The number of syncs since the overlay was opened.
+    /// The number of successful syncs since the overlay was opened.
     pub syncs: u64,
 }
 
@@ -121,14 +123,16 @@ impl Overlay {
     /// Opens the overlay in the directory `dir`, or creates it, for a disk of `disk_bytes` bytes.
     /// All its blocks count as written since the last cut.
     ///
-    /// Errors: [`Error::Locked`]; [`Error::Damaged`]; [`Error::Refused`] if it is of a disk of
-    /// another size; the files cannot be read.
+    /// Errors: [`Error::Locked`] if another process has it open; [`Error::Damaged`];
+    /// [`Error::Broken`] if a sync of its last process failed; [`Error::Refused`] if it is of a
+    /// disk of another size or in a newer format; [`Error::Io`] if a file cannot be used.
     pub fn create(dir: &Path, disk_bytes: u64, lasting: Lasting) -> Result<Self> {
         Self::on(Arc::new(RealFolder::create(dir, lasting)?), Some(disk_bytes))
     }
 
-    /// Opens an existing overlay in the directory `dir`. Errors: those of [`Self::create`];
-    /// [`Error::Refused`] if there is none.
+    /// Opens an existing overlay in the directory `dir`, to commit it. If a sync of its last
+    /// process failed, it holds only what the journal holds. Errors: those of [`Self::create`]
+    /// without [`Error::Broken`]; [`Error::Refused`] if there is no overlay.
     pub fn open(dir: &Path) -> Result<Self> {
         if !dir.join("journal").exists() {
             return Err(Error::refused(
@@ -162,7 +166,8 @@ impl Overlay {
             disk_bytes: recovered.disk_bytes,
             state: RwLock::new(state),
             writing: Mutex::new(()),
-            syncing: Mutex::new(Syncing { journal, done: 0, count: 0 }),
+            syncing: Mutex::new(Syncing { journal, done: 0 }),
+            syncs: AtomicU64::new(0),
             asked: AtomicU64::new(0),
             // Data that was read back may be in memory alone.
             data_dirty: AtomicBool::new(true),
@@ -191,7 +196,7 @@ impl Overlay {
     }
 
     /// Fills the parts of `buf` that the overlay holds, from byte `offset` of the disk on. Returns
-    /// the other parts of `buf`, which are unchanged. Error: the data file cannot be read.
+    /// the other parts of `buf`, which are unchanged. Error: [`Error::Io`].
     pub fn read(&self, offset: u64, buf: &mut [u8]) -> Result<Missing> {
         let mut missing = Missing::new();
         let (mut zero, mut slots) = (Missing::new(), Vec::new());
@@ -249,10 +254,11 @@ impl Overlay {
         });
     }
 
-    /// Writes `data` from byte `offset` on. If a block is written in part and is not in the
-    /// overlay, `read_below` provides its other bytes.
+    /// Writes `data` from byte `offset` of the disk on, within the disk. If a block is written in
+    /// part and is not in the overlay, `read_below` provides its other bytes.
     ///
-    /// Errors: no space is left, or the file system fails; [`Error::Broken`]; [`Error::Limit`].
+    /// Errors: [`Error::Io`] if no space is left or the file system fails; [`Error::Broken`] if a
+    /// sync failed earlier; [`Error::Limit`] if the data file is full; that of `read_below`.
     pub fn write(&self, offset: u64, data: &[u8], read_below: ReadBelow<'_>) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -365,8 +371,8 @@ impl Overlay {
         Ok(())
     }
 
-    /// Makes `len` bytes from byte `offset` on zero. `read_below` is used as in [`Self::write`].
-    /// Errors: those of [`Self::write`].
+    /// Makes `len` bytes from byte `offset` of the disk on zero, within the disk. `read_below` is
+    /// used as in [`Self::write`]. Errors: those of [`Self::write`].
     pub fn zero(&self, offset: u64, len: u64, read_below: ReadBelow<'_>) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -393,8 +399,9 @@ impl Overlay {
         self.relieve()
     }
 
-    /// Discards `len` bytes from byte `offset` on: the whole blocks in this range become zero.
-    /// Partial blocks at its ends are unchanged. Errors: those of [`Self::write`].
+    /// Discards `len` bytes from byte `offset` of the disk on, within the disk: the whole blocks in
+    /// this range become zero, also a last block that the disk's end cuts. Blocks that lie only in
+    /// part in the range are unchanged. Errors: those of [`Self::write`].
     pub fn discard(&self, offset: u64, len: u64) -> Result<()> {
         let alone = locked(&self.writing);
         self.require_sound()?;
@@ -415,7 +422,7 @@ impl Overlay {
     }
 
     /// Makes all written data durable: the data file, then the journal. Errors: [`Error::Broken`]
-    /// if an earlier sync failed; this sync failed.
+    /// if a sync failed earlier; [`Error::Io`] if this one fails.
     pub fn sync(&self) -> Result<()> {
         let asked = self.asked.fetch_add(1, Ordering::AcqRel) + 1;
         let mut syncing = locked(&self.syncing);
@@ -454,7 +461,7 @@ impl Overlay {
             }
         }
         syncing.done = covered;
-        syncing.count += 1;
+        self.syncs.fetch_add(1, Ordering::Relaxed);
         if syncing.journal.is_long()
             && let Err(failed) = syncing.journal.rewrite()
             && !failed.retry
@@ -477,7 +484,8 @@ impl Overlay {
     }
 
     /// Ends the current epoch in constant time, and returns its number. [`Self::pages`] then lists
-    /// the blocks written in it. Error: [`Error::Limit`] if [`EPOCHS_MAX`] epochs are in flight.
+    /// the blocks written in it. Errors: [`Error::Limit`] if the maps of [`EPOCHS_MAX`] epochs are
+    /// kept (those in flight, and later ones that wait for them); [`Error::Broken`].
     pub fn cut(&self) -> Result<DiskEpoch> {
         let _alone = locked(&self.writing);
         self.require_sound()?;
@@ -488,8 +496,9 @@ impl Overlay {
         })
     }
 
-    /// Returns about `max` extents of `epoch` from block `from` on, in rising order, and the block
-    /// at which to continue: `None` after the last one. Error: [`Error::NoEpoch`].
+    /// Returns about `max` extents of the epoch in flight `epoch` from block `from` on, in rising
+    /// order, and the block at which to continue: `None` after the last one. Error:
+    /// [`Error::NoEpoch`] if it is not in flight.
     pub fn pages(
         &self,
         epoch: DiskEpoch,
@@ -502,7 +511,7 @@ impl Overlay {
     }
 
     /// Releases an epoch whose checkpoint is sealed: slots that only it needs become free. Error:
-    /// [`Error::NoEpoch`].
+    /// [`Error::NoEpoch`] if it is not in flight.
     pub fn release(&self, epoch: DiskEpoch) -> Result<()> {
         if !self.map_mut().chain.release(epoch) {
             return Err(self.no_epoch(epoch));
@@ -512,7 +521,7 @@ impl Overlay {
     }
 
     /// Gives back an epoch whose checkpoint failed: the next cut covers its blocks too, with their
-    /// content at that cut. Error: [`Error::NoEpoch`].
+    /// content at the next cut. Error: [`Error::NoEpoch`] if it is not in flight.
     pub fn give_back(&self, epoch: DiskEpoch) -> Result<()> {
         if !self.map_mut().chain.give_back(epoch) {
             return Err(self.no_epoch(epoch));
@@ -546,7 +555,7 @@ impl Overlay {
     }
 
     /// Fills `buf` with the content of consecutive slots from `slot` on. The length of `buf` is a
-    /// multiple of 4096 bytes. Error: the data file cannot be read.
+    /// multiple of 4096 bytes. Error: [`Error::Io`] if the data file cannot be read.
     pub fn read_slot(&self, slot: Slot, buf: &mut [u8]) -> Result<()> {
         self.data.read(u64::from(slot.0) * BLOCK, buf)
     }
@@ -557,8 +566,8 @@ impl Overlay {
         self.map().chain.next(from.0).map(|(block, blocks)| (DiskBlock(block), blocks))
     }
 
-    /// Empties the overlay, after the caller has written its content elsewhere. Error: the journal
-    /// cannot be written.
+    /// Empties the overlay, after the caller has written its content elsewhere, and closes it.
+    /// Errors: [`Error::Broken`]; [`Error::Io`] if its files cannot be written.
     pub fn clear(self) -> Result<()> {
         self.require_sound()?;
         let last = self.map().recent.last();
@@ -566,9 +575,9 @@ impl Overlay {
         self.data.set_len(0)
     }
 
-    /// Returns the sizes and counters of the overlay.
+    /// Returns the sizes and counters of the overlay. Does not wait for a sync that is under way.
     pub fn size(&self) -> Size {
-        let syncs = locked(&self.syncing).count;
+        let syncs = self.syncs.load(Ordering::Relaxed);
         let state = self.map();
         Size {
             data_bytes: u64::from(state.slots.tail()) * BLOCK,
@@ -582,7 +591,7 @@ impl Overlay {
 }
 
 /// The caller's function that reads the content below the overlay: it fills the buffer from this
-/// byte offset of the disk on.
+/// byte offset of the disk on. Its error fails the write.
 pub type ReadBelow<'a> = &'a dyn Fn(u64, &mut [u8]) -> Result<()>;
 
 fn extents_continue(place: BlockPlace, blocks: u64, next: BlockPlace) -> bool {

@@ -85,32 +85,33 @@ pub struct DiskStats {
     pub free_bytes: u64,
     /// The number of ranges of blocks in the overlay's maps in memory.
     pub extents: u64,
-    /// The number of blocks written since the last cut.
+    /// The number of blocks that the next cut covers: those written since the last cut, and those
+    /// of epochs that were given back. A block that is both counts twice.
     pub dirty_blocks: u64,
     /// The number of epochs in flight.
     pub in_flight: u64,
-    /// The number of syncs of the overlay since the server opened it.
+    /// The number of successful syncs of the overlay since the server opened it.
     pub syncs: u64,
 }
 
-/// Counters of the server, and those of its disks.
+/// Counters of the server since its process was started, and those of its disks.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ServerStats {
     /// The state of each disk, in the order of the specs.
     pub disks: Vec<DiskStats>,
     /// The number of NBD clients that are connected now.
     pub clients: u64,
-    /// The number of requests that were answered.
+    /// The number of requests that were received, except disconnects. Failed ones count too.
     pub requests: u64,
-    /// The number of bytes that clients have read.
+    /// The number of bytes that clients have requested to read.
     pub read_bytes: u64,
-    /// The number of bytes that clients have written.
+    /// The number of bytes that clients have requested to write.
     pub written_bytes: u64,
-    /// The number of bytes that clients have made zero.
+    /// The number of bytes that clients have requested to make zero.
     pub zeroed_bytes: u64,
-    /// The number of bytes that clients have discarded.
+    /// The number of bytes that clients have requested to discard.
     pub discarded_bytes: u64,
-    /// The number of flushes that clients have requested, including writes with FUA (force unit
+    /// The number of flushes that clients have requested, including requests with FUA (force unit
     /// access).
     pub flushes: u64,
 }

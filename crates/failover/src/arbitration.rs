@@ -7,8 +7,8 @@ use keyframe_replication::WitnessRequest;
 use std::sync::mpsc::Sender;
 
 /// Sends `request` to the witness in a thread, and sends the answer to `inbox`, wrapped by `wrap`.
-/// The answer is [`WitnessAnswer::Lost`] if this host has no witness or if the thread cannot be
-/// started.
+/// The answer is [`WitnessAnswer::Lost`] if the witness does not answer, if this host has no
+/// witness, or if the thread cannot be started.
 pub fn ask<T: Send + 'static>(
     setup: &FailoverSetup,
     request: WitnessRequest,
@@ -26,8 +26,8 @@ pub fn ask<T: Send + 'static>(
 }
 
 /// Runs the hook that switches the other host of VM `vm` off, in a thread. `role` is this host's
-/// role. Sends true to `inbox`, wrapped by `wrap`, if the hook reports that the other host is off,
-/// and false otherwise.
+/// role. Sends true to `inbox`, wrapped by `wrap`, if the hook reports that the other host is off.
+/// Sends false otherwise, also if there is no hook or if it has not ended after 2 min.
 pub fn fence<T: Send + 'static>(
     setup: &FailoverSetup,
     vm: &str,

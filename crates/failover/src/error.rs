@@ -145,6 +145,9 @@ pub enum Error {
     /// Another standby uses the directory.
     #[error("another standby uses {}", .0.display())]
     DirectoryInUse(PathBuf),
+    /// Another witness uses the directory.
+    #[error("another witness uses {}", .0.display())]
+    WitnessRuns(PathBuf),
     /// The standby holds no whole epoch of a VM.
     #[error("this standby holds no whole epoch of a VM")]
     NothingHeld,
@@ -232,6 +235,9 @@ impl Error {
             Self::OtherVersion(_) => "run the same Keyframe on both hosts",
             Self::ArbitersDiffer { .. } => "start both alike",
             Self::DirectoryInUse(_) => "give each a directory of its own: --dir DIR",
+            Self::WitnessRuns(_) => {
+                "let the hosts ask that one, or end it first: it answers for all VMs that it knows"
+            }
             Self::WitnessState { .. } => {
                 "a witness without its memory could let two hosts run one VM: bring the file \
                  back, or remove it while no VM is protected"
@@ -320,6 +326,7 @@ mod tests {
             Error::HoldsAnotherVm,
             Error::Group,
             Error::DirectoryInUse("D".into()),
+            Error::WitnessRuns("W".into()),
             Error::NothingHeld,
             Error::WitnessState { path: "W/witness.state".into(), problem: "too long".into() },
             Error::GuardEnded,

@@ -40,7 +40,8 @@ pub enum FailoverEvent {
     /// The primary could not connect to a standby; it tries again. The event is not repeated while
     /// the error stays the same.
     ConnectFailed(Error),
-    /// An epoch failed; its pages go with the next one. Repetitions are not told.
+    /// An epoch failed; its pages go with the next one. The event is not repeated while the error
+    /// stays the same.
     EpochFailed(Error),
     /// The guard did not take the new permit of the VM.
     GuardFailed {
@@ -54,11 +55,12 @@ pub enum FailoverEvent {
     GateFailed(BoxError),
     /// The VM could not be resumed.
     ResumeFailed(Error),
-    /// QEMU's state could not be looked at.
+    /// It could not be found out whether QEMU has ended.
     LookFailed(Error),
-    /// The fence hook could not be run.
+    /// The fence hook could not be started.
     FenceHookFailed(std::io::Error),
-    /// The guest's writes to its disks are kept in this directory.
+    /// The VM has ended on this host, and the guest's writes to its disks are kept in this
+    /// directory.
     WritesKept(PathBuf),
     /// The VM runs on the other host.
     RunsElsewhere {
@@ -93,8 +95,9 @@ pub enum FailoverEvent {
         /// The number of nanoseconds from the right to run it until it was ready.
         ready_ns: u64,
     },
-    /// After a takeover the VM is found by the standby's name alone.
+    /// After a takeover, commands find the VM by the standby's name alone, because this error kept
+    /// the VM's own name from being recorded.
     NameNotKept(Error),
-    /// The witness could not write its memory, so it does not answer the question.
+    /// The witness could not write its state, so it does not answer the request.
     WitnessSilent(Error),
 }

@@ -2,13 +2,16 @@
 //! (`keyframe_replication`): the purpose of a connection, the machine, and epochs.
 //!
 //! ```text
-//!   control   Greeting ▶ │ Machine ▶ ◀ Ready │ Core ◀▶ ...                       Epoch ▶ (devices; its batches are on the data streams)
-//!                                                        ◀ PageHashes ... (resync.rs)
-//!   beat      Greeting ▶ │ Core ◀▶ ...                                           the second path: signs of life alone
-//!   data 0..n Greeting ▶ │ Batch ▶ Batch ▶ ... Mark ▶ │ Batch ▶ ... Discard ▶ │
+//!   connection   frames: ▶ from the primary, ◀ from the standby
+//!   control      Greeting ▶ │ Machine ▶ ◀ Ready │ Core ◀▶, Epoch ▶, ◀ PageHashes (resync.rs)
+//!   beat         Greeting ▶ │ Core ◀▶                          the second path
+//!   data 0..n    Greeting ▶ │ Batch ▶ Batch ▶ ... Mark ▶ │ Batch ▶ ... Discard ▶ │ ...
 //!
-//!   Batch     session 8 | 0 8 | batch (keyframe_transfer)      Mark   session 8 | epoch 8      Discard   session 8 | 0 8
-//!   Epoch     session 8 | epoch 8 | length of the JSON 4 | EpochHead as JSON | device state                      all little-endian
+//!   frame        payload: lengths in bytes, integers little-endian
+//!   Batch        session 8 | zero 8 | a batch of pages (keyframe_transfer)
+//!   Mark         session 8 | epoch 8
+//!   Discard      session 8 | zero 8
+//!   Epoch        session 8 | epoch 8 | length of the JSON 4 | EpochHead as JSON | device state
 //! ```
 //!
 //! Batches belong to the epoch whose Mark follows; a Discard drops them. An epoch is whole when its
@@ -175,7 +178,7 @@ pub struct EpochHead {
 }
 
 /// Parses the JSON of a frame. Errors: [`Error::MessageTooLong`] for more than [`JSON_BYTES_MAX`]
-/// bytes; [`Error::MalformedMessage`].
+/// bytes; [`Error::MalformedMessage`] if it is not the JSON of a `T`.
 pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T> {
     if payload.len() > JSON_BYTES_MAX {
         return Err(Error::MessageTooLong(payload.len()));
@@ -183,7 +186,7 @@ pub fn parse<T: serde::de::DeserializeOwned>(payload: &[u8]) -> Result<T> {
     serde_json::from_slice(payload).map_err(Error::MalformedMessage)
 }
 
-/// Returns `value` as JSON. Error: [`Error::EncodeMessage`].
+/// Returns `value` as JSON. Error: [`Error::EncodeMessage`] if it has no JSON form.
 pub fn text(value: &impl Serialize) -> Result<Vec<u8>> {
     serde_json::to_vec(value).map_err(Error::EncodeMessage)
 }

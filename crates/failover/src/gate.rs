@@ -25,7 +25,7 @@ impl Gate {
     }
 
     /// Calls `ask` with the gate's process and returns its result. Returns `None` if the VM has no
-    /// network. Error: that of `ask`.
+    /// network, or if [`Self::end`] was called. Error: that of `ask`.
     pub fn ask<T>(
         &self,
         ask: impl FnOnce(&mut GateRemote) -> keyframe_net::Result<T>,
@@ -74,7 +74,8 @@ impl GatedMachines {
 
 impl Machine for GatedMachines {
     /// The cycle asks after each pause, before the epoch is sealed: no epoch of a changed machine
-    /// gets to a standby that could not load it.
+    /// gets to a standby that could not load it. Errors: those of [`Self::check_shape`]; the VMM
+    /// does not describe its RAM.
     fn ram_layout(&mut self) -> Result<RamLayout, BoxError> {
         self.check_shape()?;
         self.machines.ram_layout()

@@ -8,8 +8,12 @@
 //!   engine ──▶ P          the engine has paused the VM by its monitor; the VM ends with the engine
 //!   engine ◀── K<0|1>     the answer to each; 1 if the guard has stopped the VM
 //!
-//!   U passes, or S ─▶ SIGSTOP        F, or a later U ─▶ SIGCONT        end of input without F ─▶ SIGKILL
+//!   S, or the time of U passes             ─▶ SIGSTOP
+//!   F, P or a later U, while it is stopped ─▶ SIGCONT
+//!   end of input, unless the VM is free    ─▶ SIGKILL
 //! ```
+//!
+//! The first order always sends its signal: a guard before this one may have stopped the VM.
 //!
 //! Invariant: a VM that is not free runs only while its engine lives, and until the time that the
 //! engine named. The guard is a process of its own, so a stalled engine does not delay it. It knows
@@ -44,12 +48,17 @@ pub struct GuardRemote {
     child: Child,
     /// True if the guard has stopped the VM.
     pub stopped: bool,
+    /// True after an order without an answer. A late answer would be taken for the next order's.
+    is_lost: bool,
 }
 
 impl GuardRemote {
-    /// Starts a guard of the QEMU whose process id is `qemu`. The VM may run freely at first.
-    /// Error: the process cannot be started.
-    pub fn spawn(qemu: u32) -> Result<Self> {
+    /// Starts a guard of the QEMU whose process id is `qemu`, with the permit `permit`. If the
+    /// permit lets the VM run, QEMU runs when this returns, although another guard had stopped it.
+    /// After an error no guard is left, and QEMU may run or be stopped. Errors: [`Error::Io`] if
+    /// the process cannot be started or does not answer within 5 s; [`Error::GuardEnded`] if it has
+    /// ended.
+    pub fn spawn(qemu: u32, permit: RunPermit) -> Result<Self> {
         let failed = |e| Error::io("start the guard", e);
         let (ours, theirs) = UnixStream::pair().map_err(failed)?;
         ours.set_read_timeout(Some(ANSWER_TIMEOUT)).map_err(failed)?;
@@ -59,13 +68,20 @@ impl GuardRemote {
         let child = command.spawn().map_err(failed)?;
         // The command holds the other end, whose closing must be seen.
         command.stdin(Stdio::null());
-        let mut guard = Self { stream: BufReader::new(ours), child, stopped: false };
-        guard.ask("F")?;
-        Ok(guard)
+        let mut guard =
+            Self { stream: BufReader::new(ours), child, stopped: false, is_lost: false };
+        match guard.set(permit) {
+            Ok(()) => Ok(guard),
+            Err(error) => {
+                guard.kill();
+                Err(error)
+            }
+        }
     }
 
     /// Sends the permit to the guard. If the permit does not let the VM run, the VM is stopped when
-    /// this returns. Error: the guard has ended.
+    /// this returns. Errors: [`Error::Io`] if the guard does not answer within 5 s;
+    /// [`Error::GuardEnded`] or [`Error::Io`] if it has ended.
     pub fn set(&mut self, permit: RunPermit) -> Result<()> {
         match permit {
             RunPermit::Free => self.ask("F"),
@@ -75,12 +91,23 @@ impl GuardRemote {
     }
 
     /// Tells the guard that the VM is paused by a command of its monitor. Then the guard does not
-    /// stop QEMU's process, which must go on to answer commands. Error: the guard has ended.
+    /// stop QEMU's process, which must go on to answer commands, until the next [`Self::set`].
+    /// Errors: those of [`Self::set`].
     pub fn paused(&mut self) -> Result<()> {
         self.ask("P")
     }
 
     fn ask(&mut self, line: &str) -> Result<()> {
+        if self.is_lost {
+            return Err(Error::GuardEnded);
+        }
+        self.is_lost = true;
+        self.answered(line)?;
+        self.is_lost = false;
+        Ok(())
+    }
+
+    fn answered(&mut self, line: &str) -> Result<()> {
         let failed = |e| Error::io("the guard of the VM's right to run", e);
         self.stream.get_mut().write_all(format!("{line}\n").as_bytes()).map_err(failed)?;
         let mut answer = String::new();
@@ -93,7 +120,17 @@ impl GuardRemote {
         Ok(())
     }
 
-    /// Ends the guard. If the VM may not run freely, QEMU ends with it.
+    /// Kills the guard, which does nothing more to QEMU, and waits for its end.
+    pub fn kill(self) {
+        let Self { stream, mut child, .. } = self;
+        let _ = child.kill();
+        let _ = child.wait();
+        // Not before: the guard would take that for the end of the engine, and kill QEMU.
+        drop(stream);
+    }
+
+    /// Ends the guard and waits for its end. If the permit was not [`RunPermit::Free`], the guard
+    /// kills QEMU.
     pub fn end(self) {
         let Self { stream, mut child, .. } = self;
         drop(stream);
@@ -101,9 +138,11 @@ impl GuardRemote {
     }
 }
 
-/// Runs a guard of the QEMU with the process id `qemu` on the calling thread. Its orders come from
-/// the engine at the other end of `orders`. Errors: QEMU cannot be signalled; the orders cannot be
-/// read.
+/// Runs a guard of the QEMU with the process id `qemu` on the calling thread, until QEMU or the
+/// engine has ended. Its orders come from the engine at the other end of `orders`.
+///
+/// Errors: [`Error::NoProcess`] if no process can have this id; [`Error::Io`] if there is no such
+/// process, or if the guard cannot wait for orders.
 pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
     let pid = i32::try_from(qemu).ok().and_then(Pid::from_raw);
     let pid = pid.ok_or(Error::NoProcess(qemu))?;
@@ -111,7 +150,7 @@ pub fn guard(qemu: u32, orders: UnixStream) -> Result<()> {
         pidfd_open(pid, PidfdFlags::empty()).map_err(|e| Error::io(format!("guard {qemu}"), e))?;
     // On an overloaded host the VM must be stopped in time, too.
     keyframe_kernel::priority::raise_current_thread();
-    Guard { qemu, orders: BufReader::new(orders), state: State::Free, stopped: false }.run()
+    Guard { qemu, orders: BufReader::new(orders), state: State::Free, stopped: None }.run()
 }
 
 enum State {
@@ -125,14 +164,17 @@ struct Guard {
     qemu: OwnedFd,
     orders: BufReader<UnixStream>,
     state: State,
-    stopped: bool,
+    /// Whether this guard has stopped QEMU. `None` before the first order.
+    stopped: Option<bool>,
 }
 
 impl Guard {
     fn run(mut self) -> Result<()> {
         loop {
             let left_ns = match self.state {
-                State::Until(until) if !self.stopped => Some(until.saturating_sub(now_ns())),
+                State::Until(until) if self.stopped != Some(true) => {
+                    Some(until.saturating_sub(now_ns()))
+                }
                 _ => None,
             };
             if left_ns == Some(0) {
@@ -190,16 +232,63 @@ impl Guard {
             State::Stopped => true,
         };
         self.stop_or_continue(stand);
-        let answer = if self.stopped { "K1\n" } else { "K0\n" };
+        let answer = if stand { "K1\n" } else { "K0\n" };
         self.orders.get_mut().write_all(answer.as_bytes()).is_ok()
     }
 
     fn stop_or_continue(&mut self, stop: bool) {
-        if stop != self.stopped {
+        if self.stopped != Some(stop) {
             let signal = if stop { Signal::STOP } else { Signal::CONT };
             // If QEMU has ended, its descriptor tells.
             let _ = pidfd_send_signal(&self.qemu, signal);
-            self.stopped = stop;
+            self.stopped = Some(stop);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::wait_until;
+    use std::os::unix::process::ExitStatusExt;
+
+    /// A process in the place of QEMU.
+    fn process() -> (Child, Pid) {
+        let child = Command::new("sleep").arg("120").spawn().unwrap();
+        let pid = Pid::from_child(&child);
+        (child, pid)
+    }
+
+    fn is_stopped(pid: Pid) -> bool {
+        let stat = format!("/proc/{}/stat", pid.as_raw_nonzero());
+        let stat = std::fs::read_to_string(stat).unwrap();
+        let (_, state) = stat.rsplit_once(") ").unwrap();
+        state.starts_with('T')
+    }
+
+    /// Sends an order, and returns the guard's answer.
+    fn order(engine: &mut BufReader<UnixStream>, line: &str) -> String {
+        engine.get_mut().write_all(format!("{line}\n").as_bytes()).unwrap();
+        let mut answer = String::new();
+        engine.read_line(&mut answer).unwrap();
+        answer
+    }
+
+    #[test]
+    fn a_guard_that_replaces_another_lets_a_stopped_vm_run_and_ends_it_with_the_engine() {
+        let (mut qemu, pid) = process();
+        rustix::process::kill_process(pid, Signal::STOP).unwrap();
+        wait_until("it is stopped", || is_stopped(pid));
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let number = qemu.id();
+        let guarding = std::thread::spawn(move || guard(number, theirs));
+        let mut engine = BufReader::new(ours);
+        assert_eq!(order(&mut engine, &format!("U{}", u64::MAX)), "K0\n");
+        wait_until("it runs", || !is_stopped(pid));
+        assert_eq!(order(&mut engine, "S"), "K1\n");
+        wait_until("it is stopped again", || is_stopped(pid));
+        drop(engine);
+        guarding.join().unwrap().unwrap();
+        assert_eq!(qemu.wait().unwrap().signal(), Some(9));
     }
 }

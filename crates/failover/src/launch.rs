@@ -74,8 +74,10 @@ pub struct EngineContext {
     pub inbox: Option<primary::EngineInbox>,
 }
 
-/// Starts the gate of a VM's network. For a VM without NICs it starts none, and returns a gate that
-/// does nothing. Error: the gate's process cannot be started.
+/// Starts the gate of a VM's network, and removes sockets that an earlier gate left at its paths.
+/// For a VM without NICs it starts none, and returns a gate that does nothing. Errors:
+/// [`Error::Io`] if such a socket cannot be removed; [`Error::Network`] if the gate's process
+/// cannot be started.
 pub fn start_gate(nics: &[NicSockets]) -> Result<Gate> {
     if nics.is_empty() {
         return Ok(Gate::new(None));
@@ -163,7 +165,8 @@ pub fn protect(
 }
 
 /// Serves the images of `drives`, with what the guest writes in an overlay beneath `folder`, and
-/// has the command line name the server.
+/// has the command line name the server. Errors: a drive cannot be served; the overlays cannot be
+/// created; the server cannot be started.
 fn serve_drives(
     line: &mut Invocation,
     drives: &[Drive],
@@ -178,7 +181,7 @@ fn serve_drives(
     Ok(disks::serve_in(overlays, name, None, wanted, socket)?)
 }
 
-/// The configuration of a VM that is protected for the first time.
+/// The configuration of a VM that is protected for the first time. Error: [`Error::Random`].
 fn new_group(setup: &FailoverSetup, addresses: &StandbyAddresses) -> Result<ReplicationConfig> {
     let group = GroupId(u128::from(random()?) << 64 | u128::from(random()?));
     let node = NodeId(random()?);
@@ -219,7 +222,9 @@ impl Drop for EndOnError {
     }
 }
 
-/// Makes the engine of a VM that does not run yet, and lets the VM run. The VM ends if this fails.
+/// Makes the engine of a VM that does not run yet, and lets the VM run. After an error the VM ends.
+/// Errors: the VM cannot be captured or could not be restored on another host; QEMU does not
+/// answer; a process or a thread cannot be started.
 fn start_first(
     launched: LaunchedVm,
     context: EngineContext,
@@ -292,7 +297,8 @@ fn session_options(setup: &FailoverSetup) -> SessionOptions {
     SessionOptions { events: setup.events.clone(), ..SessionOptions::every(None, OnExit::Kill) }
 }
 
-/// Refuses a machine that a standby on a host like this one could not make.
+/// Refuses a machine that a standby on a host like this one could not make. Error: that of QEMU's
+/// restore plan, with the reason.
 fn refuse_unrestorable(machine: &MachineDescription, has_disks: bool) -> Result<()> {
     let server = DiskServer::at(DISKS_SOCKET.into());
     let disks = has_disks.then_some(server);

@@ -1,12 +1,12 @@
 //! A VM with a standby on another host: an epoch's output leaves after the standby holds the epoch.
 //!
 //! ```text
-//!   keyframe protect                                             keyframe standby
-//!   ┌ QEMU ─ gate ─▶ network   guard ┐                           ┌ QEMU that waits, its RAM, disks ┐
-//!   │ vm: policy, capture ─▶ sending ├── data streams (TLS) ────▶│ standby/streams ─▶ standby/image │
-//!   │ primary: core, actions         ├── control, beat (TLS) ───▶│ standby: core, actions           │
-//!   └───────────────┬────────────────┘                           └──────────────┬──────────────────┘
-//!                   └───────────────▶ keyframe witness ◀────────────────────────┘
+//!   keyframe protect                                         keyframe standby
+//!   ┌ QEMU ─ gate ─▶ network   guard ┐                       ┌ QEMU that waits, its RAM, disks ──┐
+//!   │ vm: policy, capture ─▶ sending ├─ data streams (TLS) ─▶│ standby/streams ─▶ standby/image  │
+//!   │ primary: core, actions         ├─ control, beat (TLS) ▶│ standby: core, actions            │
+//!   └───────────────┬────────────────┘                       └────────────────┬──────────────────┘
+//!                   └───────────────▶ keyframe witness ◀──────────────────────┘
 //! ```
 //!
 //! This crate drives other crates that do no I/O: `keyframe_replication` decides which host may run
@@ -14,6 +14,7 @@
 //! pages are encoded.
 
 mod arbitration;
+mod directory_lock;
 pub mod error;
 pub mod event;
 mod frames;

@@ -1,9 +1,9 @@
 //! The primary's connections with its standby. They are made again after each break.
 //!
 //! ```text
-//!   connector   ── control ─▶ Greeting, Machine ─▶ Ready ─▶ data 0..n ─▶ Linked ─ ─ broken ─▶ wait, again
-//!   beater      ── beat ────▶ Greeting ────────────────────────────────▶ Beating
-//!   readers     each a thread: Core messages ─▶ the protocol's inbox
+//!   connector   control ─▶ Greeting, Machine ─▶ Ready ─▶ data 0..n ─▶ linked ──broken──▶ again
+//!   beater      beat ────▶ Greeting ────────────────────────────────▶ beating ─broken──▶ again
+//!   readers     a thread for control and one for beat: messages ─▶ the protocol's inbox
 //! ```
 
 use super::frames::{
@@ -26,16 +26,18 @@ const READY_TIMEOUT: Duration = Duration::from_secs(60);
 /// The wait between two attempts to connect.
 const RECONNECT: Duration = Duration::from_millis(300);
 const READ_WAIT: Duration = Duration::from_millis(200);
+/// The shortest silence that ends a connection: lost packets are sent again within it.
+const SILENCE_MIN: Duration = Duration::from_secs(5);
 
 /// An event of the connections to the standby, for the thread of the protocol.
 pub enum LinkEvent {
     /// Control and data connections with this number are made.
     Connected(u64, Arc<Link>),
-    /// The second path is connected.
+    /// The second path is connected, by the connection with this number.
     BeatConnected(u64, Arc<Channel>),
     /// A message arrived on connection `number` of path `path`.
     Received {
-        /// The path: 0 for control, 1 for heartbeats.
+        /// The path: 0 for control, 1 for messages alone.
         path: u8,
         /// The number of the connection, counted from the first one.
         number: u64,
@@ -46,16 +48,16 @@ pub enum LinkEvent {
     PageHashes {
         /// The number of the connection, counted from the first one.
         number: u64,
-        /// The session in which the standby counts its pages.
+        /// The number of the session for which the standby made the hashes.
         session: u64,
-        /// The first page.
+        /// The number of the page of the first hash; [`u64::MAX`] for the frame that ends the list.
         first: u64,
-        /// The hashes, end to end.
+        /// The hashes, 16 bytes each, end to end.
         hashes: Vec<u8>,
     },
     /// Connection `number` of path `path` has ended.
     Broken {
-        /// The path: 0 for control, 1 for heartbeats.
+        /// The path: 0 for control, 1 for messages alone.
         path: u8,
         /// The number of the connection, counted from the first one.
         number: u64,
@@ -69,7 +71,7 @@ pub enum LinkEvent {
 pub struct StandbyAddresses {
     /// The address for control and data connections.
     pub control: SocketAddr,
-    /// The address of the second path, for heartbeats alone. `None` if there is one path.
+    /// The address of the second path, for messages alone. `None` if there is one path.
     pub beat: Option<SocketAddr>,
 }
 
@@ -90,17 +92,17 @@ pub struct ConnectionFlags {
 
 /// Starts the threads that connect to the standby at `addresses`. They connect whenever
 /// `flags.linked` or `flags.beating` is false, until `flags.ends` is set, and pass events to
-/// `tell`. At each connection they send `machine` to the standby. Error: a thread cannot be
+/// `tell`. At each connection they send `frame` to the standby. Error: a thread cannot be
 /// started.
 pub fn start(
     party: &Party,
     addresses: StandbyAddresses,
-    machine: &SharedMachineFrame,
+    frame: &SharedMachineFrame,
     tell: impl Fn(LinkEvent) + Clone + Send + 'static,
     flags: &ConnectionFlags,
 ) -> Result<()> {
     let started = |e| Error::io("start a thread", e);
-    let (own_party, machine, tell_control) = (party.clone(), Arc::clone(machine), tell.clone());
+    let (own_party, machine, tell_control) = (party.clone(), Arc::clone(frame), tell.clone());
     let (linked, ending) = (Arc::clone(&flags.linked), Arc::clone(&flags.ends));
     let control = move || {
         let mut number = 0;
@@ -127,6 +129,7 @@ pub fn start(
     };
     std::thread::Builder::new().name("connect".into()).spawn(control).map_err(started)?;
     let Some(address) = addresses.beat else { return Ok(()) };
+    let detection_ns = frame.lock().ignore_poison().detection_ns;
     let (party, beating, ending) =
         (party.clone(), Arc::clone(&flags.beating), Arc::clone(&flags.ends));
     let beat = move || {
@@ -135,6 +138,7 @@ pub fn start(
             if !beating.load(Ordering::Relaxed) {
                 number += 1;
                 if let Ok(channel) = open_channel(&party, address, Purpose::Beat, number) {
+                    limit_silence(&channel, detection_ns);
                     beating.store(true, Ordering::Relaxed);
                     tell(LinkEvent::BeatConnected(number, Arc::clone(&channel)));
                     read(channel, 1, number, tell.clone(), Arc::clone(&ending), || ());
@@ -180,6 +184,7 @@ fn open_link(
     number: u64,
 ) -> Result<Link> {
     let control = open_channel(party, address, Purpose::Control, number)?;
+    limit_silence(&control, machine.detection_ns);
     control.send(FrameKind::Machine as u8, &[&text(machine)?])?;
     let ready = control.receive(&mut FrameBuffer::default(), READY_TIMEOUT)?;
     let ready = ready.filter(|frame| FrameKind::of(frame.kind) == Some(FrameKind::Ready));
@@ -193,9 +198,9 @@ fn open_link(
     Ok(Link { control, data })
 }
 
-/// Connects to `address`, sends a greeting with `purpose` and the connection's number `connection`,
-/// and returns the connection. Errors: the connection cannot be made; the other host does not have
-/// the key.
+/// Connects to `address` within [`CONNECT_TIMEOUT`], sends a greeting with `purpose` and the
+/// connection's number `connection`, and returns the connection. Error: [`Error::Link`] if the
+/// connection cannot be made, or if the other host does not have the key.
 pub fn open_channel(
     party: &Party,
     address: SocketAddr,
@@ -208,17 +213,29 @@ pub fn open_channel(
     Ok(Arc::new(channel))
 }
 
+/// Has a connection for messages end if the other host acknowledges nothing for four times the
+/// detection time, which is `detection_ns` nanoseconds, and at least for 5 s. Heartbeats are sent
+/// on it all the time, so the end of a path that falls silent is seen, and the path is made again.
+/// Connections for pages have no such limit: a standby that applies an epoch takes no bytes.
+pub fn limit_silence(channel: &Channel, detection_ns: u64) {
+    let limit = Duration::from_nanos(detection_ns.saturating_mul(4)).max(SILENCE_MIN);
+    // Without the limit, the kernel takes minutes to find a silent path broken.
+    let _ = channel.set_silence_limit(limit);
+}
+
 /// Starts a thread that reads messages from `channel` and passes them to `tell`, as messages of
-/// connection `number` on path `path` (0 for control, 1 for heartbeats). It reads until the
-/// connection breaks or `ends` is set. Then it calls `broken`, and passes [`LinkEvent::Broken`].
+/// connection `number` on path `path` (0 for control, 1 for messages alone). It reads until the
+/// connection breaks or `ends` is set. Then it calls `broken`, and passes [`LinkEvent::Broken`]. A
+/// connection whose thread cannot be started is closed, and counts as broken.
 pub fn read(
     channel: Arc<Channel>,
     path: u8,
     number: u64,
-    tell: impl Fn(LinkEvent) + Send + 'static,
+    tell: impl Fn(LinkEvent) + Clone + Send + 'static,
     ends: Arc<AtomicBool>,
     broken: impl FnOnce() + Send + 'static,
 ) {
+    let (unread, tell_unread) = (Arc::clone(&channel), tell.clone());
     let work = move || {
         let mut input = FrameBuffer::default();
         while !ends.load(Ordering::Relaxed) {
@@ -252,11 +269,14 @@ pub fn read(
         broken();
         tell(LinkEvent::Broken { path, number });
     };
-    // Without a thread the path stays silent and counts as lost.
-    let _ = std::thread::Builder::new().name("link".into()).spawn(work);
+    if std::thread::Builder::new().name("link".into()).spawn(work).is_err() {
+        unread.close();
+        tell_unread(LinkEvent::Broken { path, number });
+    }
 }
 
-/// Sends a message of the protocol. Returns false if the connection is broken.
+/// Sends a message of the protocol. Waits while another thread sends a frame on the connection, and
+/// for up to 30 s while the other host takes no bytes. Returns false if the connection is broken.
 pub fn send_message(channel: &Channel, message: &PeerMessage) -> bool {
     let mut bytes = Vec::new();
     message.encode(&mut bytes);

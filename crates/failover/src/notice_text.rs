@@ -1,4 +1,5 @@
-//! The text of the core's notices. The status of a protected VM holds it, too.
+//! The texts of the notices of the protocol's core (`keyframe_replication`). The status of a
+//! protected VM holds the newest one.
 
 use keyframe_replication::{Notice, PeerRefusal, StandbyLossReason};
 use keyframe_session::control::ReplicationRole;

@@ -1,9 +1,11 @@
 //! The primary's engine: the protocol's thread, and all that it starts.
 //!
 //! ```text
-//!   links, witness, VM's thread, control socket ──▶ inbox ──▶ protocol ──▶ host: guard, gate, witness, fence hook
-//!                                                                 ├──────▶ VM's thread: VmAction
-//!                                                                 └──────▶ links: messages
+//!   links, witness, fence hook, VM's thread, control socket ──▶ inbox ──▶ protocol
+//!
+//!   protocol ──▶ host: guard, gate, witness, fence hook
+//!      ├───────▶ VM's thread: VmAction
+//!      └───────▶ links: messages
 //! ```
 //!
 //! [`protocol`] holds the loop's state and has no thread, socket or process of its own; this file
@@ -114,8 +116,9 @@ pub enum ProtectionEnding {
 }
 
 impl PrimaryEngine {
-    /// Starts the guard, the VM's thread and the connections to the standby. Errors: the guard, a
-    /// thread or a connection cannot be started.
+    /// Starts the guard, the VM's thread and the threads that connect to the standby. A guard that
+    /// cannot be started is an event, not an error. Errors: there is no process with the id of
+    /// QEMU; the control socket or a thread cannot be created.
     pub fn new(parts: PrimaryEngineParts) -> Result<Self> {
         let EngineContext { name, run_dir, status, interrupted, inbox } = parts.context;
         let inbox = match inbox {
@@ -156,8 +159,8 @@ impl PrimaryEngine {
     }
 
     /// Runs the engine until the VM has ended or another host runs it, then ends all of its
-    /// processes. Returns how this host's part ended. Errors: [`Error::VmThreadPanicked`]; the
-    /// disks cannot be closed.
+    /// processes. Returns how this host's part ended. Errors: [`Error::VmThreadPanicked`];
+    /// [`Error::Session`] if the disks cannot be closed.
     pub fn run(mut self) -> Result<ProtectionEnding> {
         self.protocol.begin();
         while self.protocol.end().is_none() {

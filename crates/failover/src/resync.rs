@@ -2,7 +2,10 @@
 //! sends the pages that differ.
 //!
 //! ```text
-//!   standby ──PageHashes: session 8 | first page 8 | 16 bytes a page──▶ primary     last: first page 2^64 - 1, then 1 byte: 1 if all is zeros
+//!   standby ──PageHashes──▶ primary
+//!
+//!   PageHashes   session 8 | first page 8 | the hashes of this page and the next ones, 16 each
+//!   the last     session 8 | 2^64 - 1     | one byte: 1 if all pages are zeros, otherwise 0
 //! ```
 //!
 //! The hash is BLAKE3, keyed with the session. No guest knows the session, so it cannot make two

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   capture ─▶ WireSink ─▶ Wire: by page, stream 0: Encoder ─▶ channel 0
-//!                                         stream 1: Encoder ─▶ channel 1          seal: Mark on each, Epoch on the control channel
+//!                                         stream 1: Encoder ─▶ channel 1
+//!                 └──seal──▶ a Mark on each channel, an Epoch on the control channel
 //! ```
 //!
 //! Invariants: the encoders' copy of the standby's pages is never ahead of the standby. So they
@@ -241,7 +242,8 @@ impl Wire {
             threads.into_iter().map(join).chain(own).collect()
         });
         for result in results {
-            self.sent = self.sent.plus(result?);
+            // A part of a batch may be sent: only a new connection can carry another.
+            self.sent = self.sent.plus(result.inspect_err(|_| link.close())?);
         }
         Ok(())
     }
@@ -262,7 +264,7 @@ impl Wire {
         let link = self.link()?;
         let head = marked(self.session, label.epoch.0);
         for channel in &link.data {
-            channel.send(FrameKind::Mark as u8, &[&head])?;
+            channel.send(FrameKind::Mark as u8, &[&head]).inspect_err(|_| link.close())?;
         }
         let taken_at = captured.taken_at.duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let said = EpochHead {

@@ -9,7 +9,9 @@ use keyframe_scheduling::replication::{
     AdaptiveParameters, LatencyTarget, OverheadTarget, ReplicationPolicy,
 };
 use keyframe_units::duration_ns;
+use rustix::process::{Pid, Signal, kill_process_group};
 use std::net::{SocketAddr, ToSocketAddrs};
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -94,7 +96,7 @@ pub struct HostKey {
 
 impl HostKey {
     /// Reads the key, and creates the identity that proves the key to the other hosts. Errors:
-    /// [`Error::NoKey`]; the key cannot be read.
+    /// [`Error::NoKey`] if no key file is named; [`Error::Link`] if the key cannot be read or used.
     pub fn party(&self) -> Result<Party> {
         let path = self.key.as_ref().ok_or(Error::NoKey)?;
         Ok(Party::new(&SharedKey::read(path)?)?)
@@ -108,8 +110,8 @@ impl FailoverSettings {
     }
 
     /// Reads the key and resolves the addresses. `events` receives the events of this host and of
-    /// its VM's session. Errors: the key cannot be read; an address does not exist; an option has
-    /// an invalid value.
+    /// its VM's session. Errors: those of [`HostKey::party`] and of [`address`];
+    /// [`Error::Detection`] and [`Error::NotAdaptive`] if an option has an invalid value.
     pub fn resolve(&self, events: SharedFailoverEventSink) -> Result<FailoverSetup> {
         let party = self.key.party()?;
         let witness = self.witness.as_deref().map(address).transpose()?;
@@ -159,46 +161,86 @@ impl FailoverSetup {
         }
     }
 
-    /// Runs the fence hook for the VM `vm` and waits for its end. `role` is this host's role.
-    /// Returns true if the hook reports that the other host is off.
+    /// Runs the fence hook for the VM `vm` and waits for its end, for at most 2 min. `role` is this
+    /// host's role. Returns true if the hook reports that the other host is off. Returns false if
+    /// the hook fails or takes longer, and if there is none.
     pub fn fence(&self, vm: &str, role: &str) -> bool {
         let Some(text) = &self.fence_with else { return false };
         let mut command = Command::new("/bin/sh");
         command.arg("-c").arg(text).env("KEYFRAME_VM", vm).env("KEYFRAME_ROLE", role);
         command.stdin(Stdio::null());
-        let mut child = match command.spawn() {
-            Ok(child) => child,
-            Err(error) => {
-                self.events.failover_event(&FailoverEvent::FenceHookFailed(error));
-                return false;
+        run_hook(&mut command, FENCE_TIMEOUT).unwrap_or_else(|error| {
+            self.events.failover_event(&FailoverEvent::FenceHookFailed(error));
+            false
+        })
+    }
+}
+
+/// Runs `command`, and waits for its end for at most `timeout`. Returns true if it succeeds. If it
+/// takes longer, kills it with all processes that it has started, except those that have left its
+/// process group, and returns false. Error: the command cannot be started.
+fn run_hook(command: &mut Command, timeout: Duration) -> std::io::Result<bool> {
+    let mut child = command.process_group(0).spawn()?;
+    let deadline = Instant::now() + timeout;
+    loop {
+        match child.try_wait() {
+            Ok(Some(exit)) => return Ok(exit.success()),
+            Ok(None) if Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(5));
             }
-        };
-        let deadline = Instant::now() + FENCE_TIMEOUT;
-        loop {
-            match child.try_wait() {
-                Ok(Some(exit)) => return exit.success(),
-                Ok(None) if Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                _ => {
-                    let _ = child.kill();
-                    let _ = child.wait();
-                    return false;
-                }
+            _ => {
+                // The child has not been waited for, so its group's number is not another's.
+                let _ = kill_process_group(Pid::from_child(&child), Signal::KILL);
+                let _ = child.wait();
+                return Ok(false);
             }
         }
     }
 }
 
 /// Returns the first of the addresses to which `text`, a host and a port, resolves. Errors:
-/// [`Error::Address`], [`Error::NoAddress`].
+/// [`Error::Address`] if it cannot be resolved; [`Error::NoAddress`] if there is no address.
 pub fn address(text: &str) -> Result<SocketAddr> {
     let bad = |source| Error::Address { text: text.to_owned(), source };
     let mut found = text.to_socket_addrs().map_err(bad)?;
     found.next().ok_or_else(|| Error::NoAddress(text.to_owned()))
 }
 
-/// Returns a random number other than 0. Error: [`Error::Random`].
+/// Returns a random number other than 0. Error: [`Error::Random`] if the kernel gives none.
 pub fn random() -> Result<u64> {
     Ok(getrandom::u64().map_err(Error::Random)?.max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+    fn shell(text: &str) -> Command {
+        let mut command = Command::new("/bin/sh");
+        command.arg("-c").arg(text);
+        command
+    }
+
+    #[test]
+    fn a_hook_succeeds_as_its_command_does() {
+        let timeout = Duration::from_mins(2);
+        assert!(run_hook(&mut shell("true"), timeout).unwrap());
+        assert!(!run_hook(&mut shell("false"), timeout).unwrap());
+        run_hook(&mut Command::new("/no/such/program"), timeout).unwrap_err();
+    }
+
+    /// It would go on to switch hosts off, whatever was decided meanwhile.
+    #[test]
+    fn a_hook_that_takes_too_long_leaves_no_process() {
+        let (reader, writer) = std::io::pipe().unwrap();
+        let mut command = shell("sleep 60 & wait");
+        command.stdout(writer);
+        assert!(!run_hook(&mut command, Duration::from_millis(300)).unwrap());
+        // The command has the last other end of the pipe.
+        drop(command);
+        let limit = Timespec { tv_sec: 20, tv_nsec: 0 };
+        let mut ends = [PollFd::new(&reader, PollFlags::IN)];
+        assert_eq!(poll(&mut ends, Some(&limit)), Ok(1), "a process of the hook lives");
+    }
 }

@@ -1,7 +1,9 @@
 //! The standby: receives a VM's epochs, and runs the VM when its primary fails.
 //!
 //! ```text
-//!   listener ─▶ Greeting: control ─▶ Machine ─▶ a QEMU that waits ─▶ Ready        data ─▶ streams        beat
+//!   listener ─▶ Greeting ─▶ control: Machine ─▶ a QEMU that waits ─▶ Ready
+//!                   ├─────▶ data: streams
+//!                   └─────▶ beat
 //!   inbox ──▶ core ──▶ Apply: a thread of its own ─▶ image ─▶ Applied ─▶ core ─▶ acknowledged
 //!                 └──▶ Activate: devices ─▶ QEMU runs ─▶ a primary's engine
 //! ```
@@ -45,7 +47,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use streams::StreamEvent;
+use streams::{StreamEvent, Streams};
 
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 
@@ -54,7 +56,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 pub struct StandbyOptions {
     /// The address at which the standby accepts connections of a primary.
     pub listen: SocketAddr,
-    /// The directory in which the standby keeps its protocol state and the files of the disks.
+    /// The directory in which the standby keeps its lock file, its copies of the disks, and the
+    /// overlays of the guest's writes.
     pub folder: PathBuf,
     /// The name of the standby, by which commands find it.
     pub name: String,
@@ -75,7 +78,7 @@ enum StandbyEngineEvent {
     Epoch { number: u64, session: u64, epoch: Epoch, head: EpochHead, devices: Vec<u8> },
     Broken { path: u8, number: u64 },
     Stream(StreamEvent),
-    Applied { epoch: Epoch, devices: Vec<u8>, result: Result<(), String> },
+    Applied { streams: Arc<Streams>, epoch: Epoch, devices: Vec<u8>, result: Result<(), String> },
     Witness(WitnessAnswer),
     Fenced(bool),
 }
@@ -84,8 +87,9 @@ enum StandbyEngineEvent {
 /// VM moves to the other host, this host becomes its standby again. Returns how this host's part
 /// ended.
 ///
-/// Errors: this host cannot listen or lacks a file that the options name; the state's directory
-/// cannot be used; the VM cannot be started.
+/// Errors: the kernel lacks a feature; [`Error::Listen`] if this host cannot listen;
+/// [`Error::DirectoryInUse`] or [`Error::Io`] if the directory cannot be used; another VM or
+/// standby has the name; the VM cannot be started from its epoch.
 pub fn run(options: &StandbyOptions) -> Result<ProtectionEnding> {
     let interrupted = interrupt::interruption_or_hangup()?;
     // It has to take checkpoints of the VM once that runs here.
@@ -188,7 +192,9 @@ impl Refusals {
 impl StandbyEngine {
     fn until_active(&mut self, interrupted: &AtomicBool) -> Result<Option<Activation>> {
         loop {
-            if self.activate.is_some() {
+            // The pages of an epoch that is being applied are part of the VM.
+            let is_applying = self.ready.as_ref().is_some_and(|ready| ready.applying > 0);
+            if self.activate.is_some() && !is_applying {
                 return Ok(self.activate.take());
             }
             if interrupted.load(Ordering::Relaxed) {
@@ -213,7 +219,7 @@ impl StandbyEngine {
         }
     }
 
-    /// Discards a waiting QEMU that has ended.
+    /// Discards a waiting QEMU that has ended. Error: its process cannot be queried.
     fn check_waiting_qemu(&mut self) -> Result<()> {
         let Some(ready) = &mut self.ready else { return Ok(()) };
         if let Some(exit) = ready.prepared.try_wait()? {
@@ -266,10 +272,14 @@ impl StandbyEngine {
                 }
             }
             StandbyEngineEvent::Stream(StreamEvent::Failed(reason)) => {
-                self.handle(StandbyEvent::ApplyFailed { reason });
+                self.handle(StandbyEvent::DataFailed { reason });
             }
-            StandbyEngineEvent::Applied { epoch, devices, result } => {
-                self.finish_epoch(epoch, devices, result);
+            StandbyEngineEvent::Applied { streams, epoch, devices, result } => {
+                // An epoch of a machine that was discarded says nothing about this one.
+                let is_own = |ready: &PreparedVm| Arc::ptr_eq(&ready.streams, &streams);
+                if self.ready.as_ref().is_some_and(is_own) {
+                    self.finish_epoch(epoch, devices, result);
+                }
             }
             StandbyEngineEvent::Witness(WitnessAnswer::Answered(reply)) => {
                 self.handle(StandbyEvent::Witness(reply));

@@ -1,4 +1,4 @@
-//! The thread that has the VM: it takes epochs when the policy or the protocol says so.
+//! The thread that controls the VM: it takes epochs when the policy or the protocol says so.
 //!
 //! ```text
 //!   protocol ─VmAction─▶ VmLoop: observe ─▶ policy ─▶ capture ─▶ [encoder: WireSink] ─▶ standby
@@ -46,7 +46,7 @@ pub enum VmAction {
     Acknowledged { epoch: Epoch },
     /// The standby holds no epoch after this one: the next epoch includes the pages of later ones.
     Owe { after: Option<Epoch> },
-    /// Pause the VM by its monitor.
+    /// Pause the VM by its monitor. The policy takes no epochs until [`VmAction::MayCapture`].
     Stop,
     /// Let the VM run again.
     Resume,
@@ -81,6 +81,8 @@ pub enum ProtectedVmEvent {
     CaptureUnblocked(Option<Box<MachineDescription>>),
     /// The VM is paused, as [`VmAction::Stop`] asked.
     Stopped,
+    /// The VM could not be paused, as [`VmAction::Stop`] asked. It may be paused nevertheless.
+    StopFailed(Error),
     /// The VM runs again.
     Resumed,
     /// QEMU has ended.
@@ -125,7 +127,8 @@ pub struct EpochReport {
 
 /// A VM that is captured into epochs. The thread's loop controls the VM only through this trait.
 pub trait ProtectedVm: Send {
-    /// Pauses the VM by a command of its monitor. Error: the VMM does not answer or refuses.
+    /// Pauses the VM by a command of its monitor, without the watchdog of pauses. Error: the VMM
+    /// refuses or does not answer; then the VM may be paused nevertheless.
     fn pause(&mut self) -> Result<()>;
     /// Lets the VM run again. A failure goes to the event sink.
     fn resume(&mut self);
@@ -135,10 +138,10 @@ pub trait ProtectedVm: Send {
     /// Returns the activity of the guest since the newest epoch. `now_ns` is the time of
     /// [`now_ns`].
     fn observe(&mut self, now_ns: u64) -> GuestActivity;
-    /// Captures the VM as epoch `epoch`. Users read `reason` beside the epoch. The pages go to the encoder,
-    /// whose report arrives as [`VmAction::Report`]. Returns the number of the capture and of the
-    /// gate's cut. Errors: [`Error::NotCaptured`]; the machine has changed; the VM or its disks
-    /// cannot be captured.
+    /// Captures the VM as epoch `epoch`. Users read `reason` beside the epoch. The pages go to the
+    /// encoder, whose report arrives as [`VmAction::Report`]. Returns the number of the capture and
+    /// of the gate's cut. Errors: [`Error::NotCaptured`] before the first [`ProtectedVm::renew`];
+    /// the machine has changed; the VM or its disks cannot be captured.
     fn capture(&mut self, epoch: Epoch, reason: &'static str) -> Result<CapturedEpoch>;
     /// Records the encoder's report about an epoch that was sent or has failed. Returns true if the
     /// epoch was given up before, so that the report changes nothing.

@@ -1,12 +1,17 @@
 //! The witness: a client that asks it, and the server.
 //!
 //! ```text
-//!   node ──TLS, WitnessRequest──▶ witness ── changed? ─▶ DIR/witness.state.new, synced, renamed ─▶ WitnessReply
+//!   node ──WitnessRequest, by TLS──▶ witness ──the state is unchanged──▶ WitnessReply
+//!                                       │                                    ▲
+//!                                       └──changed──▶ DIR/witness.state ─────┘
 //! ```
 //!
-//! Invariant: an answer leaves after the state behind it is durable.
+//! Invariants: an answer leaves after the state that it tells is durable: written to a new file,
+//! synced, and renamed. One process at a time has the directory: two would forget each other's
+//! answers, and two hosts could run one VM.
 
 use super::frames::FrameKind;
+use crate::directory_lock::lock_directory;
 use crate::error::{Error, Result};
 use crate::event::{FailoverEvent, SharedFailoverEventSink};
 use keyframe_link::{Channel, FrameBuffer, Party};
@@ -42,7 +47,8 @@ const STATE: &str = "witness.state";
 const STATE_BYTES_MAX: u64 = 16 << 20;
 
 /// Sends `request` to the witness at `address`, waits for its answer, and returns it. Returns
-/// [`WitnessAnswer::Lost`] if the connection fails.
+/// [`WitnessAnswer::Lost`] if the connection cannot be made or breaks, or if no valid answer comes
+/// within 2 s.
 pub fn ask(party: &Party, address: SocketAddr, request: WitnessRequest) -> WitnessAnswer {
     let Ok(channel) = party.connect(address, TIMEOUT) else {
         return WitnessAnswer::Lost { sent: false };
@@ -65,15 +71,22 @@ pub struct WitnessServer {
     folder: PathBuf,
     party: Party,
     events: SharedFailoverEventSink,
+    _lock: File,
 }
 
 impl WitnessServer {
-    /// Opens a witness that keeps its state in the directory `folder`, and reads that state.
-    /// `events` receives its errors. Errors: the directory cannot be used; its state is damaged.
+    /// Opens a witness that keeps its state in the directory `folder`, locks the directory until
+    /// the witness is dropped, and reads the state. `events` receives the errors of
+    /// [`Self::serve`].
+    ///
+    /// Errors: [`Error::WitnessRuns`] if another witness has the directory; [`Error::Io`] if the
+    /// directory cannot be created or locked; [`Error::WitnessState`] if the state cannot be read
+    /// or is damaged.
     pub fn open(folder: &Path, party: Party, events: SharedFailoverEventSink) -> Result<Self> {
         let path = folder.join(STATE);
         let bad = |problem| Error::WitnessState { path: path.clone(), problem };
-        std::fs::create_dir_all(folder).map_err(|e| Error::file("make", folder, e))?;
+        let lock = lock_directory(folder)?;
+        let lock = lock.ok_or_else(|| Error::WitnessRuns(folder.to_owned()))?;
         let state = match std::fs::metadata(&path) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => Witness::default(),
             Err(e) => return Err(bad(e.to_string())),
@@ -83,7 +96,8 @@ impl WitnessServer {
                 Witness::decode(&bytes).map_err(|e| bad(error_chain(&e)))?
             }
         };
-        Ok(Self { state: Mutex::new(state), folder: folder.to_owned(), party, events })
+        let (state, folder) = (Mutex::new(state), folder.to_owned());
+        Ok(Self { state, folder, party, events, _lock: lock })
     }
 
     /// Returns the number of protected VMs that the witness knows.
@@ -91,8 +105,8 @@ impl WitnessServer {
         self.state.lock().ignore_poison().groups().count()
     }
 
-    /// Answers the requests that arrive at `listener` until `stop` is set. Error: `listener` cannot
-    /// be used.
+    /// Answers the requests that arrive at `listener` until `stop` is set, of up to 64 clients at
+    /// once. Error: [`Error::Io`] if `listener` cannot be used.
     pub fn serve(self: &Arc<Self>, listener: &TcpListener, stop: &AtomicBool) -> Result<()> {
         let clients = Arc::new(AtomicUsize::new(0));
         listener.set_nonblocking(true).map_err(|e| Error::io("listen", e))?;
@@ -154,5 +168,23 @@ impl WitnessServer {
             .and_then(|()| std::fs::rename(&fresh, &path))
             .and_then(|()| File::open(&self.folder)?.sync_all());
         written.map_err(|e| Error::file("write", &path, e))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_link::SharedKey;
+    use keyframe_units::NoEvents;
+
+    #[test]
+    fn a_directory_has_one_witness_at_a_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let party = Party::new(&SharedKey::of(&[7; 32]).unwrap()).unwrap();
+        let open = || WitnessServer::open(dir.path(), party.clone(), Arc::new(NoEvents));
+        let first = open().unwrap();
+        assert!(matches!(open(), Err(Error::WitnessRuns(_))));
+        drop(first);
+        assert_eq!(open().unwrap().groups(), 0);
     }
 }

@@ -37,21 +37,24 @@ impl<S: Read + Write + AsFd> GdbConnection<S> {
 
     /// Sends a packet with this payload.
     ///
-    /// Error: [`Error::Io`]; a closed connection is reported by the next
-    /// [`GdbConnection::receive`].
+    /// Error: [`Error::Io`] if the stream cannot be written. A closed connection is reported by the
+    /// next [`GdbConnection::receive`].
     pub fn send(&mut self, payload: &[u8]) -> Result<()> {
         self.sent = frame(payload);
         self.write(&self.sent.clone())
     }
 
-    /// Asks the other end to stop the target. Error: [`Error::Io`].
+    /// Asks the other end to stop the target. Error: [`Error::Io`] if the stream cannot be written.
+    /// A closed connection is reported by the next [`GdbConnection::receive`].
     pub fn interrupt(&mut self) -> Result<()> {
         self.write(&[3])
     }
 
-    /// Returns the next message, or `None` if there is none within `wait`.
+    /// Returns the next message, or `None` if there is none within `wait`. The end of the
+    /// connection is the message [`GdbMessage::Closed`].
     ///
-    /// Errors: [`Error::Io`], [`Error::Protocol`].
+    /// Errors: [`Error::Io`] if the stream cannot be read or written, [`Error::Protocol`] if the
+    /// other end sends what the protocol does not allow.
     pub fn receive(&mut self, wait: Duration) -> Result<Option<GdbMessage>> {
         let began = Instant::now();
         let mut bytes = [0; 4096];
@@ -105,9 +108,10 @@ impl<S: Read + Write + AsFd> GdbConnection<S> {
     }
 }
 
-/// Waits for a message on either of two connections, at most for `wait`.
+/// Waits until bytes arrive on either of two connections, at most for `wait`. Returns early if a
+/// signal arrives.
 ///
-/// Error: [`Error::Io`].
+/// Error: [`Error::Io`] if the kernel refuses the wait.
 pub fn wait_for_either<A: AsFd, B: AsFd>(
     a: &GdbConnection<A>,
     b: &GdbConnection<B>,

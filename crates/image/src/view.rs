@@ -36,7 +36,7 @@ pub struct GuestExtent {
 }
 
 impl GuestExtent {
-    /// Returns the first address after the extent.
+    /// Returns the first guest-physical address after the extent.
     pub fn end(self) -> GuestPhys {
         GuestPhys(self.start.0 + self.pages.len_bytes())
     }
@@ -50,7 +50,8 @@ pub struct GuestView {
 
 impl GuestView {
     /// Returns the view of a checkpoint with the RAM blocks `layout`. `map` gives their addresses.
-    /// Below 1 MiB `shadows` says where the guest sees RAM and where ROM.
+    /// Below 1 MiB `shadows` says where the guest sees RAM and where ROM; `None` if it sees there
+    /// what `map` says.
     ///
     /// Errors: [`Error::Map`] if these contradict each other.
     pub fn new(
@@ -75,10 +76,10 @@ impl GuestView {
     }
 
     /// Returns the guest map of a machine whose checkpoint does not have one. This is possible if
-    /// the machine type is known and main RAM is one block of less than 2 GiB, so that it begins at
+    /// the machine type is known and main RAM is one block of at most 2 GiB, so that it begins at
     /// address 0. `line` has the words of the VM's command line.
     ///
-    /// Error: [`Error::NoMap`] for another machine.
+    /// Error: [`Error::NoMap`] for another machine, and for a command line with `max-ram-below-4g`.
     pub fn flat_map(
         layout: &RamLayout,
         machine_type: &str,
@@ -114,12 +115,12 @@ impl GuestView {
         Ok(map)
     }
 
-    /// Returns the extents in rising order.
+    /// Returns the extents, sorted by guest-physical address.
     pub fn extents(&self) -> &[GuestExtent] {
         &self.extents
     }
 
-    /// Returns the first address after main RAM.
+    /// Returns the first guest-physical address after main RAM; 0 if there is none.
     pub fn ram_end(&self) -> GuestPhys {
         self.extents.iter().rev().find(|e| e.is_ram).map_or(GuestPhys(0), |e| e.end())
     }

@@ -42,8 +42,10 @@ pub struct DrawableDisplay {
 }
 
 impl DrawableDisplay {
-    /// Finds the display of `guest` in its device state. Reads no RAM. Errors: the VM has no
-    /// display, or one that cannot be drawn.
+    /// Finds the display of `guest` in its device state. Reads no RAM.
+    ///
+    /// Errors: [`NoPicture::NoDisplay`] if the VM has none, [`NoPicture::NotDrawn`] if Keyframe
+    /// cannot draw it, [`NoPicture::Failed`] if the device state cannot be read.
     pub fn of(guest: &Guest) -> Result<Self, NoPicture> {
         let display =
             stream::display(&guest.device_state).map_err(|e| NoPicture::Failed(e.into()))?;
@@ -67,7 +69,7 @@ impl DrawableDisplay {
 
     /// Draws the display, reading its memory from the checkpoint.
     ///
-    /// Error: [`Error::DisplayMemory`].
+    /// Error: [`Error::DisplayMemory`] if the checkpoint's RAM cannot be read.
     pub fn picture(&self, loaded: &LoadedCheckpoint, guest: &Guest) -> Result<Picture> {
         Ok(self.screen.draw(&read(loaded, guest, self.first, self.screen.needs())?))
     }
@@ -79,8 +81,10 @@ pub fn has_display_memory(ram: &RamLayout) -> bool {
     ram.blocks().iter().any(|block| DISPLAY_BLOCKS.iter().any(|end| block.name.ends_with(end)))
 }
 
-/// Draws the display of `guest` in the checkpoint `loaded`. Errors: the VM has no display, or one
-/// that cannot be drawn; the checkpoint cannot be read.
+/// Draws the display of `guest` in the checkpoint `loaded`.
+///
+/// Errors: [`NoPicture::NoDisplay`] if the VM has none, [`NoPicture::NotDrawn`] if Keyframe cannot
+/// draw it, [`NoPicture::Failed`] if the checkpoint cannot be read.
 pub fn picture(loaded: &LoadedCheckpoint, guest: &Guest) -> Result<Picture, NoPicture> {
     DrawableDisplay::of(guest)?.picture(loaded, guest).map_err(NoPicture::Failed)
 }
@@ -109,7 +113,7 @@ fn read(
     Ok(all)
 }
 
-/// Encodes a picture as a PNG file. Error: [`Error::Png`].
+/// Encodes a picture as a PNG file. Error: [`Error::Png`] if the encoder refuses the picture.
 pub fn png(picture: &Picture) -> Result<Vec<u8>> {
     let mut file = Vec::new();
     let mut encoder = png::Encoder::new(&mut file, picture.width, picture.height);

@@ -24,11 +24,12 @@ pub struct Entry {
     pub reason: String,
     /// Its epoch in the run; 0 is the first, which holds all pages.
     pub epoch: u64,
-    /// The checkpoint from which the VM was restored, branched or rolled back before this one.
+    /// The number of the checkpoint from which the VM was restored, branched or rolled back before
+    /// this one. Absent if the VM was not.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restored_from: Option<u64>,
-    /// The checkpoint that it follows: `restored_from`, or the one before it in the run. Only
-    /// `keyframe list` sets it.
+    /// The number of the checkpoint that it follows: `restored_from`, or the one before it in the
+    /// run. Only `keyframe list` sets it. Absent if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<u64>,
     /// Its tags.
@@ -71,9 +72,13 @@ pub struct Entry {
     pub backlog_ns: u64,
     /// The time to hash, compress and store its pages after the pause.
     pub encode_ns: u64,
-    /// The durations of the steps after the pause.
+    /// The durations of the steps after the pause. Absent if they were not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub processing: Option<ProcessingPhases>,
+    /// The guest instructions that the host's processor executed since the session began, if they
+    /// were counted (`--count-instructions`).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub counted_instructions: Option<u64>,
     /// The bytes of all RAM blocks of the VM.
     pub ram_bytes: u64,
     /// The disks that the guest can write to, with the writes since the checkpoint before.
@@ -102,7 +107,8 @@ pub struct DiskEntry {
     /// What deduplication found in the written blocks, in sectors of 512 bytes.
     #[serde(default)]
     pub dedup: SectorBreakdown,
-    /// The reason why it cannot be read now. Only `keyframe show` sets it.
+    /// The reason why it cannot be read now. Only `keyframe show` sets it. Absent if it can be
+    /// read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unreadable: Option<String>,
 }
@@ -150,6 +156,7 @@ impl Entry {
             backlog_ns: timing.backlog_ns,
             encode_ns: timing.encode_ns,
             processing: timing.processing,
+            counted_instructions: meta.machine.counted_instructions,
             ram_bytes: meta.ram.len_bytes(),
             disks: meta.disks.iter().map(DiskEntry::of).collect(),
         }
@@ -175,7 +182,7 @@ pub struct DiskSums {
 /// The blocks of a disk in one checkpoint.
 #[derive(Clone, Debug, Serialize)]
 pub struct DiskWritten {
-    /// The checkpoint.
+    /// The number of the checkpoint.
     pub id: u64,
     /// The bytes of the blocks written since the checkpoint before.
     pub written_bytes: u64,

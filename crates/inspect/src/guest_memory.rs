@@ -128,7 +128,8 @@ pub struct Guest {
 impl Guest {
     /// Returns the VMs of a checkpoint: one, or the members of a group in their order.
     ///
-    /// Error: [`Error::MembersContradict`].
+    /// Error: [`Error::MembersContradict`] if the members do not match the checkpoint's RAM or its
+    /// device states.
     pub fn all(loaded: &LoadedCheckpoint) -> Result<Vec<Self>> {
         let (meta, checkpoint) = (&loaded.meta, loaded.id);
         if meta.members.is_empty() {
@@ -159,8 +160,10 @@ impl Guest {
         Ok(guests.collect())
     }
 
-    /// Returns the VM called `member` in a group, or the only VM. Errors: there is no such VM;
-    /// several VMs and no name.
+    /// Returns the VM called `member` in a group, or the only VM. `member` may be `None` for a
+    /// checkpoint of one VM.
+    ///
+    /// Errors: there is no such VM; there are several VMs and `member` is `None`.
     pub fn choose(loaded: &LoadedCheckpoint, member: Option<&str>) -> Result<Self> {
         let (checkpoint, vm) = (loaded.id, &loaded.meta.vm);
         let mut all = Self::all(loaded)?;

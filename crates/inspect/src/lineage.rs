@@ -17,7 +17,8 @@ use std::collections::{BTreeMap, HashMap};
 pub const TREE_COLUMNS: [&str; 5] = ["checkpoints", "vm", "count", "taken (UTC)", "tags"];
 
 /// Sets the parent of each entry: the checkpoint that its VM was restored from, or else the
-/// previous one of its run.
+/// previous checkpoint of its run. `None` if there is neither. The entries must be sorted by
+/// checkpoint number.
 pub fn set_parents(entries: &mut [Entry]) {
     let mut newest_of_run: HashMap<String, u64> = HashMap::new();
     for entry in entries {
@@ -33,8 +34,8 @@ struct Stretch<'a> {
     children: Vec<usize>,
 }
 
-/// Returns the rows of the tree of `entries`, which must be in rising order and have their parents.
-/// A row has the cells of [`TREE_COLUMNS`].
+/// Draws the tree of `entries` and returns its rows, each with the cells of [`TREE_COLUMNS`]. The
+/// entries must be sorted by checkpoint number, and [`set_parents`] must have set their parents.
 pub fn tree(entries: &[Entry]) -> Vec<Vec<String>> {
     let (stretches, roots) = stretches(entries);
     let mut rows = Vec::new();

@@ -7,7 +7,9 @@ use super::{aligned, u32_at, u64_at};
 /// The lowest address of the kernel's half, with the largest page tables.
 const KERNEL_HALF: u64 = 0xff00_0000_0000_0000;
 
-/// Finds the addresses, one for each of `names`; `None` if there are none that rise.
+/// Finds the addresses of the symbols, one for each of `names`, in `memory`. Returns `None` if
+/// there is no table there whose addresses rise and lie mostly in the kernel's half of the address
+/// space.
 pub fn find(memory: &[u8], tokens: &TokenTable, names: &NameTable) -> Option<Vec<u64>> {
     let (count, after) = (names.count, aligned(tokens.end()));
     let offsets_bytes = aligned(4 * count);

@@ -80,7 +80,7 @@ pub enum Error<E> {
         "the kernel's symbol tables at offset {at:#x} of the guest's memory cannot be read: {problem}"
     )]
     Unreadable {
-        /// The offset of the table of tokens.
+        /// The offset of the table of tokens, in bytes.
         at: u64,
         /// What does not fit.
         problem: &'static str,
@@ -89,12 +89,12 @@ pub enum Error<E> {
 
 /// Finds the symbols of a kernel in memory of `len_bytes` bytes, in the order of `/proc/kallsyms`.
 /// `read` fills a slice with the memory from an offset on; it is called with ranges within
-/// `len_bytes`, which are at most 56 MiB long. Offsets are those of any space in which the kernel's
-/// image is contiguous, such as physical addresses. If memory holds several kernels, such as a
-/// loaded crash kernel, the one at the lowest offset whose tables fit is returned.
+/// `len_bytes`, which are at most 56 MiB long. Offsets are in bytes, in any space in which the
+/// kernel's image is contiguous, such as physical addresses. If memory holds several kernels, such
+/// as a loaded crash kernel, the one at the lowest offset whose tables fit is returned.
 ///
-/// Errors: [`Error::Read`], with the error of `read`; [`Error::NoTables`]; [`Error::Unreadable`] if
-/// tokens were found, but no complete tables.
+/// Errors: [`Error::Read`], with the error of `read`; [`Error::NoTables`] if no tokens were found;
+/// [`Error::Unreadable`] if tokens were found, but no complete tables.
 pub fn find<E>(
     len_bytes: u64,
     mut read: impl FnMut(u64, &mut [u8]) -> Result<(), E>,
@@ -136,8 +136,8 @@ pub fn find<E>(
     Err(refused.unwrap_or(Error::NoTables))
 }
 
-/// Reads all tables around `tokens`, which lies in `memory`. `left` is the number of tokens that may
-/// still be looked at.
+/// Reads all tables around `tokens`, which lies in `memory`. `left` is the number of tokens that
+/// may still be looked at.
 fn read_tables(
     memory: &[u8],
     tokens: &TokenTable,

@@ -16,7 +16,7 @@ const NAMES_PER_MARKER: u32 = 256;
 /// is made to look like many tables.
 pub const LOOKED_AT_MAX: usize = 256 << 20;
 
-/// The table of names.
+/// The table of a kernel's symbol names, found in memory.
 #[derive(Clone, Debug)]
 pub struct NameTable {
     /// The position of `num_syms`.
@@ -26,8 +26,9 @@ pub struct NameTable {
 }
 
 impl NameTable {
-    /// Finds the table that ends before `tokens`; `None` if there is none. `left` is the number of
-    /// tokens that may still be looked at.
+    /// Finds the table of names that ends before `tokens`. Reads at most `left` tokens of names,
+    /// and subtracts those that it has read. Returns `None` if there is no table, or if it has read
+    /// that many.
     pub fn before(memory: &[u8], tokens: &TokenTable, left: &mut usize) -> Option<Self> {
         let mut count_at = tokens.start;
         loop {
@@ -53,8 +54,8 @@ impl NameTable {
         self.count_at + 8
     }
 
-    /// Whether names begin here, the markers after them fit, and only seqs may lie between these and
-    /// the tokens.
+    /// Whether names begin here, the markers after them fit, and only seqs may lie between these
+    /// and the tokens.
     fn fits(&self, memory: &[u8], tokens: &TokenTable, left: &mut usize) -> bool {
         let Some(memory) = memory.get(..tokens.start) else { return false };
         let mut at = self.start();

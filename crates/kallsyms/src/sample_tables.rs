@@ -5,7 +5,7 @@ use crate::KernelSymbol;
 /// The address of the kernel's first symbol.
 const BASE: u64 = 0xffff_ffff_9a00_0000;
 
-/// The order of the tables, and the form of the addresses.
+/// A form of the tables: their order and the form of the addresses, as versions of Linux have them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Version {
     /// Linux 4.19: markers of 64 bits.
@@ -56,7 +56,8 @@ fn pad(bytes: &mut Vec<u8>) {
     bytes.resize(bytes.len().next_multiple_of(8), 0);
 }
 
-/// Symbols: a few CPU-local values, then code. One name needs a length of two bytes.
+/// Makes `count` symbols: with `has_values` ten CPU-local values, then code. The length of one name
+/// takes two bytes in the tables.
 pub fn symbols(count: usize, has_values: bool) -> Vec<KernelSymbol> {
     let long = "very_long_name_".repeat(20);
     let symbol = |number: usize| {
@@ -87,7 +88,7 @@ fn address_table(all: &[KernelSymbol], version: Version) -> Vec<u8> {
     out
 }
 
-/// The tables, as a kernel of `version` has them.
+/// Returns the tables of the symbols `all`, as a kernel of `version` has them.
 pub fn tables(all: &[KernelSymbol], version: Version) -> Vec<u8> {
     let mut names = (all.len() as u64).to_le_bytes().to_vec();
     let mut markers = Vec::<u8>::new();

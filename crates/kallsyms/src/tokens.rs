@@ -2,7 +2,8 @@
 
 use super::aligned;
 
-/// The part of the table of tokens for the digits: each is a token of its own, because names use it.
+/// The part of the table of tokens for the digits: each is a token of its own, because names use
+/// it.
 pub const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
 /// The largest table: its index has 16 bits.
 pub const TABLE_BYTES_MAX: u64 = 1 << 16;
@@ -11,7 +12,7 @@ pub const INDEX_BYTES: u64 = 512;
 /// The number of tokens.
 const TOKENS: usize = 256;
 
-/// What each byte of a name stands for.
+/// The tokens of a kernel's symbol names: the text for which each byte of a compressed name stands.
 #[derive(Clone, Debug)]
 pub struct TokenTable {
     /// The position of the table in memory.
@@ -22,9 +23,9 @@ pub struct TokenTable {
 }
 
 impl TokenTable {
-    /// Finds the table whose digits begin at `digits` in `memory`; `None` if there is none. A table
-    /// is accepted only if the index after it has the position of each token, and if all tokens
-    /// are printable.
+    /// Finds the table of tokens in whose texts the token `0` begins at offset `digits` of
+    /// `memory`. Returns `None` if there is none. A table is accepted only if the index after it
+    /// has the position of each token, and if all tokens are printable.
     pub fn around(memory: &[u8], digits: usize) -> Option<Self> {
         // The tokens from the digits on end where the index begins.
         let mut rest = memory.get(digits..)?;
@@ -54,17 +55,17 @@ impl TokenTable {
         is_aligned.then_some(Self { start, len_bytes, texts })
     }
 
-    /// The same table, at another position of another piece of memory.
+    /// Returns the same table at offset `start`, for another piece of memory.
     pub fn moved_to(self, start: usize) -> Self {
         Self { start, ..self }
     }
 
-    /// Returns the position after the index.
+    /// Returns the offset in memory of the first byte after the table and its index.
     pub fn end(&self) -> usize {
         self.start + self.len_bytes
     }
 
-    /// Returns what `token` stands for.
+    /// Returns the text for which the byte `token` stands.
     pub fn text(&self, token: u8) -> &str {
         self.texts.get(usize::from(token)).map_or("", String::as_str)
     }

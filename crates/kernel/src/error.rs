@@ -125,6 +125,23 @@ pub enum Error {
         /// The time that was waited, in milliseconds.
         waited_ms: u64,
     },
+    /// The guest's instructions cannot be counted.
+    #[error("thread {thread}: open a counter of the guest's instructions: {source}")]
+    InstructionCounter {
+        /// The thread of the virtual CPU.
+        thread: u32,
+        /// The kernel's error.
+        source: io::Error,
+    },
+    /// The counter counts the host's instructions, too.
+    #[error("the processor counts the host's instructions together with the guest's")]
+    HostInstructionsCounted,
+    /// A count of the guest's instructions is lost.
+    #[error("read a counter of the guest's instructions: {source}")]
+    InstructionsLost {
+        /// The kernel's error.
+        source: io::Error,
+    },
     /// The target has no place from which a system call could be made.
     #[error("process {pid}: attach: no syscall instruction in its vdso")]
     NoSyscallInstruction {
@@ -337,6 +354,18 @@ impl Error {
                     .into(),
                 _ => return None,
             },
+            Self::InstructionCounter { source, .. } => match source.raw_os_error() {
+                Some(libc::ENOENT | libc::ENODEV | libc::EOPNOTSUPP) => "this host's processor shows no free counter of instructions: \
+                     use a host that is no VM, give this one a counter (QEMU: -cpu host,pmu=on), or start the guest with pmu=off"
+                    .into(),
+                Some(libc::EACCES | libc::EPERM) => "run keyframe as root or with CAP_PERFMON, set kernel.perf_event_paranoid=1 \
+                     (sysctl), or allow perf_event_open in the container (seccomp) that this runs in"
+                    .into(),
+                Some(libc::ENOSYS) => "run a kernel with CONFIG_PERF_EVENTS".into(),
+                _ => return None,
+            },
+            Self::HostInstructionsCounted => "use a host that is no VM".into(),
+            Self::InstructionsLost { .. } => "end the program that uses the processor's counters (perf), and start the run again".into(),
             Self::UserModeOnly { .. } | Self::MissingUserModeOnly { .. } => {
                 "set vm.unprivileged_userfaultfd=1 (sysctl), or run QEMU with CAP_SYS_PTRACE".into()
             }

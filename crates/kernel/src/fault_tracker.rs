@@ -110,11 +110,11 @@ pub struct FaultTracker {
 
 impl FaultTracker {
     /// Takes over `uffd`, a new userfaultfd made by `process` itself (see [`crate::attach`]), and
-    /// starts the handler thread.
+    /// starts the handler thread. `user_mode_only` tells that the descriptor reports faults of user
+    /// mode alone.
     ///
-    /// Errors: the descriptor is for user-mode faults only ([`Error::UserModeOnly`]); the kernel
-    /// lacks a feature ([`Error::MissingFeature`]); pagemap may not be read; no thread can be
-    /// started.
+    /// Errors: [`Error::UserModeOnly`] if it does so; [`Error::MissingFeature`] if the kernel lacks
+    /// a feature; pagemap may not be read; no thread can be started.
     pub fn new(process: &Process, uffd: OwnedFd, user_mode_only: bool) -> Result<Self> {
         let pid = process.pid();
         if user_mode_only {
@@ -139,8 +139,9 @@ impl FaultTracker {
         Ok(Self { shared, pagemap, scratch, registered: Vec::new(), _handler: handler })
     }
 
-    /// Sets the function that runs before each first write. `None` removes it. When this returns,
-    /// the former function is not running.
+    /// Sets the hook, which is called before the first write to a page since the page's last drain,
+    /// and when the process discards pages. `None` removes it. When this returns, the former hook
+    /// is not running.
     pub fn set_hook(&self, hook: Option<MemoryEventHook>) {
         self.shared.lock().hook = hook;
     }
@@ -148,9 +149,9 @@ impl FaultTracker {
     /// Starts to track `range`, whole pages of one or more adjacent mappings. Until its first drain
     /// every page of it counts as written, and no write waits.
     ///
-    /// Errors: not mapped, registered already, not whole pages, 1 GiB pages, a file on disk
-    /// ([`Error::NotWatchable`]), or the kernel refuses. Nothing of the range is tracked after an
-    /// error.
+    /// Errors: a part of `range` is not mapped, is registered already, or is not whole pages; it
+    /// has pages of 1 GiB, or pages that the kernel merges; [`Error::NotWatchable`] if it is a file
+    /// on disk; the kernel refuses. Nothing of the range is tracked after an error.
     pub fn register(&mut self, range: HostRange) -> Result<()> {
         let pid = self.shared.process.pid();
         if self.registered.iter().any(|other| intersection(*other, range).is_some()) {
@@ -246,7 +247,8 @@ impl FaultTracker {
     /// registration). A copy of such a page is valid only if it was made before. Only private
     /// anonymous memory can lose protection so. Pages never drained do not count.
     ///
-    /// Errors: not registered, not whole pages, the handler has failed, or the kernel refuses.
+    /// Errors: `range` is not registered, or not whole pages; the handler has failed; the kernel
+    /// refuses.
     pub fn pages_with_lost_protection(&self, range: HostRange) -> Result<Vec<HostRange>> {
         let operation = "look for lost protection";
         let failed = |source| self.range_error(operation, range, source);

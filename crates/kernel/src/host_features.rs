@@ -5,6 +5,7 @@
 //! them.
 
 use crate::abi::{self, PageRegion, ScanArg};
+use crate::guest_instructions::GuestInstructions;
 use crate::pagemap_quirks::own_userfaultfd;
 use crate::{Error, Process, attach, read_memory, write_tracker::WriteTracker};
 use keyframe_units::{HostVirt, PAGE_BYTES};
@@ -104,6 +105,7 @@ pub fn probe() -> HostFeatures {
     items.push(HostFeature::of("huge pages", false, huge_pages()));
     items.push(HostFeature::of("raised priority", false, raised_priority()));
     items.push(HostFeature::of("/dev/kvm", false, kvm()));
+    items.push(HostFeature::of("guest instruction counter", false, guest_instruction_counter()));
     HostFeatures { items }
 }
 
@@ -413,6 +415,14 @@ fn kvm() -> Tried {
             error,
             "VMs run by emulation (TCG) instead; load the kvm module, or join the group kvm",
         ),
+    }
+}
+
+/// Whether `--count-instructions` works for VMs of this user.
+fn guest_instruction_counter() -> Tried {
+    match GuestInstructions::probe() {
+        Ok(()) => Ok("--count-instructions works for VMs under KVM".into()),
+        Err(error) => Err((error.to_string(), error.fix())),
     }
 }
 

@@ -12,6 +12,7 @@
 //! - [`fault_tracker`] stops each first write until a hook has seen the page: for copy-on-write.
 //! - [`frozen_copy`] keeps a child of the process that never runs: the memory of one instant.
 //! - [`missing_pages`] gives a process memory whose pages are placed when it first touches them.
+//! - [`guest_instructions`] counts what a guest under KVM executes.
 //! - [`memfd_filler`] fills memory before a process uses it.
 //!
 //! Invariants:
@@ -36,6 +37,7 @@ mod error;
 pub mod fault_tracker;
 pub mod frozen_copy;
 mod gadgets;
+pub mod guest_instructions;
 pub mod host_features;
 mod interrupt;
 pub mod isolated_tap;

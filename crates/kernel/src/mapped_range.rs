@@ -20,6 +20,7 @@ const PAGE_BYTES_MAX: u64 = 2 << 20;
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MappedRange {
     pub range: HostRange,
+    /// The size of its pages in bytes.
     pub page_bytes: u64,
     pub shared: bool,
     /// True if a file is mapped. Private huge pages have a nameless file.

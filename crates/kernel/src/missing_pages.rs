@@ -274,8 +274,8 @@ impl MissingPages {
         Ok(())
     }
 
-    /// Ends the link between a complete process and this one: closes its descriptor and removes its
-    /// death signal.
+    /// Ends the link between the process and this one, after [`Self::complete`]: closes the
+    /// process's descriptor and removes its death signal.
     ///
     /// As with [`crate::attach::inject_userfaultfd`], no thread here may be in `waitpid` for the
     /// process meanwhile. Errors: those of [`crate::attach::inject_userfaultfd`]; the memory of the

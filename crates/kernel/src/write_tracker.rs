@@ -183,7 +183,8 @@ impl WriteTracker {
         })
     }
 
-    /// States whether private memory can be discarded while it is tracked. The default is true.
+    /// States with `watch` whether private memory can be discarded while it is tracked. The default
+    /// is true.
     ///
     /// A VM without balloon, free page reporting and virtio-mem discards nothing; false then saves
     /// about half of the time of such scans. If false is wrong, discarded pages are missed. Set it

@@ -12,6 +12,7 @@ use crate::{Error, FRAME_BYTES_MAX, Result};
 use keyframe_locks::IgnorePoison;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt;
 use rustls::Connection;
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -52,37 +53,67 @@ pub struct Channel {
 }
 
 impl Channel {
-    /// Shakes hands within `timeout`.
+    /// Shakes hands within `timeout`, however slowly the other host sends.
     pub(crate) fn new(stream: TcpStream, mut tls: Connection, timeout: Duration) -> Result<Self> {
         let peer = stream.peer_addr().map_or_else(|_| "the other side".into(), |a| a.to_string());
-        let io = |operation| {
-            let peer = peer.clone();
-            move |source| Error::Io { operation, peer, source }
-        };
-        let prepared = stream
-            .set_nodelay(true)
-            .and_then(|()| stream.set_read_timeout(Some(timeout)))
-            .and_then(|()| stream.set_write_timeout(Some(timeout)));
-        prepared.map_err(io("prepare the connection with"))?;
         tls.set_buffer_limit(Some(4 * PART_BYTES));
-        let deadline = Instant::now() + timeout;
-        while tls.is_handshaking() {
-            let done = tls.complete_io(&mut &stream);
-            if let Err(error) = done {
-                // rustls reports a violation of TLS as an error of this kind.
-                let problem = match error.kind() {
-                    ErrorKind::InvalidData => format!("the handshake failed: {error}"),
-                    ErrorKind::UnexpectedEof => "it ended the handshake early".into(),
-                    _ => return Err(io("shake hands with")(error)),
-                };
-                return Err(Error::Tls { peer, problem });
+        let new = Self { stream, tls: Mutex::new(tls), sending: Mutex::new(()), peer };
+        let prepared = new.stream.set_nodelay(true).and_then(|()| new.stream.set_nonblocking(true));
+        prepared.map_err(new.io("prepare the connection with"))?;
+        new.shake_hands(Instant::now() + timeout)?;
+        Ok(new)
+    }
+
+    fn shake_hands(&self, deadline: Instant) -> Result<()> {
+        loop {
+            let is_sent = {
+                let mut tls = self.lock();
+                let is_sent = self.flush(&mut tls)?;
+                if is_sent && !tls.is_handshaking() {
+                    return Ok(());
+                }
+                is_sent
+            };
+            let left = deadline.saturating_duration_since(Instant::now());
+            let what = if is_sent { PollFlags::IN } else { PollFlags::OUT };
+            if left.is_zero() || !self.wait(what, left)? {
+                return Err(self.io("shake hands with")(ErrorKind::TimedOut.into()));
             }
-            if Instant::now() >= deadline {
-                return Err(io("shake hands with")(ErrorKind::TimedOut.into()));
+            if is_sent {
+                self.read_handshake()?;
             }
         }
-        stream.set_nonblocking(true).map_err(io("prepare the connection with"))?;
-        Ok(Self { stream, tls: Mutex::new(tls), sending: Mutex::new(()), peer })
+    }
+
+    /// Reads once, and handles what has arrived of the handshake.
+    fn read_handshake(&self) -> Result<()> {
+        let failed = |problem| Error::Tls { peer: self.peer.clone(), problem };
+        let mut tls = self.lock();
+        match tls.read_tls(&mut &self.stream) {
+            Ok(0) => return Err(failed("it ended the handshake early".into())),
+            Ok(_) => {}
+            Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {
+                return Ok(());
+            }
+            Err(e) => return Err(self.io("shake hands with")(e)),
+        }
+        if let Err(error) = tls.process_new_packets() {
+            // The other host learns the reason, if the socket has room for it.
+            let _ = self.flush(&mut tls);
+            return Err(failed(format!("the handshake failed: {error}")));
+        }
+        Ok(())
+    }
+
+    /// Ends the connection if the other host acknowledges nothing of what was sent to it for
+    /// `timeout`. Threads that wait in the connection then return with an error. A host that takes
+    /// no bytes for so long counts as one that acknowledges nothing. Error: [`Error::Io`] if the
+    /// kernel refuses the option.
+    pub fn set_silence_limit(&self, timeout: Duration) -> Result<()> {
+        let timeout_ms = u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX);
+        let timeout_ms = timeout_ms.min(i32::MAX.unsigned_abs());
+        sockopt::set_tcp_user_timeout(&self.stream, timeout_ms)
+            .map_err(|e| self.io("prepare the connection with")(e.into()))
     }
 
     /// Returns the address of the other host.
@@ -92,7 +123,7 @@ impl Channel {
 
     /// Sends a frame of kind `kind` whose payload is `parts`, end to end. Errors: the frame is
     /// longer than [`FRAME_BYTES_MAX`]; the other host accepts nothing for 30 s; the connection has
-    /// ended.
+    /// ended. After the last two, the connection is closed: a part of the frame may be sent.
     pub fn send(&self, kind: u8, parts: &[&[u8]]) -> Result<()> {
         let len = 1 + parts.iter().map(|part| part.len()).sum::<usize>();
         if len > FRAME_BYTES_MAX {
@@ -102,12 +133,11 @@ impl Channel {
         head[..4].copy_from_slice(&(len as u32).to_le_bytes());
         head[4] = kind;
         let _alone = self.sending.lock().ignore_poison();
-        for part in std::iter::once(&head[..]).chain(parts.iter().copied()) {
-            for piece in part.chunks(PART_BYTES) {
-                self.write(piece)?;
-            }
-        }
-        Ok(())
+        let mut pieces = std::iter::once(&head[..])
+            .chain(parts.iter().copied())
+            .flat_map(|part| part.chunks(PART_BYTES));
+        // The other host would take the next frame for the rest of this one.
+        pieces.try_for_each(|piece| self.write(piece)).inspect_err(|_| self.close())
     }
 
     fn write(&self, mut piece: &[u8]) -> Result<()> {
@@ -256,6 +286,7 @@ impl FrameBuffer {
 #[cfg(test)]
 mod tests {
     use crate::{Channel, Error, FRAME_BYTES_MAX, FrameBuffer, LinkFrame, Party, SharedKey};
+    use std::io::ErrorKind;
     use std::net::TcpListener;
     use std::os::unix::fs::PermissionsExt;
     use std::time::Duration;
@@ -337,6 +368,40 @@ mod tests {
             party("a secret of some bytes").accept(listener.accept().unwrap().0, limit).is_err()
         );
         drop(silent);
+    }
+
+    /// A host without the key must not keep one of the places for connections.
+    #[test]
+    fn a_host_that_sends_a_byte_now_and_then_is_refused_within_the_time_limit() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let mut slow = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        // The head of a record that never ends.
+        let bytes = [0x16, 3, 1, 0x3f, 0].into_iter().chain(std::iter::repeat_n(0, 2000));
+        let drip = std::thread::spawn(move || {
+            for byte in bytes {
+                if std::io::Write::write_all(&mut slow, &[byte]).is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_millis(5));
+            }
+        });
+        let limit = Duration::from_millis(200);
+        let theirs = party("a secret of some bytes").accept(listener.accept().unwrap().0, limit);
+        let error = theirs.err().unwrap();
+        assert!(
+            matches!(&error, Error::Io { source, .. } if source.kind() == ErrorKind::TimedOut),
+            "{error:?}"
+        );
+        drip.join().unwrap();
+    }
+
+    #[test]
+    fn a_limit_of_silence_is_told_to_the_kernel() {
+        let (ours, _theirs) =
+            meet(&party("a secret of some bytes"), &party("a secret of some bytes"));
+        let ours = ours.unwrap();
+        ours.set_silence_limit(Duration::from_millis(1500)).unwrap();
+        assert_eq!(rustix::net::sockopt::tcp_user_timeout(&ours.stream).unwrap(), 1500);
     }
 
     #[test]

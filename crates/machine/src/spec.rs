@@ -45,6 +45,10 @@ pub struct MachineSpec {
     /// Position of the VM in its recording. `None` if the VM is not recorded.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recorded: Option<RecordingPosition>,
+    /// Number of guest instructions that the host's processor has executed since the session began.
+    /// `None` if they were not counted.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub counted_instructions: Option<u64>,
     /// The files of the command line that the VMM only reads. `None` if they were not noted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_files: Option<Vec<ReadFile>>,
@@ -124,6 +128,7 @@ mod tests {
             missing_cpu_features: Some(vec!["rtm".into()]),
             guest_map: Some(Vec::new()),
             recorded: Some(RecordingPosition { recording: "ab".into(), icount: 7 }),
+            counted_instructions: Some(9),
             ..spec()
         };
         let json = serde_json::to_value(&full).unwrap();

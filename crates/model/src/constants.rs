@@ -7,7 +7,8 @@ const SECONDS_MAX: f64 = 1e9;
 /// The largest factor.
 const FACTOR_MAX: f64 = 1e9;
 
-/// The constants of a machine, a guest and a tool.
+/// The constants of the speed-up model: the times and the slowdowns of a machine, a guest and a
+/// tool.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Constants {
     /// The time that the VM runs without recording, in seconds.
@@ -38,7 +39,8 @@ pub struct InvalidConstant {
 }
 
 impl Constants {
-    /// Checks that all constants have valid values. Error: the first that has not.
+    /// Checks that all constants have valid values. Error: the first constant whose value is not
+    /// valid.
     pub fn check(&self) -> Result<(), InvalidConstant> {
         let positive = "more than 0, and at most 1e9";
         let seconds = "0 or more seconds, and at most 1e9";

@@ -57,9 +57,10 @@ pub fn recommend_nodes(constants: &Constants) -> Recommendation {
 
 /// Returns the best length of an interval for `nodes` nodes; 0 counts as 1.
 ///
-/// If `s_cp` is given, the sign of equation 3.8 selects the formula, as in the paper. Otherwise the
-/// two formulas form one continuous function of the length. Its minimum is at the best length of
-/// one formula, if that formula holds there, or at the length for which the nodes are just enough.
+/// If `s_cp` is given, the sign of equation 3.8 of Eicher's thesis selects the formula, as there.
+/// Otherwise the two formulas form one continuous function of the length. Its minimum is at the
+/// best length of one formula, if that formula holds there, or at the length for which the nodes
+/// are just enough.
 pub fn recommend(constants: &Constants, nodes: u64) -> Recommendation {
     let nodes = nodes.max(1);
     let lengths = [constants.length_limited(nodes), constants.length_enough()];

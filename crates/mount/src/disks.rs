@@ -20,8 +20,9 @@ pub struct OpenDisk {
 }
 
 impl OpenDisk {
-    /// Opens disk number `number` of a checkpoint; errors call it `name`. Errors:
-    /// [`Error::NoDisk`], [`Error::OpenDisk`].
+    /// Opens disk number `number`, from 0 on, of a checkpoint; errors call it `name`. Errors:
+    /// [`Error::NoDisk`] if the checkpoint has no such disk, [`Error::OpenDisk`] if the disk cannot
+    /// be opened.
     pub fn new(disks: Arc<LoadedDisks>, number: u8, name: String) -> Result<Self, Error> {
         let stored = StoredDisk::of(disks, usize::from(number));
         let stored = stored.ok_or_else(|| Error::NoDisk(name.clone()))?;
@@ -42,7 +43,8 @@ impl OpenDisk {
     }
 }
 
-/// Returns the disks of `member`, or of the only VM: their numbers, and the names of their files.
+/// Returns the disks of `member`, or with `None` those of the only VM: their numbers, and the names
+/// of their files.
 pub fn files<'a>(
     all: &'a [DiskMeta],
     member: Option<&str>,

@@ -216,7 +216,7 @@ impl CheckpointTree {
     }
 
     /// Reads up to `len` bytes of a disk from byte `offset` on; fewer at its end. Error:
-    /// [`NodeError::Unreadable`].
+    /// [`NodeError::Unreadable`] if an image or the store cannot be read, or the image has changed.
     pub fn read_disk(
         &self,
         disk: &OpenDisk,

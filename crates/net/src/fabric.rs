@@ -215,7 +215,7 @@ impl Fabric {
         self.queues.get(&port).map_or(NONE, |queue| &queue.frames).iter()
     }
 
-    /// Appends a recorded frame to the queue of `port`.
+    /// Appends a frame that a checkpoint holds to the queue of `port`.
     pub fn restore(&mut self, port: PortKey, frame: &Frame) {
         // The format of recordings bounds the bytes, so an overflow needs no action.
         let _ = self.push(port, frame);

@@ -81,7 +81,7 @@ pub struct GateStatus {
     pub open: bool,
     /// The number of held frames of the current epoch, which no cut has ended yet.
     pub fresh_frames: u64,
-    /// The age of the oldest of these, in nanoseconds.
+    /// The age of the oldest of these, in nanoseconds. `None` if there are none.
     pub oldest_ns: Option<u64>,
     /// The number of all held frames.
     pub held_frames: u64,

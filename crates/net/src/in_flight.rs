@@ -94,8 +94,8 @@ impl InFlight {
         self.ports.iter().map(|port| port.frames.len()).sum()
     }
 
-    /// Encodes the recording. Error: it is longer than [`IN_FLIGHT_BYTES_MAX`] or has too many
-    /// ports.
+    /// Encodes the frames for a checkpoint. Error: they take more than [`IN_FLIGHT_BYTES_MAX`]
+    /// bytes, there are too many ports, or the name of a LAN is too long.
     pub fn encode(&self) -> Result<Vec<u8>> {
         let mut out = Vec::with_capacity(self.encoded_len());
         out.extend_from_slice(MAGIC);
@@ -126,8 +126,8 @@ impl InFlight {
         16 + HASH_BYTES + self.ports.iter().map(port).sum::<usize>()
     }
 
-    /// Decodes a recording. Errors: [`Error::LaterVersion`]; [`Error::InFlight`] if the bytes are
-    /// damaged.
+    /// Decodes the bytes that [`Self::encode`] made. Errors: [`Error::LaterVersion`] for a later
+    /// version of the format; [`Error::InFlight`] if the bytes are damaged.
     pub fn decode(bytes: &[u8]) -> Result<Self> {
         let mut reader = ByteReader::new(bytes);
         if bytes.len() > IN_FLIGHT_BYTES_MAX {

@@ -125,10 +125,11 @@ impl Port {
         }
     }
 
-    /// Reads once and appends the frames that are complete to `frames`. Error: why the connection
-    /// must be closed.
+    /// Reads once and appends the frames that are complete to `frames`. The error tells as a text
+    /// why the connection must be closed.
     ///
-    /// `buffer` must be larger than what a socket holds, so that one read takes all waiting bytes.
+    /// `buffer` must be larger than the send buffer of the other end, so that one read takes all
+    /// waiting bytes.
     pub fn read(
         &mut self,
         buffer: &mut [u8],
@@ -156,9 +157,9 @@ impl Port {
         Ok(ReadOutcome::Bytes(len))
     }
 
-    /// Sends the frame that was partly sent, then the frames that `next` returns. Returns the
-    /// reason why it has stopped sending. Error, as a text: the reason why the connection must be
-    /// closed.
+    /// Sends the frame that was partly sent, then the frames that `next` returns. Each frame goes
+    /// with a duplicate of the descriptor `marker`, which ends a read of QEMU. Returns the reason
+    /// why it has stopped sending. The error tells as a text why the connection must be closed.
     pub fn send(
         &mut self,
         marker: BorrowedFd<'_>,
@@ -195,7 +196,7 @@ impl Port {
     }
 
     /// Returns how far QEMU has read, and sends the probe when it is due. Call it only while no
-    /// frame is delivered. Error: why the connection must be closed.
+    /// frame is delivered. The error tells as a text why the connection must be closed.
     pub fn delivery(&mut self) -> Result<Delivery, String> {
         let rest = self.probe_delivery()?;
         if rest == Delivery::Complete {
@@ -236,8 +237,8 @@ impl Port {
         })
     }
 
-    /// Returns the number of bytes that QEMU has not read, as the kernel counts them. Error, as a
-    /// text: the kernel does not tell.
+    /// Returns the number of bytes that QEMU has not read, as the kernel counts them. The error
+    /// tells as a text why the kernel does not tell the number.
     pub fn unread(&self) -> Result<u64, String> {
         keyframe_kernel::socket::unread_bytes(self.stream.as_fd())
             .map_err(|e| format!("asking what it has read: {e}"))

@@ -65,7 +65,7 @@ impl SwitchRemote {
     }
 
     /// Takes control through a connection, and waits until the switch answers. Errors:
-    /// [`Error::Busy`]; no answer in time.
+    /// [`Error::Busy`] if another process controls the switch; no answer in time.
     pub fn over(stream: UnixStream) -> Result<Self> {
         let mut remote = Self { stream, input: Messages::default(), child: None, lost: false };
         remote.ports()?;
@@ -121,8 +121,8 @@ impl SwitchRemote {
         self.done(&SwitchRequest::Release, &[], ANSWER_TIMEOUT)
     }
 
-    /// Queues recorded packets, as [`crate::Switch::restore`]. `stand_ins` names the present port
-    /// of each recorded one. Errors: those of that function; the switch does not answer.
+    /// Queues packets of a checkpoint, as [`crate::Switch::restore`]. `stand_ins` names the present
+    /// port of each recorded one. Errors: those of that function; the switch does not answer.
     pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[StandInPort]) -> Result<()> {
         let request = SwitchRequest::Restore { stand_ins: stand_ins.to_vec() };
         self.done(&request, &in_flight.encode()?, ANSWER_TIMEOUT)

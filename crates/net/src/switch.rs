@@ -189,7 +189,7 @@ impl Switch {
         self.connections.is_empty()
     }
 
-    /// Stops delivery for at most `limit`.
+    /// Stops delivery for at most `limit`, and at most an hour.
     ///
     /// If the switch is held already, the hold begins anew, with the frames that wait.
     pub fn hold(&mut self, limit: Duration) {
@@ -202,9 +202,11 @@ impl Switch {
 
     /// Waits until each QEMU and its NIC have taken all frames that were sent to them. A NIC that
     /// takes no frame for two seconds of a hold (no driver, switched off) counts as not listening:
-    /// the frames that wait for it are lost. Errors: [`Error::NotHeld`]; after `timeout`,
-    /// [`Error::NotQuiet`] with the first port that still has frames. The caller then releases and
-    /// tries again later.
+    /// the frames that wait for it are lost.
+    ///
+    /// Errors: [`Error::NotHeld`] without a hold; [`Error::Torn`] if the hold has ended; after
+    /// `timeout`, [`Error::NotQuiet`] with the first port that still has frames. The caller then
+    /// releases and tries again later.
     pub fn quiesce(&mut self, timeout: Duration) -> Result<()> {
         let quiesce = self.begin_quiesce(timeout)?;
         loop {
@@ -257,7 +259,8 @@ impl Switch {
     /// are stopped.
     ///
     /// Errors: [`Error::Torn`] if the hold has ended, or if packets of a guest may have been lost
-    /// when its VM stopped; [`Error::NotQuiet`]; [`Error::NotHeld`].
+    /// when its VM stopped; [`Error::NotQuiet`] if a QEMU or its NIC has not taken all frames;
+    /// [`Error::NotHeld`] without a hold.
     pub fn collect(&mut self) -> Result<InFlight> {
         self.check_held("collect packets in flight")?;
         // A VM that has connected and is not accepted yet may have sent frames too.
@@ -307,9 +310,12 @@ impl Switch {
         self.deliver();
     }
 
-    /// Queues recorded packets for ports of this switch. `stand_ins` names the present port
-    /// of each recorded one. Errors: [`Error::NotHeld`], [`Error::UnknownPort`],
-    /// [`Error::Unmapped`]. After an error nothing is queued.
+    /// Queues packets of a checkpoint for ports of this switch, which must be held. `stand_ins`
+    /// names the present port of each recorded one. After an error nothing is queued.
+    ///
+    /// Errors: [`Error::NotHeld`] without a hold, [`Error::Torn`] if the hold has ended,
+    /// [`Error::UnknownPort`] if a present port is not connected, [`Error::Unmapped`] if
+    /// `stand_ins` lacks a port with packets.
     pub fn restore(&mut self, in_flight: &InFlight, stand_ins: &[StandInPort]) -> Result<()> {
         let operation = "restore packets in flight";
         self.check_held(operation)?;

@@ -38,7 +38,7 @@ impl Axis {
     }
 }
 
-/// Formats a number for a person: `0.5`, `20`, `1,500`, `2.5M`, `3G`.
+/// Formats the number `value` for a person: `0.5`, `20`, `1,500`, `2.5M`, `3G`.
 pub fn decimal(value: f64) -> String {
     let trim = |text: String| {
         if text.contains('.') {

@@ -131,7 +131,7 @@ pub enum Error {
 impl FigureFormat {
     /// Returns the format that the extension of `path` names.
     ///
-    /// Errors: [`Error::Name`].
+    /// Error: [`Error::Name`] if the extension is neither `svg` nor `png`.
     pub fn of(path: &Path) -> Result<Self, Error> {
         match path.extension().map(std::ffi::OsStr::to_ascii_lowercase) {
             Some(end) if end == "svg" => Ok(Self::Svg),
@@ -144,21 +144,24 @@ impl FigureFormat {
 impl Figure {
     /// Draws the figure as an SVG document.
     ///
-    /// Errors: [`Error::Draw`].
+    /// Error: [`Error::Draw`] if the figure has no chart, too many charts or too many series, or
+    /// the library fails.
     pub fn svg(&self) -> Result<String, Error> {
         self.to_svg()
     }
 
     /// Draws the figure as a PNG image.
     ///
-    /// Errors: [`Error::Draw`].
+    /// Error: [`Error::Draw`] if the figure has no chart, too many charts or too many series, or
+    /// the library fails.
     pub fn png(&self) -> Result<Vec<u8>, Error> {
         self.to_png()
     }
 
     /// Writes the figure to `path`, in the format that its extension names.
     ///
-    /// Errors: [`Error::Name`], [`Error::Draw`], [`Error::Write`].
+    /// Errors: [`Error::Name`] if the extension is neither `svg` nor `png`, [`Error::Draw`] as for
+    /// [`Self::svg`], [`Error::Write`] if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         self.write_to(path)
     }

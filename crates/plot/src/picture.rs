@@ -41,7 +41,7 @@ pub(crate) trait Picture {
 
     /// Draws the picture as a PNG image.
     ///
-    /// Errors: [`Error::Draw`].
+    /// Error: [`Error::Draw`] if it fails [`Self::check`], or the library fails.
     fn to_png(&self) -> Result<Vec<u8>, Error> {
         self.check()?;
         let size = self.size_px();
@@ -52,7 +52,8 @@ pub(crate) trait Picture {
 
     /// Writes the picture to `path`, in the format that its extension names.
     ///
-    /// Errors: [`Error::Name`], [`Error::Draw`], [`Error::Write`].
+    /// Errors: [`Error::Name`] if the extension is neither `svg` nor `png`, [`Error::Draw`] as for
+    /// [`Self::to_svg`], [`Error::Write`] if the file cannot be written.
     fn write_to(&self, path: &Path) -> Result<(), Error> {
         let bytes = match FigureFormat::of(path)? {
             FigureFormat::Svg => self.to_svg()?.into_bytes(),

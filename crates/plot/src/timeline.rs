@@ -27,12 +27,12 @@ pub struct Timeline {
     pub panels: Vec<Panel>,
 }
 
-/// An interval: a range of the horizontal axis.
+/// A column of a timeline: the range of the horizontal axis that one value of each band covers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Cell {
-    /// Where it begins.
+    /// Where it begins, as a value of the horizontal axis.
     pub from: f64,
-    /// Where it ends.
+    /// Where it ends, as a value of the horizontal axis.
     pub to: f64,
 }
 
@@ -74,21 +74,24 @@ pub struct Band {
 impl Timeline {
     /// Draws the timeline as an SVG document.
     ///
-    /// Errors: [`Error::Draw`].
+    /// Error: [`Error::Draw`] if the timeline has no panel or no cell, too many panels, cells or
+    /// bands, or a band without a value for each cell, or if the library fails.
     pub fn svg(&self) -> Result<String, Error> {
         self.to_svg()
     }
 
     /// Draws the timeline as a PNG image.
     ///
-    /// Errors: [`Error::Draw`].
+    /// Error: [`Error::Draw`] if the timeline has no panel or no cell, too many panels, cells or
+    /// bands, or a band without a value for each cell, or if the library fails.
     pub fn png(&self) -> Result<Vec<u8>, Error> {
         self.to_png()
     }
 
     /// Writes the timeline to `path`, in the format that its extension names.
     ///
-    /// Errors: [`Error::Name`], [`Error::Draw`], [`Error::Write`].
+    /// Errors: [`Error::Name`] if the extension is neither `svg` nor `png`, [`Error::Draw`] as for
+    /// [`Self::svg`], [`Error::Write`] if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), Error> {
         self.write_to(path)
     }

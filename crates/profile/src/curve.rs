@@ -91,7 +91,8 @@ pub struct Curve {
 }
 
 impl Curve {
-    /// Computes the curve from epochs in any order.
+    /// Computes the curve from the measured epochs of a VM, in any order. `vcpus` is the number of
+    /// its virtual CPUs; `None` if it is not known.
     pub fn new(vcpus: Option<u32>, epochs: &[MeasuredEpoch]) -> Self {
         let mut by_length: BTreeMap<Duration, Vec<MeasuredEpoch>> = BTreeMap::new();
         for epoch in epochs {

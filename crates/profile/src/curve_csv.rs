@@ -7,7 +7,7 @@ const COUNTS: [&str; 4] = ["pages", "sectors", "disk_writes", "packets"];
 
 /// Returns `curves` as CSV with a header. A value that was not measured is an empty cell.
 ///
-/// Errors: [`Error::Csv`].
+/// Error: [`Error::Csv`] if the CSV library fails.
 pub fn curves_to_csv(curves: &[Curve]) -> Result<String> {
     let mut writer = csv::Writer::from_writer(Vec::new());
     writer.write_record(header())?;

@@ -12,12 +12,12 @@ pub const EPOCH_MAX: Duration = Duration::from_secs(600);
 /// The largest number of lengths.
 const LENGTHS_MAX: usize = 64;
 
-/// At least one epoch length, in rising order, without duplicates.
+/// The lengths of the epochs that a profile measures: at least one, sorted, each once.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ladder(Vec<Duration>);
 
 impl Ladder {
-    /// Returns the lengths in rising order.
+    /// Returns the lengths, the shortest first.
     pub fn lengths(&self) -> &[Duration] {
         &self.0
     }
@@ -27,7 +27,8 @@ impl Ladder {
         self.0.iter().sum()
     }
 
-    /// Returns how many epochs of each length fit into `budget`, from 3 to 200.
+    /// Returns the number of epochs of each length to measure within `budget`: as many as fit, but
+    /// at least 3 and at most 200.
     pub fn samples_within(&self, budget: Duration) -> u32 {
         let fit = budget.as_nanos() / self.total().as_nanos().max(1);
         u32::try_from(fit).unwrap_or(u32::MAX).clamp(3, 200)

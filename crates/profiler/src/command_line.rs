@@ -15,7 +15,7 @@ use std::ffi::OsString;
 /// RAM of a VM without `-m`.
 const DEFAULT_RAM_BYTES: u64 = 128 << 20;
 
-/// The RAM and vCPUs that a command line names.
+/// The RAM and the virtual CPUs that QEMU's command line names.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StatedResources {
     /// The size of each block of guest RAM, in bytes.
@@ -24,7 +24,8 @@ pub struct StatedResources {
     pub vcpus: Option<u32>,
 }
 
-/// Reads the words after the binary's name. Error: the part of the line that cannot be read.
+/// Reads the RAM and the virtual CPUs from QEMU's command line. `words` are its words after the
+/// binary's name. The error is the part of the line that cannot be read.
 pub fn read(words: &[String]) -> Result<StatedResources, String> {
     let (mut main_bytes, mut backends, mut is_main_a_backend) =
         (DEFAULT_RAM_BYTES, Vec::new(), false);
@@ -63,7 +64,8 @@ pub fn read(words: &[String]) -> Result<StatedResources, String> {
     Ok(StatedResources { ram_bytes: backends, vcpus })
 }
 
-/// Returns `command` with `-smp` replaced by `count` vCPUs, without a topology.
+/// Returns QEMU's command line `command` with `-smp` replaced by `count` virtual CPUs, without a
+/// topology.
 pub fn with_vcpus(command: &[OsString], count: u32) -> Vec<OsString> {
     let mut line = Vec::with_capacity(command.len() + 2);
     let mut words = command.iter();

@@ -31,7 +31,7 @@ pub struct WatchedOutput {
 }
 
 impl WatchedOutput {
-    /// Returns true if the text was seen.
+    /// Returns true if QEMU has written the text. Always false if no text is searched for.
     pub fn has_shown(&self) -> bool {
         self.shown.load(Ordering::Relaxed)
     }

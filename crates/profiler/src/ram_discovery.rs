@@ -25,8 +25,10 @@ pub struct DiscoveredRam {
 
 /// Finds the guest RAM of `process`, and returns its ranges and the number of virtual CPUs.
 ///
-/// Errors: [`Error::NotQemu`]; [`Error::UnclearCommandLine`]; [`Error::UnclearMappings`] if the
-/// mappings do not match the sizes on the command line; files in `/proc` cannot be read.
+/// Errors: [`Error::NotQemu`] if the process is no QEMU; [`Error::UnclearCommandLine`] if a part of
+/// its command line cannot be read; [`Error::UnclearMappings`] if the mappings do not match the
+/// sizes on the command line; [`Error::Ended`] if the process has ended; files in `/proc` cannot be
+/// read.
 pub fn find(process: &Process) -> Result<DiscoveredRam> {
     let pid = process.pid();
     let words = words(pid)?;

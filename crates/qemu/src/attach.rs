@@ -59,8 +59,9 @@ impl Vm {
     /// Takes hold of the QEMU with process id `pid`, which runs on.
     ///
     /// Errors: [`Error::Attach`] if `pid` is no QEMU, has another monitor, or has an engine
-    /// already; [`Error::MonitorBusy`]; [`Error::Libvirt`]; [`Error::Binary`] if it emulates
-    /// another processor.
+    /// already; [`Error::MonitorBusy`] if another client uses the monitor; [`Error::Libvirt`] if
+    /// libvirt refuses its monitor; [`Error::Binary`] if it emulates another processor than x86;
+    /// [`Error::Gone`] if it has ended.
     pub fn attach(pid: u32, options: &AttachOptions) -> Result<Self> {
         let lifetime = Lifetime::Other(Other::open(pid)?);
         let running = Running::read(pid)?;
@@ -78,9 +79,13 @@ impl Vm {
                 operation: "attach".into(),
             });
         }
-        if was_in_pause && vm.qmp().status()? == RunStatus::Paused {
-            vm.qmp().cont()?;
-            vm.ended_a_left_pause = true;
+        if was_in_pause {
+            let stands = vm.qmp().status()? == RunStatus::Paused;
+            if stands {
+                vm.qmp().cont()?;
+            }
+            vm.note_pause(false);
+            vm.ended_a_left_pause = stands;
         }
         Ok(vm)
     }
@@ -121,6 +126,7 @@ impl Vm {
             missing_cpu_features: Some(self.cpu_lacks()?),
             guest_map: Some(self.guest_map()?),
             recorded: None,
+            counted_instructions: None,
             read_files: None,
         })
     }

@@ -176,8 +176,8 @@ pub fn cut(qmp: &mut Qmp, points: &[SnapshotPoint<'_>]) -> Result<()> {
     qmp.execute("transaction", Some(json!({ "actions": actions }))).map(drop)
 }
 
-/// Exports disk `number` as it was at its cut, with bitmap `frozen`. Error: QEMU refuses or does
-/// not answer.
+/// Exports disk `number` as it was at its cut, with bitmap `frozen` for the blocks that were
+/// written; with `None`, without a bitmap. Error: QEMU refuses or does not answer.
 pub fn export(qmp: &mut Qmp, number: usize, frozen: Option<u64>) -> Result<()> {
     let id = name(number);
     let bitmaps: Vec<String> = frozen.map(bitmap_name).into_iter().collect();

@@ -20,7 +20,8 @@ use crate::{Error, Qmp, Result, RunStatus, Vm};
 use keyframe_qemu_cmdline::options::{self, Argument, value_of};
 use serde_json::json;
 
-/// The ends of the guest at which QEMU stands still until Keyframe lets it end.
+/// The kinds of ends of the guest (shutdown, panic, expired watchdog) at which a QEMU would end by
+/// its command line, and at which Keyframe makes it stand still instead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct EndHold {
     /// QEMU ends if the guest panics.
@@ -30,7 +31,8 @@ pub struct EndHold {
 }
 
 impl EndHold {
-    /// Returns the ends at which a QEMU with these arguments can be held; `None` if it cannot.
+    /// Returns the kinds of ends at which a QEMU with these arguments can be held; `None` if it
+    /// cannot be held.
     pub fn of_arguments(arguments: &[Argument]) -> Option<Self> {
         let [shutdown, panic, watchdog] =
             ["shutdown", "panic", "watchdog"].map(|event| action_at(arguments, event));
@@ -110,7 +112,8 @@ pub(crate) fn action_at(arguments: &[Argument], event: &str) -> String {
 }
 
 impl Vm {
-    /// Returns the ends of the guest at which this QEMU can be held; `None` if it cannot be held.
+    /// Returns the kinds of ends of the guest at which this QEMU can be held; `None` if it cannot
+    /// be held.
     pub fn end_hold(&self) -> Option<EndHold> {
         if matches!(self.origin_detail(), Origin::Libvirt { .. })
             || self.require_whole_line().is_err()
@@ -137,8 +140,8 @@ impl Vm {
         }
     }
 
-    /// Makes QEMU end with its guest again, as before [`Vm::hold_end`]. Error: QEMU refuses or does
-    /// not answer.
+    /// Makes QEMU end with its guest again, as before [`Vm::hold_end`]. If the guest has ended
+    /// meanwhile, QEMU ends now. Error: QEMU refuses or does not answer.
     pub fn release_end(&mut self) -> Result<()> {
         let Some(hold) = self.end_hold() else { return Ok(()) };
         match hold.release(self.qmp()) {

@@ -30,7 +30,7 @@ pub(crate) struct Other {
 
 impl Other {
     /// Opens the process `pid`. Errors: [`Error::Attach`] if there is no such process, or if it is
-    /// a thread; [`Error::Io`].
+    /// a thread; [`Error::Io`] if the kernel refuses.
     pub fn open(pid: u32) -> Result<Self> {
         let fail = |problem: &str, fix: &str| Error::Attach {
             pid,
@@ -75,13 +75,14 @@ impl Lifetime {
         }
     }
 
-    /// Returns how QEMU ended; `None` while it runs. Error: [`Error::Io`].
+    /// Returns how QEMU ended; `None` while it runs. Error: [`Error::Io`] if the kernel does not
+    /// tell.
     pub fn ended(&mut self) -> Result<Option<VmExit>> {
         self.wait(Duration::ZERO)
     }
 
     /// Waits for QEMU's end for at most `timeout`, and returns how it ended; `None` if it still
-    /// runs then. Error: [`Error::Io`].
+    /// runs then. Error: [`Error::Io`] if the kernel does not tell.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<VmExit>> {
         match self {
             Self::Child(child) => Ok(spawn::wait(child, timeout)?.map(VmExit::Status)),
@@ -100,8 +101,8 @@ impl Lifetime {
         }
     }
 
-    /// Kills QEMU, waits until it is gone, and returns how it ended. Error: [`Error::Io`], also if
-    /// it is still there after 10 s.
+    /// Kills QEMU, waits until it is gone, and returns how it ended. Error: [`Error::Io`] if the
+    /// kernel refuses the signal, or if QEMU is still there after 10 s.
     pub fn kill(&mut self) -> Result<VmExit> {
         match self {
             Self::Child(child) => spawn::kill(child).map(VmExit::Status),

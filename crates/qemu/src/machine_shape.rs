@@ -45,7 +45,7 @@ pub struct MachineShape {
 /// The disks that a run captures.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CapturedDisks {
-    /// The socket of the server of its disks.
+    /// The socket of the server of its disks. `None` if no server serves them.
     pub socket: Option<PathBuf>,
     /// The disks that QEMU has opened itself.
     pub nodes: Vec<WritableNode>,

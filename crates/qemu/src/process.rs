@@ -57,15 +57,16 @@ impl QemuProcess {
         self.pid
     }
 
-    /// Reads the process's memory mappings from `/proc/PID/maps`. Error: [`Error::Io`].
+    /// Reads the process's memory mappings from `/proc/PID/maps`. Error: [`Error::Io`] if the file
+    /// cannot be read.
     pub fn maps(&self) -> Result<Maps> {
         let path = format!("/proc/{}/maps", self.pid);
         let bytes = std::fs::read(&path).map_err(Error::io(format!("read {path}")))?;
         Ok(Maps(String::from_utf8_lossy(&bytes).lines().filter_map(parse_line).collect()))
     }
 
-    /// Reads the bytes at `range` of the process's memory. Error: [`Error::Io`], also if a part of
-    /// `range` is not mapped.
+    /// Reads the bytes at `range` of the process's memory. Error: [`Error::Io`] if this user may
+    /// not read it, or if a part of `range` is not mapped.
     pub fn read(&self, range: HostRange) -> Result<Vec<u8>> {
         let path = format!("/proc/{}/mem", self.pid);
         let operation = || format!("read {} bytes at {} of {path}", range.len_bytes, range.start);

@@ -240,13 +240,13 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Sets the time that an answer may take from now on. Returns the previous value.
+    /// Sets the time that an answer may take from now on to `timeout`. Returns the previous value.
     pub fn set_timeout(&mut self, timeout: Duration) -> Duration {
         std::mem::replace(&mut self.timeout, timeout)
     }
 
-    /// Executes the command `command` with `arguments`, and returns the `return` value of QEMU's
-    /// answer. Error: QEMU refuses the command or does not answer.
+    /// Executes the command `command` with `arguments` (`None` for none), and returns the `return`
+    /// value of QEMU's answer. Error: QEMU refuses the command or does not answer.
     pub fn execute(&mut self, command: &str, arguments: Option<Value>) -> Result<Value> {
         let id = self.send(command, arguments, None)?;
         self.answer(id, command, self.timeout)

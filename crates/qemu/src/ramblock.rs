@@ -36,8 +36,10 @@ pub(crate) struct Row {
 }
 
 /// Returns the RAM blocks of the QEMU `pid`, whose monitor is `qmp`, with their addresses: first
-/// those of memory backends, then the others, each in QEMU's own order. Errors:
-/// [`Error::RamBlocks`]; [`Error::RamAddress`]; QEMU does not answer.
+/// those of memory backends, then the others, each in QEMU's own order.
+///
+/// Errors: [`Error::RamBlocks`] if QEMU's list of them is malformed; [`Error::RamAddress`] if a
+/// block is not found in QEMU's memory; QEMU does not answer.
 pub fn find_ram_blocks(qmp: &mut Qmp, pid: u32) -> Result<Vec<HostBlock>> {
     let backends = backend_ids(qmp)?;
     let rows = sorted(list(qmp)?, &backends);

@@ -154,8 +154,9 @@ impl Restored {
 /// VM.
 ///
 /// Errors: [`Error::Exited`] if QEMU ends meanwhile (its standard error says why);
-/// [`Error::DifferentMachine`]; [`Error::Stream`]; [`Error::Timeout`]; those of `ram`. After an
-/// error no process is left.
+/// [`Error::DifferentMachine`] if the started VM is another machine than that of the checkpoint;
+/// [`Error::Stream`] if `device_state` is malformed; [`Error::Timeout`] if QEMU does not answer in
+/// time; those of `ram`. After an error no process is left.
 pub fn start(mut plan: Plan, ram: &dyn RamSource, device_state: &[u8]) -> Result<Restored> {
     if needs_private(&plan) {
         match start_with(&mut plan, &Ram::Private(ram), device_state) {

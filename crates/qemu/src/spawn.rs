@@ -80,7 +80,8 @@ pub fn number(fd: &OwnedFd) -> i32 {
     fd.as_fd().as_raw_fd()
 }
 
-/// Fails with [`Error::Exited`] if `child` has ended.
+/// Checks that `child` runs. Errors: [`Error::Exited`] if it has ended, with `when`, the step in
+/// which it should run; [`Error::Io`] if the kernel does not tell.
 pub fn alive(child: &mut Child, when: &'static str) -> Result<()> {
     match exit_status(child)? {
         Some(status) => Err(Error::Exited { status, when }),
@@ -88,7 +89,8 @@ pub fn alive(child: &mut Child, when: &'static str) -> Result<()> {
     }
 }
 
-/// Returns the exit status of `child`; `None` while it runs. Error: [`Error::Io`].
+/// Returns the exit status of `child`; `None` while it runs. Error: [`Error::Io`] if the kernel
+/// does not tell.
 pub fn exit_status(child: &mut Child) -> Result<Option<ExitStatus>> {
     child.try_wait().map_err(Error::io(format!("wait for QEMU (pid {})", child.id())))
 }
@@ -118,7 +120,7 @@ const START_TIMEOUT: Duration = Duration::from_secs(30);
 /// The same for a QEMU that waits for the client of a socket, which may be started by hand.
 const CLIENT_TIMEOUT: Duration = Duration::from_mins(10);
 
-/// Returns the longest time that a QEMU with this command line may take until it answers its
+/// Returns the longest time that a QEMU with the command line `line` may take until it answers its
 /// monitor.
 pub fn start_timeout(line: &[Argument]) -> Duration {
     if waiting_socket(line).is_some() { CLIENT_TIMEOUT } else { START_TIMEOUT }
@@ -139,7 +141,7 @@ pub fn waits_instead(error: Error, line: &[Argument]) -> Error {
 }
 
 /// Waits for the end of `child` for at most `timeout`. Returns its exit status; `None` if it still
-/// runs then. Error: [`Error::Io`].
+/// runs then. Error: [`Error::Io`] if the kernel does not tell.
 pub fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> {
     let deadline = Instant::now() + timeout;
     loop {
@@ -153,8 +155,8 @@ pub fn wait(child: &mut Child, timeout: Duration) -> Result<Option<ExitStatus>> 
     }
 }
 
-/// Kills `child`, waits until it is gone, and returns its exit status. Error: [`Error::Io`], also
-/// if it is still there after 10 s.
+/// Kills `child`, waits until it is gone, and returns its exit status. Error: [`Error::Io`] if the
+/// kernel refuses, or if `child` is still there after 10 s.
 pub fn kill(child: &mut Child) -> Result<ExitStatus> {
     let operation = format!("kill QEMU (pid {})", child.id());
     child.kill().map_err(Error::io(operation.clone()))?;

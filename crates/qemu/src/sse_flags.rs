@@ -174,8 +174,9 @@ impl Vm {
         Err(trial::unknown(&format!("virtual CPU {index} was not found in its memory")))
     }
 
-    /// True if the guest runs on a processor of the host (KVM, Xen, ...), which keeps the flags.
-    fn has_hardware_cpus(&mut self) -> Result<bool> {
+    /// Returns true if KVM executes the guest's instructions, on a processor of the host. Error:
+    /// QEMU refuses the command or does not answer.
+    pub fn has_hardware_cpus(&mut self) -> Result<bool> {
         let answer = self.qmp().execute("query-kvm", None)?;
         Ok(answer.get("enabled").and_then(Value::as_bool).unwrap_or_default())
     }

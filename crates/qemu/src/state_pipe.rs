@@ -72,7 +72,7 @@ pub(crate) struct BlockedWrite {
 }
 
 impl StatePipe {
-    /// Creates a pipe for device states. Error: [`Error::Io`].
+    /// Creates a pipe for device states. Error: [`Error::Io`] if the kernel refuses.
     pub fn new() -> Result<Self> {
         let operation = "make a pipe for device state";
         let flags = PipeFlags::CLOEXEC | PipeFlags::NONBLOCK | PipeFlags::DIRECT;
@@ -104,7 +104,7 @@ impl StatePipe {
     }
 
     /// Returns a second descriptor of the read end, for the watchdog's process. Error:
-    /// [`Error::Io`].
+    /// [`Error::Io`] if this process has no free descriptor.
     pub fn duplicate(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.read_end, 3)
             .map_err(Error::io("duplicate the pipe for device state"))
@@ -196,7 +196,7 @@ impl StatePipe {
     }
 
     /// Reads all that the pipe holds, and appends the device state in it to `state`. QEMU, if it
-    /// waits for room, goes on. Error: [`Error::Io`].
+    /// waits for room, goes on. Error: [`Error::Io`] if the pipe cannot be read.
     pub fn drain(&mut self, state: &mut Vec<u8>) -> Result<()> {
         loop {
             let before = (self.fillers, state.len());
@@ -208,13 +208,14 @@ impl StatePipe {
     }
 
     /// Makes room for `write`, which is not the last piece, and appends the bytes that it read for
-    /// this to `state`. QEMU goes on, and stops at its next piece. Error: [`Error::Io`].
+    /// this to `state`. QEMU goes on, and stops at its next piece. Error: [`Error::Io`] if the pipe
+    /// cannot be read.
     pub fn admit(&mut self, write: &[u8], state: &mut Vec<u8>) -> Result<()> {
         self.free(write.len().div_ceil(SLOT_BYTES), state)
     }
 
     /// Appends the device state that the pipe holds to `state`, and leaves it in the pipe. Error:
-    /// [`Error::Io`].
+    /// [`Error::Io`] if the pipe cannot be read.
     pub fn peek(&mut self, state: &mut Vec<u8>) -> Result<()> {
         let operation = "copy the device state";
         let (copy_out, copy_in) = (&self.copy.0, &self.copy.1);
@@ -265,7 +266,8 @@ impl StatePipe {
 
     /// Returns the write into this pipe for which the main thread of `process` waits, and of which
     /// the pipe holds nothing; `None` if it runs or waits for something else. `call` is the open
-    /// file in `/proc` that shows the system call of this thread. Error: [`Error::Io`].
+    /// file in `/proc` that shows the system call of this thread. Error: [`Error::Io`] if that file
+    /// or the pipe cannot be looked at.
     pub fn blocked_write(&self, process: &Process, call: &File) -> Result<Option<BlockedWrite>> {
         // A thread that a read has just woken still counts as waiting, with the write that has room
         // now. When the pipe is full again, that write is complete, and the thread waits with

@@ -13,7 +13,7 @@
 //! that QEMU 7.2 is told to forget while the VM is paused stays in its list until a monitor closes
 //! while the VM runs.
 //!
-//! The file's permissions tell that the engine has paused the VM for a moment. They cost one system
+//! The file's permissions note that the engine has paused the VM for a moment. They cost one system
 //! call, and the next engine finds them through `/proc/QEMU/fd`, even if the engine and its watchdog
 //! died in that pause.
 
@@ -42,10 +42,13 @@ const MARK: &str = "keyframe";
 /// and the file's number in that process follow.
 const ENGINE_MARK: &str = "keyframe-engine:";
 
-/// The file's permissions while its engine has paused the VM.
-const PAUSED: Mode = Mode::RUSR.union(Mode::WUSR).union(Mode::XUSR);
-/// Its permissions otherwise.
-const NOT_PAUSED: Mode = Mode::RUSR.union(Mode::WUSR);
+/// The name of the file, as `/proc/PID/fd` shows it.
+const NAME: &str = "keyframe-devices";
+/// The file's permissions while its engine has paused the VM for a moment: exactly these, because
+/// the kernel makes the file with more.
+const IN_PAUSE: Mode = NOT_IN_PAUSE.union(Mode::RGRP);
+/// Its permissions after such a pause.
+const NOT_IN_PAUSE: Mode = Mode::RUSR.union(Mode::WUSR);
 
 /// The numbers of the files that this process uses.
 static IN_USE: Mutex<BTreeSet<u64>> = Mutex::new(BTreeSet::new());
@@ -84,12 +87,11 @@ impl StateFile {
 
     fn with_set(set: u32) -> Result<Self> {
         let operation = "make a file in memory for device state";
-        let fd = rustix::fs::memfd_create("keyframe-devices", MemfdFlags::CLOEXEC)
-            .map_err(Error::io(operation))?;
+        let fd =
+            rustix::fs::memfd_create(NAME, MemfdFlags::CLOEXEC).map_err(Error::io(operation))?;
         let path = format!("/proc/self/fd/{}", spawn::number(&fd));
-        let write_end =
-            rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())
-                .map_err(Error::io(operation))?;
+        let write_end = rustix::fs::open(path, OFlags::WRONLY | OFlags::CLOEXEC, Mode::empty())
+            .map_err(Error::io(operation))?;
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
         IN_USE.lock().ignore_poison().insert(number);
         let pipe = StatePipe::new()?;
@@ -114,13 +116,13 @@ impl StateFile {
     }
 
     /// Gives the file to the running QEMU behind `qmp`, which marks this process as its engine, and
-    /// checks that this QEMU is process `pid`. Returns true if an engine that has ended paused the
-    /// VM for a moment and did not come to end that pause.
+    /// checks that this QEMU is process `pid`. Returns true if an engine paused the VM for a
+    /// moment and died before it ended that pause; this file then holds the note of that pause.
     ///
     /// Error: [`Error::Attach`] if the QEMU has a living engine, or if the monitor belongs to
     /// another process.
     pub(crate) fn pass(&mut self, qmp: &mut Qmp, pid: u32) -> Result<bool> {
-        let Claims { taken, was_in_pause } = claims(qmp, pid)?;
+        let Claims { taken, was_in_pause } = self.claim(qmp, pid)?;
         self.set = first_free(&taken);
         let arguments = json!({ "fdset-id": self.set, "opaque": self.mark() });
         let answer = qmp.execute_passing("add-fd", arguments, self.write_end.as_fd())?;
@@ -137,9 +139,33 @@ impl StateFile {
         checked.map(|()| was_in_pause)
     }
 
+    /// Makes QEMU forget the sets of engines that have ended, and takes over the note of a pause.
+    /// Fails if an engine lives.
+    fn claim(&self, qmp: &mut Qmp, pid: u32) -> Result<Claims> {
+        let all = sets(qmp)?;
+        if let Some(engine) = all.iter().find_map(|one| living(&one.mark)) {
+            return Err(held(pid, engine));
+        }
+        let left = || all.iter().filter(|one| one.mark.starts_with(ENGINE_MARK));
+        let notes: Vec<String> = left().filter_map(|one| one.pause_note(pid)).collect();
+        if !notes.is_empty() {
+            self.note_pause(true);
+        }
+        for note in &notes {
+            // QEMU 7.2 may keep the file.
+            let _ = rustix::fs::chmod(note, NOT_IN_PAUSE);
+        }
+        for Passed { set, .. } in left() {
+            qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
+        }
+        // QEMU may still have those that it was told to forget.
+        let taken = all.iter().map(|one| one.set).collect();
+        Ok(Claims { taken, was_in_pause: !notes.is_empty() })
+    }
+
     /// Notes that the engine is about to pause the VM for a moment, or that this pause has ended.
     pub(crate) fn note_pause(&self, begins: bool) {
-        let mode = if begins { PAUSED } else { NOT_PAUSED };
+        let mode = if begins { IN_PAUSE } else { NOT_IN_PAUSE };
         // Without the note the watchdog alone can end the pause of an engine that dies.
         let _ = rustix::fs::fchmod(&self.write_end, mode);
     }
@@ -254,19 +280,15 @@ struct Claims {
     was_in_pause: bool,
 }
 
-/// Makes QEMU forget the sets of engines that have ended. Fails if an engine lives.
-fn claims(qmp: &mut Qmp, pid: u32) -> Result<Claims> {
-    let all = sets(qmp)?;
-    if let Some(engine) = all.iter().find_map(|one| living(&one.mark)) {
-        return Err(held(pid, engine));
+/// Makes QEMU forget the sets of engines that have ended: for a watchdog of a VM that its engine
+/// launched. Error: QEMU refuses or does not answer.
+pub(crate) fn forget_ended(qmp: &mut Qmp) -> Result<()> {
+    for one in sets(qmp)? {
+        if one.mark.starts_with(ENGINE_MARK) && living(&one.mark).is_none() {
+            qmp.execute("remove-fd", Some(json!({ "fdset-id": one.set })))?;
+        }
     }
-    let left = || all.iter().filter(|one| one.mark.starts_with(ENGINE_MARK));
-    let was_in_pause = left().any(|one| one.is_in_pause(pid));
-    for Passed { set, .. } in left() {
-        qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
-    }
-    // QEMU may still have those that it was told to forget.
-    Ok(Claims { taken: all.iter().map(|one| one.set).collect(), was_in_pause })
+    Ok(())
 }
 
 fn held(pid: u32, engine: u32) -> Error {
@@ -287,12 +309,14 @@ struct Passed {
 }
 
 impl Passed {
-    /// Returns true if it is a state file of QEMU `pid` whose engine noted a pause in it. The pipe's
-    /// permissions never say so.
-    fn is_in_pause(&self, pid: u32) -> bool {
-        let path = self.fd.map(|fd| format!("/proc/{pid}/fd/{fd}"));
-        let stat = path.and_then(|path| rustix::fs::stat(path).ok());
-        stat.is_some_and(|stat| Mode::from_raw_mode(stat.st_mode).contains(PAUSED))
+    /// Returns the path of the descriptor in QEMU `pid`, if it is a state file in which its engine
+    /// has noted a pause.
+    fn pause_note(&self, pid: u32) -> Option<String> {
+        let path = format!("/proc/{pid}/fd/{}", self.fd?);
+        let target = std::fs::read_link(&path).ok()?;
+        let is_state_file = target.to_string_lossy().starts_with(&format!("/memfd:{NAME}"));
+        let mode = Mode::from_raw_mode(rustix::fs::stat(&path).ok()?.st_mode);
+        (is_state_file && mode == IN_PAUSE).then_some(path)
     }
 }
 
@@ -350,6 +374,23 @@ mod tests {
         let add = |set: u32| Argument::Option("add-fd".into(), format!("fd=3,set={set}"));
         assert_eq!(StateFile::new(&[add(1)]).unwrap().set, FDSET);
         assert_eq!(StateFile::new(&[add(FDSET), add(FDSET + 1)]).unwrap().set, FDSET + 2);
+    }
+
+    #[test]
+    fn a_pause_is_noted_until_it_ends() {
+        let state = StateFile::new(&[]).unwrap();
+        let number = |fd: &OwnedFd| u64::try_from(spawn::number(fd)).unwrap();
+        let (pid, fd) = (std::process::id(), number(&state.write_end));
+        let passed = Passed { set: 1, mark: state.mark(), fd: Some(fd) };
+        assert_eq!(passed.pause_note(pid), None, "a new file");
+        state.note_pause(true);
+        assert_eq!(passed.pause_note(pid), Some(format!("/proc/{pid}/fd/{fd}")));
+        state.note_pause(false);
+        assert_eq!(passed.pause_note(pid), None);
+        let other = OwnedFd::from(tempfile::tempfile().unwrap());
+        rustix::fs::fchmod(&other, IN_PAUSE).unwrap();
+        let fd = Some(number(&other));
+        assert_eq!(Passed { fd, ..passed }.pause_note(pid), None, "another program's file");
     }
 
     #[test]

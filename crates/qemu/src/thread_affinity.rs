@@ -16,10 +16,10 @@
 //! monitor's among them, are scheduled the same way.
 //!
 //! Only a guest whose clock follows its own time is treated so ([`may_run_late`]): a replay that
-//! reads the host's clock waits for the main loop without halting. The main loop of
-//! a recording with a network must run at once, because its packets come through it. A replay with a
-//! network takes turns on one core, except on its way to a hold (`keyframe_replay`'s
-//! `LogIndex::holds`), where it might wait for ever.
+//! reads the host's clock waits for the main loop without halting. The main loop of a recording
+//! with a network must run at once, because its packets come through it. A replay with a network
+//! takes turns on one core, except on its way to a hold (`keyframe_replay`'s `LogIndex::holds`),
+//! where it might wait for ever.
 //!
 //! A core is claimed, so two such QEMUs never share one. If all cores are claimed, the kernel
 //! places the threads.
@@ -89,8 +89,8 @@ impl SingleCore {
         Some(placed)
     }
 
-    /// Places the threads on one core, where all but the guest's run late; or lets the kernel place
-    /// them, and has them run at once.
+    /// Places the threads on one core, where all but the guest's run late, if `takes_turns` is
+    /// true; otherwise lets the kernel place them, and has them run at once.
     pub fn take_turns(&mut self, takes_turns: bool) {
         if self.takes_turns == takes_turns {
             return;
@@ -110,7 +110,8 @@ impl SingleCore {
         u32::try_from(self.claim.as_ref()?.core()).ok()
     }
 
-    /// Lets all threads but the guest's run late if they take turns, or has them run at once.
+    /// Lets all threads but the guest's run late if `may_run_late` is true and they take turns;
+    /// otherwise has them run at once.
     pub fn let_run_late(&self, may_run_late: bool) {
         let may_run_late = may_run_late && self.takes_turns;
         for thread in

@@ -16,6 +16,7 @@
 //!    attached to forgets the engine.
 //! 2. A launch that fails leaves no process behind.
 
+mod ending;
 mod monitor_sockets;
 mod one_command_pause;
 
@@ -46,14 +47,10 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 pub(crate) use monitor_sockets::{monitor_config, socket_config};
 
-/// How long QEMU may take to end when asked to.
-const QUIT_TIMEOUT: Duration = Duration::from_secs(5);
-/// A QEMU whose guest has shut down and that neither ends nor answers within this time is stuck.
-const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long an attached QEMU may take to forget the engine.
 const DETACH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The options of the launch of a VM.
@@ -96,7 +93,7 @@ pub(crate) enum Origin {
     Launched {
         /// The watchdog's monitor socket.
         watchdog: PathBuf,
-        /// The socket of the server of its disks.
+        /// The socket of the server of its disks. `None` if no server serves them.
         disks: Option<PathBuf>,
     },
     /// Restored from a checkpoint.
@@ -233,8 +230,8 @@ impl Vm {
         }
     }
 
-    /// Decides whether the threads of a paused replay take turns on one core from now on, which is
-    /// faster, or run at once where the kernel places them. Has no effect on other VMs.
+    /// Decides how the threads of a paused replay run from now on: with `takes_turns` in turns on
+    /// one core, which is faster, otherwise at once on any cores. Has no effect on other VMs.
     pub fn take_turns(&mut self, takes_turns: bool) {
         if let Some(single_core) = &mut self.single_core {
             single_core.take_turns(takes_turns);
@@ -473,55 +470,6 @@ impl Vm {
     /// `None` if QEMU still runs then. Error: the kernel does not tell.
     pub fn wait(&mut self, timeout: Duration) -> Result<Option<ExitStatus>> {
         Ok(self.lifetime.wait(timeout)?.map(|ended| ended.status()))
-    }
-
-    /// Waits for QEMU's end after the guest has shut down ([`crate::QmpEvent::Shutdown`]), and
-    /// returns the status as [`Vm::try_wait`] does; `None` if QEMU stays (`-no-shutdown`).
-    ///
-    /// QEMU 7.2 can hang in `monitor_cleanup` if a command is in progress while the guest shuts
-    /// down. Its disks are flushed and closed by then. This function kills such a QEMU and returns
-    /// success.
-    ///
-    /// Error: QEMU does not answer.
-    pub fn finish_shutdown(&mut self) -> Result<Option<ExitStatus>> {
-        let before = self.qmp.set_timeout(Duration::from_millis(500));
-        let deadline = Instant::now() + SHUTDOWN_TIMEOUT;
-        let ended = loop {
-            if let Some(ended) = self.lifetime.wait(Duration::from_millis(20))? {
-                break Some(ended.status());
-            }
-            if self.qmp.status().is_ok() {
-                break None;
-            }
-            if Instant::now() > deadline {
-                self.lifetime.kill()?;
-                break Some(ExitStatus::default());
-            }
-        };
-        self.qmp.set_timeout(before);
-        Ok(ended)
-    }
-
-    /// Ends QEMU. It first asks QEMU to quit, so that QEMU resets the terminal. If that fails, it
-    /// kills a QEMU that Keyframe started. Error: QEMU does not end.
-    pub fn kill(&mut self) -> Result<()> {
-        if self.ended()?.is_some() {
-            return Ok(());
-        }
-        self.qmp.set_timeout(QUIT_TIMEOUT);
-        let asked = self.qmp.quit();
-        if asked.is_ok() && self.lifetime.wait(QUIT_TIMEOUT)?.is_some() {
-            return Ok(());
-        }
-        if self.is_attached() {
-            asked?;
-            return Err(Error::Timeout {
-                monitor: format!("of pid {}", self.pid()),
-                operation: "quit".into(),
-                waited_ms: u64::try_from(QUIT_TIMEOUT.as_millis()).unwrap_or(u64::MAX),
-            });
-        }
-        self.lifetime.kill().map(drop)
     }
 
     /// Drops this handle and leaves the guest running, with everything that it needs. Returns

@@ -28,8 +28,8 @@
 //! To fire means to send `cont` if the VM is paused. In a one-command pause it means to empty the
 //! pipe for which QEMU waits; `cont` would undo the pause of another client. The `stop` of an
 //! engine that stalls or died may still be on its way to QEMU when the deadline passes, so the
-//! watchdog keeps checking. The engine arms the watchdog only to pause a running VM. A VM that a
-//! user paused is not resumed.
+//! watchdog keeps checking for two minutes. Later it would undo the pauses of a user. The engine
+//! arms the watchdog only to pause a running VM. A VM that a user paused is not resumed.
 //!
 //! Invariants:
 //! 1. Each pause that the engine began ends: by the engine, or by the watchdog.
@@ -115,6 +115,8 @@ fn parse(line: &str) -> Result<Order> {
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dog {
     deadline: Option<Instant>,
+    /// When the deadline first passed, if it has.
+    overdue_since: Option<Instant>,
     /// Whether the deadline is that of a one-command pause.
     by_pipe: bool,
     between: bool,
@@ -130,6 +132,7 @@ impl Dog {
             Order::End => {}
         }
         if order != Order::End {
+            self.overdue_since = None;
             self.between = order == Order::Between;
             self.by_pipe = matches!(order, Order::ArmPipe(_));
         }
@@ -146,7 +149,9 @@ impl Dog {
     fn is_due(&mut self, now: Instant) -> bool {
         let due = self.deadline.is_some_and(|deadline| now >= deadline);
         if due {
-            self.deadline = now.checked_add(LOOK_EVERY);
+            let since = *self.overdue_since.get_or_insert(now);
+            let gives_up = now.saturating_duration_since(since) > RESCUE_MAX;
+            self.deadline = now.checked_add(LOOK_EVERY).filter(|_| !gives_up);
         }
         due
     }
@@ -218,7 +223,7 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     fn finish(&mut self) -> Result<()> {
         if self.dog.between {
             self.put_down()
-        } else if self.dog.deadline.is_some() {
+        } else if self.dog.deadline.is_some() || self.dog.overdue_since.is_some() {
             self.rescue()
         } else if self.left {
             Ok(())

@@ -1,5 +1,5 @@
-//! Runs a tool over the intervals of a recording: its plugin in the QEMU of each range of intervals,
-//! or in one QEMU for all.
+//! Runs a tool over the intervals of a recording: its plugin in the QEMU of each range of
+//! intervals, or in one QEMU for all.
 //!
 //! ```text
 //!   OUT/analysis.json      what is analysed, and how: a second run goes on with what is missing
@@ -43,6 +43,7 @@ use keyframe_cluster::{
 };
 use keyframe_locks::IgnorePoison;
 use keyframe_replay::interval::Interval;
+use keyframe_scratch_directory::ScratchDirectory;
 use keyframe_units::{duration_ns, error_chain};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -75,7 +76,7 @@ pub struct Analysis<'a> {
     out: PathBuf,
     interface: PluginInterface,
     plugin: PathBuf,
-    _plugins: tempfile::TempDir,
+    _plugins: ScratchDirectory,
     /// The intervals whose parts an earlier run has made.
     old: BTreeSet<u32>,
     /// The intervals whose parts a trial of this run has made.
@@ -102,7 +103,8 @@ impl<'a> Analysis<'a> {
         out: &Path,
     ) -> Result<Self> {
         let out = std::path::absolute(out).map_err(|e| Error::file("resolve", out, e))?;
-        let mut this = Self { range, ..Self::join(subject, tool, header, &out)? };
+        let known = subject.intervals(tool.can_cut())?;
+        let mut this = Self { range, ..Self::of_intervals(subject, tool, (header, known), &out)? };
         let Progress { known, header } = this.progress.get_mut().ignore_poison();
         header.intervals = within(&known.intervals, &this.range);
         if known.is_complete && header.intervals.is_empty() {
@@ -127,16 +129,35 @@ impl<'a> Analysis<'a> {
         header: AnalysisHeader,
         out: &Path,
     ) -> Result<Self> {
+        // The header of a complete recording's analysis has every interval that this worker can be
+        // asked for. To list them anew, it would fetch the descriptions of all checkpoints.
+        let has_all = matches!(subject, AnalysisSubject::Recorded(_))
+            && tool.warm_up_intervals() == 0
+            && !tool.needs_guest_symbols();
+        let known = if has_all {
+            KnownIntervals { intervals: header.intervals.clone(), is_complete: false }
+        } else {
+            subject.intervals(tool.can_cut())?
+        };
+        Self::of_intervals(subject, tool, (header, known), out)
+    }
+
+    /// An analysis whose header and known intervals are given.
+    fn of_intervals(
+        subject: AnalysisSubject<'a>,
+        tool: &'a dyn Tool,
+        (header, known): (AnalysisHeader, KnownIntervals),
+        out: &Path,
+    ) -> Result<Self> {
         let version = subject.qemu_version();
         let mut numbers =
             version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
         let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
         let interface = PluginInterface::of_qemu(major, minor)
             .ok_or_else(|| AnalysisError::NoPluginInterface { version: version.to_owned() })?;
-        let folder = tempfile::Builder::new().prefix("keyframe-plugin-").tempdir();
+        let folder = ScratchDirectory::new("plugin");
         let folder = folder.map_err(|e| Error::io("make a directory for the plugin", e))?;
         let plugin = plugin::install(folder.path(), interface)?;
-        let known = subject.intervals(tool.can_cut())?;
         Ok(Self {
             subject,
             tool,

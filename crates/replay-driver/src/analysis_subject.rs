@@ -101,8 +101,8 @@ impl<'a> AnalysisSubject<'a> {
 
     /// Returns the time for which the VM ran in `interval` while it was recorded. It is the time
     /// between the interval's checkpoints, or if these were taken later, from a replay, the
-    /// interval's part of the whole time by its instructions; `None` while that is not known. Error:
-    /// the store or the recording cannot be read.
+    /// interval's part of the whole time by its instructions; `None` while that is not known.
+    /// Error: the store or the recording cannot be read.
     pub fn recorded_time(self, interval: &Interval) -> Result<Option<Duration>> {
         let store = self.store();
         let sealed = |id| store.sealed(id).map_err(|e| Error::store(store.path(), e));
@@ -123,9 +123,9 @@ impl<'a> AnalysisSubject<'a> {
         Ok((whole.duration_ns > 0).then_some(time))
     }
 
-    /// Runs one QEMU from the checkpoint `begin` through the interval `first` and the intervals that
-    /// `on_end` returns. Each of them must begin where the one before ends. `on_end` is called at
-    /// the end of each interval, with the VM stopped; the run ends when it returns `None`. If
+    /// Runs one QEMU from the checkpoint `begin` through the interval `first` and the intervals
+    /// that `on_end` returns. Each of them must begin where the one before ends. `on_end` is called
+    /// at the end of each interval, with the VM stopped; the run ends when it returns `None`. If
     /// `begin` lies before `first`, `on_end` is also called where `first` begins, and returns
     /// `first` then.
     ///
@@ -143,7 +143,7 @@ impl<'a> AnalysisSubject<'a> {
     ) -> Result<()> {
         let ReplayControl { interrupted, on_progress, on_start } = control;
         if let Self::Unrecorded(run) = self {
-            let mut simulated = run.start(begin.checkpoint, options)?;
+            let mut simulated = run.start(first, options)?;
             if !simulated.run(first, interrupted, on_progress)? {
                 return Err(Error::Interrupted);
             }

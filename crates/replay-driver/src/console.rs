@@ -6,6 +6,7 @@ use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason, jobs};
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::Interval;
 use keyframe_replay::{Console, log, read_console_output};
+use keyframe_scratch_directory::ScratchDirectory;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -69,7 +70,7 @@ fn output_of(
     interval: &Interval,
     interrupted: &AtomicBool,
 ) -> Result<Vec<u8>> {
-    let folder = tempfile::Builder::new().prefix("keyframe-console-").tempdir();
+    let folder = ScratchDirectory::new("console");
     let folder = folder.map_err(|e| Error::io("make a directory for a console", e))?;
     let path = folder.path().join("console");
     let options =

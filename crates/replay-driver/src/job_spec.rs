@@ -32,7 +32,7 @@ pub struct JobSpec {
 }
 
 /// Selects a part of a run that was not recorded.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RunSelection {
     /// The VM; `None` for the VM of the newest checkpoint.
     pub vm: Option<String>,

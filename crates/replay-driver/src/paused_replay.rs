@@ -14,6 +14,7 @@ use crate::{Replay, ReplayOptions, ReplayableRecording, StopReason};
 use keyframe_gdb::GdbConnection;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::RecordedCheckpoint;
+use keyframe_scratch_directory::ScratchDirectory;
 use std::ffi::OsString;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::AtomicBool;
@@ -65,7 +66,7 @@ pub struct PausedReplay {
     /// The QEMU that replays.
     pub replay: Replay,
     /// The directory of the gdbstub's socket.
-    stub: Option<tempfile::TempDir>,
+    stub: Option<ScratchDirectory>,
 }
 
 /// The name of the gdbstub's socket.
@@ -83,7 +84,7 @@ impl PausedReplay {
         on_progress: &mut dyn FnMut(u64),
     ) -> Result<Option<Self>> {
         let mut extra = options.extra.to_vec();
-        let folder = || tempfile::Builder::new().prefix("keyframe-gdb-").tempdir();
+        let folder = || ScratchDirectory::new("gdb");
         let stub = options.has_gdbstub.then(folder).transpose();
         let stub = stub.map_err(|e| Error::io("make a directory for a socket", e))?;
         if let Some(stub) = &stub {

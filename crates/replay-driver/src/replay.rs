@@ -26,6 +26,7 @@ use keyframe_qemu::restore::{
 };
 use keyframe_qemu::{DiskServer, media_of};
 use keyframe_replay::interval::RecordedCheckpoint;
+use keyframe_scratch_directory::ScratchDirectory;
 use keyframe_store::{LoadedCheckpoint, MachineMeta, Store};
 use keyframe_units::elapsed_ns;
 use keyframe_vm_disks::media::Media;
@@ -79,8 +80,8 @@ pub struct StartTimes {
     pub process_ns: u64,
     /// Then, until the VM could run: waiting for the copy of the RAM, and loading the devices.
     pub devices_ns: u64,
-    /// The copy of the RAM out of the store, which begins with the process; `None` if the guest loads
-    /// pages by touching them.
+    /// The copy of the RAM out of the store, which begins with the process; `None` if the guest
+    /// loads pages by touching them.
     pub ram_ns: Option<u64>,
 }
 
@@ -174,7 +175,7 @@ impl Replay {
 pub(crate) struct ReplayDisks {
     pub served: ServedDisks,
     /// The directory of their socket.
-    pub folder: tempfile::TempDir,
+    pub folder: ScratchDirectory,
 }
 
 impl ReplayDisks {
@@ -297,7 +298,7 @@ pub(crate) fn serve_disks(store: &Store, loaded: &LoadedCheckpoint) -> Result<Op
     for disk in &mut wanted {
         disk.temporary = true;
     }
-    let folder = tempfile::Builder::new().prefix("keyframe-replay-").tempdir();
+    let folder = ScratchDirectory::new("replay");
     let folder = folder.map_err(|e| Error::io("make a directory for a socket", e))?;
     let socket = folder.path().join(DISKS_SOCKET);
     let served = disks::serve(store, &loaded.meta.vm, Some(loaded.id.0), wanted, &socket)?;

@@ -11,11 +11,13 @@
 //! are marked as such. SimuBoost was evaluated in this way: checkpoints under KVM, simulations
 //! without a log.
 //!
-//! A run that goes on can be followed: its intervals appear with its checkpoints. It has ended when no
-//! process holds the store's lock, or when the store has a newer run.
+//! A run that goes on can be followed: its intervals appear with its checkpoints. It has ended when
+//! no process holds the store's lock, or when the store has a newer run.
 //!
 //! A second of the guest's time is a thousand million instructions (`-icount shift=0`), less the
-//! time in which it sleeps.
+//! time in which it sleeps. An interval whose instructions were counted (`--count-instructions`) is
+//! over after as many instructions as the guest executed under KVM, or when the simulated guest has
+//! slept for as long as the interval took, because it then waits for an input that nothing repeats.
 
 use crate::error::{AnalysisError, Error, ReplayError, Result};
 use crate::replay::{ReplayDisks, RunningVm, serve_disks};
@@ -27,7 +29,8 @@ use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_qemu::{Accelerator, QmpEvent};
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
-use keyframe_store::{Sealed, Store};
+use keyframe_scratch_directory::ScratchDirectory;
+use keyframe_store::{Meta, Sealed, Store};
 use keyframe_units::CheckpointId;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -54,8 +57,8 @@ pub struct UnrecordedRun {
 }
 
 impl UnrecordedRun {
-    /// Opens the newest run in `store` that has checkpoints in `selection`. If `follow` is true, the
-    /// run may go on.
+    /// Opens the newest run in `store` that has checkpoints in `selection`. If `follow` is true,
+    /// the run may go on.
     ///
     /// # Errors
     ///
@@ -78,8 +81,9 @@ impl UnrecordedRun {
         Ok(opened)
     }
 
-    /// Returns the intervals between consecutive checkpoints of the run. An interval's length in
-    /// instructions is the time for which the guest ran, by the clock that the simulation uses.
+    /// Returns the intervals between consecutive checkpoints of the run. An interval's length is
+    /// the number of instructions that the host's processor counted in it. If they were not
+    /// counted, it is the time for which the guest ran, by the clock that the simulation uses.
     ///
     /// # Errors
     ///
@@ -93,8 +97,8 @@ impl UnrecordedRun {
         self.intervals_in(&checkpoints(&self.store)?, is_locked)
     }
 
-    /// Returns the intervals between those of `all` checkpoints that are the run's and selected. A run
-    /// whose store is locked may go on.
+    /// Returns the intervals between those of `all` checkpoints that are the run's and selected. A
+    /// run whose store is locked may go on.
     fn intervals_in(&self, all: &[Sealed], is_locked: bool) -> Result<KnownIntervals> {
         let may_go_on = all.last().is_none_or(|newest| {
             newest.meta.run == self.run && self.selection.to.is_none_or(|to| newest.id.0 <= to)
@@ -115,9 +119,10 @@ impl UnrecordedRun {
         Ok(holder.map_err(|e| Error::store(self.store.path(), e))?.is_some())
     }
 
-    /// Starts a paused VM at `checkpoint`. Errors: the checkpoint cannot be read; QEMU cannot be
-    /// started, or refuses the state.
-    pub fn start(&self, checkpoint: CheckpointId, options: ReplayOptions) -> Result<SimulatedVm> {
+    /// Starts a paused VM at the begin of `interval`. Errors: its checkpoints cannot be read; QEMU
+    /// cannot be started, or refuses the state.
+    pub fn start(&self, interval: &Interval, options: ReplayOptions) -> Result<SimulatedVm> {
+        let checkpoint = interval.begin.checkpoint;
         // A guest that shuts down leaves QEMU paused, so that the tool can write its results.
         let mut extra = options.extra;
         extra.push("-no-shutdown".into());
@@ -134,7 +139,7 @@ impl UnrecordedRun {
         };
         let mut source = source_of(&loaded.meta.machine, &loaded.meta.ram);
         // Its consoles and networks are cut off from other programs.
-        let folder = tempfile::Builder::new().prefix("keyframe-simulated-").tempdir();
+        let folder = ScratchDirectory::new("simulated");
         let folder = folder.map_err(|e| Error::io("make a directory for consoles", e))?;
         let own = CloneOptions { directory: folder.path(), exact: true };
         let line = clone_line(&source.machine.user_command, &[], own)
@@ -142,22 +147,35 @@ impl UnrecordedRun {
         source.machine.user_command = line.words;
         let plan = Plan::new(source, extra, restore_options)?;
         let ram = CheckpointRam(Arc::clone(&loaded));
+        let sleep_max = self.counted_time(&loaded.meta, interval.end)?;
         let restored = restore::start(plan, &ram, &loaded.device_state)?;
-        Ok(SimulatedVm { vm: RunningVm { restored, disks }, _folder: folder })
+        Ok(SimulatedVm { vm: RunningVm { restored, disks }, sleep_max, _folder: folder })
+    }
+
+    /// Returns the time for which the guest ran from checkpoint `begin` to `end`, if its
+    /// instructions were counted meanwhile. Error: the store cannot be read.
+    fn counted_time(&self, begin: &Meta, end: Option<CheckpointId>) -> Result<Option<Duration>> {
+        let Some(end) = end else { return Ok(None) };
+        let end = self.store.sealed(end).map_err(|e| Error::store(self.store.path(), e))?.meta;
+        let is_counted = counted_between(begin, &end).is_some();
+        Ok(is_counted.then(|| Duration::from_nanos(ran_between_ns(begin, &end))))
     }
 }
 
 /// A VM that is simulated. Dropping it ends its QEMU.
 pub struct SimulatedVm {
     vm: RunningVm,
+    /// How long the guest may sleep before its interval is over, if the interval's length is a
+    /// counted number of instructions. `None` if the length is the guest's time.
+    sleep_max: Option<Duration>,
     /// The directory of its consoles.
-    _folder: tempfile::TempDir,
+    _folder: ScratchDirectory,
 }
 
 impl SimulatedVm {
-    /// Lets the VM run until `interval` is over in the guest's time, which is its instructions and
-    /// the time in which it slept. `on_progress` is called with the instruction that it has
-    /// reached. Returns false if `interrupted` became true before.
+    /// Lets the VM run until `interval` is over: after its counted instructions, or by the guest's
+    /// time, which is its instructions and the time in which it slept. `on_progress` is called with
+    /// the instruction that it has reached. Returns false if `interrupted` became true before.
     ///
     /// # Errors
     ///
@@ -186,9 +204,14 @@ impl SimulatedVm {
             }
             let icount = self.vm.restored.vm().qmp().icount()?;
             let slept = began.elapsed().saturating_sub(wanted()?.saturating_sub(before));
-            let time = (icount << SHIFT).saturating_add(slept.as_nanos() as u64);
+            let is_over = if let Some(max) = self.sleep_max {
+                icount >= interval.len() || slept >= max
+            } else {
+                let time = (icount << SHIFT).saturating_add(slept.as_nanos() as u64);
+                time >= interval.len() << SHIFT
+            };
             on_progress(interval.from_icount.saturating_add(icount).min(interval.end_icount));
-            if time >= interval.len() << SHIFT {
+            if is_over {
                 self.vm.restored.vm().qmp().stop()?;
                 return Ok(true);
             }
@@ -232,6 +255,19 @@ impl RunSelection {
     }
 }
 
+/// Returns the time for which the guest ran between two checkpoints of a run, in nanoseconds.
+fn ran_between_ns(begin: &Meta, end: &Meta) -> u64 {
+    let ran = end.taken_at.duration_since(begin.taken_at).as_nanos();
+    u64::try_from(ran).unwrap_or(0).saturating_sub(begin.timing.pause_ns)
+}
+
+/// Returns the number of instructions that the host's processor counted between two checkpoints of
+/// a run; `None` if it did not count them.
+fn counted_between(begin: &Meta, end: &Meta) -> Option<u64> {
+    let (begin, end) = (begin.machine.counted_instructions?, end.machine.counted_instructions?);
+    end.checked_sub(begin)
+}
+
 /// Returns the intervals between the checkpoints of a run.
 fn intervals_of(run: &[&Sealed]) -> Vec<Interval> {
     let mut intervals = Vec::new();
@@ -243,9 +279,9 @@ fn intervals_of(run: &[&Sealed]) -> Vec<Interval> {
         if end.meta.parent.is_some() {
             continue;
         }
-        let ran = end.meta.taken_at.duration_since(begin.meta.taken_at).as_nanos();
-        let ran_ns = u64::try_from(ran).unwrap_or(0).saturating_sub(begin.meta.timing.pause_ns);
-        let end_icount = icount.saturating_add(ran_ns >> SHIFT);
+        let counted = counted_between(&begin.meta, &end.meta);
+        let len = counted.unwrap_or_else(|| ran_between_ns(&begin.meta, &end.meta) >> SHIFT);
+        let end_icount = icount.saturating_add(len);
         if end_icount > icount {
             intervals.push(Interval {
                 index: u32::try_from(intervals.len()).unwrap_or(u32::MAX),
@@ -258,4 +294,47 @@ fn intervals_of(run: &[&Sealed]) -> Vec<Interval> {
         }
     }
     intervals
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_store::{MachineMeta, SealRequest};
+    use keyframe_units::{BlockKind, RamBlock, RamLayout};
+
+    #[test]
+    fn an_interval_is_as_long_as_its_count_or_its_time() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::init(&dir.path().join("S")).unwrap();
+        let ram = RamBlock {
+            name: "ram".into(),
+            kind: BlockKind::Backend,
+            used_bytes: 4096,
+            total_bytes: 4096,
+        };
+        let ram = RamLayout::new(vec![ram]).unwrap();
+        let mut writer = store.lock_writer("test").unwrap();
+        let mut run = writer.begin_run("vm", &ram).unwrap();
+        // The third checkpoint was not counted, and the fifth shows fewer than the fourth.
+        let counts = [Some(1_000), Some(5_500), None, Some(9_000), Some(8_000)];
+        for (second, counted_instructions) in counts.into_iter().enumerate() {
+            let taken_at = jiff::Timestamp::from_second(second as i64).unwrap();
+            let machine = MachineMeta { counted_instructions, ..MachineMeta::default() };
+            let request = SealRequest::of_pages(&ram, "interval");
+            run.seal(SealRequest { taken_at, machine, ..request }).unwrap();
+        }
+        run.finish().unwrap();
+        let selection = RunSelection::default();
+        let opened = UnrecordedRun::open(store, selection, false).unwrap();
+        let intervals = opened.intervals().unwrap().intervals;
+        let lengths: Vec<u64> = intervals.iter().map(Interval::len).collect();
+        assert_eq!(lengths, [4_500, 1_000_000_000, 1_000_000_000, 1_000_000_000]);
+
+        let slept = |interval: &Interval| {
+            let begin = opened.store.sealed(interval.begin.checkpoint).unwrap().meta;
+            opened.counted_time(&begin, interval.end).unwrap()
+        };
+        assert_eq!(slept(&intervals[0]), Some(Duration::from_secs(1)));
+        assert_eq!(slept(&intervals[1]), None);
+    }
 }

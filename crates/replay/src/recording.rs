@@ -21,6 +21,7 @@ pub use meta::{FORMAT, ImageMeta, OWN_STORE, RecordingEnding, RecordingMeta, VER
 
 use crate::log::{self, LogSummary};
 use crate::{Error, Result, icount_warp};
+use keyframe_scratch_directory::ScratchDirectory;
 use std::fs::File;
 use std::io::{BufReader, BufWriter, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
@@ -49,7 +50,7 @@ pub struct Recording {
 #[derive(Debug)]
 pub struct ReadableLog {
     path: PathBuf,
-    _unpacked: Option<tempfile::TempDir>,
+    _unpacked: Option<ScratchDirectory>,
 }
 
 impl ReadableLog {
@@ -271,7 +272,7 @@ impl Recording {
         if !packed.exists() {
             return Ok(self.live_log());
         }
-        let folder = tempfile::Builder::new().prefix("keyframe-log-").tempdir();
+        let folder = ScratchDirectory::new("log");
         let folder = folder.map_err(Error::io("create a directory in", &std::env::temp_dir()))?;
         let path = folder.path().join("replay.log");
         let input = File::open(&packed).map_err(Error::io("open", &packed))?;

@@ -9,16 +9,16 @@
 //! ```
 //!
 //! A protected VM is a *group*. The node that runs it has the group's *term*; each takeover begins
-//! the next term. A *session* begins when a primary accepts a standby and ends with their trust.
-//! `docs/design/replication.md` argues why at most one VM runs.
+//! the next term. A *session* begins when a primary accepts a standby. It ends when one of the two
+//! gives the other up. `docs/design/replication.md` argues why at most one VM runs.
 //!
 //! Invariants: no two nodes have the right to run the VM at the same instant; the output of an
 //! epoch leaves after the standby holds the epoch, or if its primary has the right to run alone; a
 //! standby activates at most once per term, and a whole epoch.
 //!
-//! Not here: a clock (`now_ns` is the node's own monotonic clock), sockets, the epochs' bytes, QEMU
-//! and persistence. The driver carries out the actions in their order before it handles the next
-//! event.
+//! Not here: a clock (`now_ns` is the time of the node's own monotonic clock, in nanoseconds),
+//! sockets, the epochs' bytes, QEMU and persistence. The *driver* is the program that calls the
+//! state machines. It carries out the actions in their order before it handles the next event.
 
 mod message;
 mod notice;
@@ -42,8 +42,8 @@ pub use witness::{GROUPS_MAX, GroupState, OwnerMode, Witness, WitnessReply, Witn
 
 use std::fmt;
 
-/// The largest number of paths between two nodes: path 0 carries data and messages, path 1
-/// heartbeats alone.
+/// The largest number of paths between two nodes. Path 0 carries the data of epochs and messages,
+/// path 1 messages alone.
 pub const PATHS_MAX: usize = 2;
 
 /// The number of a node in a group. The driver chooses it at random.
@@ -58,7 +58,8 @@ pub struct GroupId(pub u128);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Term(pub u64);
 
-/// The number of a session between a primary and a standby. Never 0, and never used again.
+/// The number of a session between a primary and a standby. It is never 0, and no other session
+/// gets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SessionId(pub u64);
 
@@ -95,7 +96,8 @@ pub enum Arbitration {
     Manual,
 }
 
-/// The settings of one node. All but `node` and `instance` must be the same on both nodes.
+/// The settings of one node. All but `node` and `instance` must be the same on both nodes. Times
+/// are in nanoseconds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ReplicationConfig {
     /// The number of this node.
@@ -108,12 +110,14 @@ pub struct ReplicationConfig {
     pub detection_ns: u64,
     /// The time between two heartbeats.
     pub heartbeat_ns: u64,
-    /// The primary may run its VM for this long after it sent a heartbeat that was answered. The
-    /// difference to `detection_ns` covers the drift of the clocks and the time to stop the VM.
+    /// An exposed primary may run its VM for this long after it sent a heartbeat that was answered.
+    /// The difference to `detection_ns` covers the drift of the clocks and the time to stop the VM.
     pub lease_ns: u64,
-    /// The time from a failed question, greeting or fencing to the next attempt.
+    /// The time from a question to the witness, a greeting or a fencing that failed to the next
+    /// attempt.
     pub retry_ns: u64,
-    /// A standby counts as lost after this time without a data path, even if it answers heartbeats.
+    /// A standby counts as lost after this time without path 0, or without an epoch that succeeds,
+    /// even if it answers heartbeats.
     pub data_ns: u64,
     /// The rule that decides which node survives.
     pub arbitration: Arbitration,
@@ -124,7 +128,10 @@ pub struct ReplicationConfig {
 }
 
 impl ReplicationConfig {
-    /// Creates the settings for two paths. Derives all times from `detection_ns`; `digest` is 0.
+    /// Creates the settings for two paths. `instance` is a random number of this process. Derives
+    /// all times from `detection_ns`: a heartbeat is due after a sixth of it, a lease lasts for 7
+    /// tenths, a retry waits for all of it, and the data path may be down for 4 times as long.
+    /// `digest` is 0.
     pub fn new(
         node: NodeId,
         instance: u64,

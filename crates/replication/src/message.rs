@@ -42,11 +42,13 @@ pub struct Hello {
     pub term: Term,
     /// A hash of the settings that must be the same on both nodes.
     pub digest: u64,
-    /// The session to go on with.
+    /// The session to go on with. `None` if the sender has none.
     pub session: Option<SessionId>,
-    /// A session that the standby has given up for good.
+    /// The session that the standby gave up last, for good. `None` if there is none, and from a
+    /// primary.
     pub left: Option<SessionId>,
-    /// The newest epoch of `session` that arrived whole.
+    /// The newest epoch of `session` that arrived whole at the standby. `None` if none did, and
+    /// from a primary.
     pub complete: Option<Epoch>,
 }
 
@@ -59,7 +61,7 @@ pub enum PeerRefusal {
     WrongConfig,
     /// The primary has a standby, or does not know yet whether its last one took over. Ask again.
     Busy,
-    /// The VM runs in this later term already.
+    /// The peer's term is over: the VM runs in this later term already.
     StaleTerm(Term),
     /// Both nodes have the same role in the same term.
     SameRole,
@@ -106,7 +108,8 @@ pub enum PeerMessage {
         session: SessionId,
         /// The pairing of the newest heartbeat that the standby knows.
         pairing: u64,
-        /// The newest epoch of this session that the standby has applied.
+        /// The newest epoch of this session that the standby has applied. `None` if it has applied
+        /// none.
         held: Option<Epoch>,
     },
     /// The standby has applied this epoch and all before it.

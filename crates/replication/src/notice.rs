@@ -32,7 +32,7 @@ pub enum Notice {
     Protected,
     /// The VM runs, or will run, without a standby.
     Unprotected(StandbyLossReason),
-    /// The primary asks for the right to run without its standby.
+    /// The primary has lost its standby, and asks for the right to run the VM without it.
     StandbyLost(StandbyLossReason),
     /// The VM is paused until the standby, the witness or the fence hook answers.
     Stopped,
@@ -42,7 +42,7 @@ pub enum Notice {
     WitnessUnreachable,
     /// The witness does not know this group, or has no room for it.
     WitnessRefused,
-    /// The fence hook has failed this many times; it is tried again.
+    /// The fence hook has failed this many times in a row; it is tried again.
     FenceFailed(u32),
     /// Another node runs the VM in this term.
     Deposed(Term),
@@ -54,7 +54,7 @@ pub enum Notice {
     Refused(PeerRefusal),
     /// The primary is silent.
     PrimaryLost {
-        /// The newest whole epoch of this standby.
+        /// The newest epoch that this standby has applied. `None` if it has applied none.
         held: Option<Epoch>,
         /// True if the epoch includes all output that clients saw; false if the primary may have
         /// run on unprotected.

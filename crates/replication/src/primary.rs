@@ -2,15 +2,20 @@
 //! it.
 //!
 //! ```text
-//!           Hello            first epoch arrived      next epoch      granted (witness),
-//!                            ▶ HoldOutput             arrived         armed (fencing), at once (manual)
-//!   Solo ─────────▶ Syncing ──────────────────▶ Closing ─────▶ Pairing ──────────────────────▶ Protected ─┐
-//!    ▲ ▲               │ lost                      │ lost         │ lease over, lost, sick         │        │ SwitchOver
-//!    │ └───────────────┴───────────────────────────┘              ▼                                ▼        ▼
-//!    └───────────────────────────── right granted ◀────── asking (witness, fence, disarm) ◀──────────── Handing
-//!                                                                 │ a later term                            │
-//!                                                                 └───────────────▶ Ended ◀─────────────────┘ TookOver
+//!          Hello           first epoch           next epoch           armed
+//!   Solo ────────▶ Syncing ───────────▶ Closing ───────────▶ Pairing ───────▶ Protected
+//!    ▲ ▲              │ lost               │ lost               │ lost     lost │  │ SwitchOver
+//!    │ └──────────────┴────────────────────┘                    ▼               │  ▼
+//!    └─────────────────── right granted ◀──────────────────── asking ◀──────────┴─ Handing
+//!                                                               │ a later term       │ TookOver
+//!                                                               └──────▶ Ended ◀─────┘
 //! ```
+//!
+//! An epoch counts once the standby has acknowledged it. After the first one, output is held. The
+//! witness arms the standby, or a heartbeat that it answers (fencing); without an arbiter it counts
+//! as armed at once (manual). The standby is lost if the lease is over, if it or its data path is
+//! silent, if epochs fail for too long, or if it reports that it is sick. An asking primary asks
+//! the witness, runs the fence hook, or disarms the standby.
 //!
 //! A primary is *exposed* from the moment in which the standby may be allowed to take over. From
 //! then on it runs its VM only while its lease lasts, which answers of the standby renew. The
@@ -135,7 +140,7 @@ pub struct Primary {
     /// The number of times that the fence hook has failed.
     fence_failed: u32,
     running: bool,
-    /// `StopVm` actions without their `VmStopped` event.
+    /// `StopVm` actions without their `VmStopped` or `VmStopFailed` event.
     pending_stops: u32,
     permit: RunPermit,
     /// Output is held.
@@ -150,7 +155,7 @@ pub struct Primary {
 }
 
 impl Primary {
-    /// Creates a primary that runs its VM alone.
+    /// Creates a primary that runs its VM alone. `start` tells how the node became primary.
     pub fn new(config: ReplicationConfig, start: PrimaryStart) -> Self {
         let (term, forced) = match start {
             PrimaryStart::First => (Term::FIRST, false),
@@ -193,8 +198,9 @@ impl Primary {
         }
     }
 
-    /// Handles an event at the time `now_ns` of this node's clock. Returns the actions, which the
-    /// driver must carry out in their order.
+    /// Handles `event` at the time `now_ns` of this node's monotonic clock, in nanoseconds. Returns
+    /// the actions, which the driver must carry out in their order. Returns none once the primary
+    /// has ended.
     pub fn handle(&mut self, now_ns: u64, event: PrimaryEvent) -> Vec<PrimaryAction> {
         self.now_ns = self.now_ns.max(now_ns);
         if self.phase == Phase::Ended {
@@ -215,6 +221,7 @@ impl Primary {
             PrimaryEvent::CaptureBlocked(reason) => self.block_capture(reason),
             PrimaryEvent::CaptureUnblocked => self.capture_blocked = false,
             PrimaryEvent::VmStopped => self.handle_vm_stop(),
+            PrimaryEvent::VmStopFailed => self.handle_failed_stop(),
             PrimaryEvent::Fenced(off) => self.handle_fence_result(off),
             PrimaryEvent::SwitchOver => self.begin_switch_over(),
             PrimaryEvent::GoSolo => {
@@ -239,7 +246,8 @@ impl Primary {
         std::mem::take(&mut self.out)
     }
 
-    /// Returns the time of this node's clock at which a `Tick` is due; `u64::MAX` if none is.
+    /// Returns the time of this node's clock, in nanoseconds, at which a `Tick` is due; `u64::MAX`
+    /// if none is.
     pub fn deadline_ns(&self) -> u64 {
         if self.phase == Phase::Ended {
             return u64::MAX;
@@ -296,7 +304,7 @@ impl Primary {
     }
 
     /// Returns the newest epoch of this session that the standby has acknowledged; `None` before
-    /// the first one.
+    /// the first one, and without a session.
     pub fn acknowledged(&self) -> Option<Epoch> {
         self.peer.as_ref().and_then(|peer| peer.acked)
     }
@@ -362,6 +370,20 @@ impl Primary {
             self.out.push(PrimaryAction::Capture { last: true });
         } else if self.running && self.may_run() {
             // The guard has stopped the VM just before the standby's answer renewed the lease.
+            self.out.push(PrimaryAction::ResumeVm);
+        }
+    }
+
+    /// Ends a switch-over whose VM could not be paused.
+    fn handle_failed_stop(&mut self) {
+        self.pending_stops = self.pending_stops.saturating_sub(1);
+        if self.pending_stops > 0 {
+            return;
+        }
+        if self.phase == Phase::Handing(Handing::Stopping) {
+            self.abort_switch_over();
+        } else if self.running && self.may_run() {
+            // It may be paused nevertheless.
             self.out.push(PrimaryAction::ResumeVm);
         }
     }

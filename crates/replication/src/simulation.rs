@@ -2,11 +2,16 @@
 //! that a seed decides.
 //!
 //! ```text
-//!   client ─▶ VM ─▶ gate ─▶ client          each with: paths cut one way or both, for moments or seconds │ engine killed, stalled
-//!             │ node 0        node 1                   host off │ witness crashed │ disk full │ fence hook broken │ slow link
-//!             └─ engine ═════ engine                   a user's switch-over, fail-over, force
-//!                     └ witness ┘            after each event: `check`
+//!   client ─▶ VM ─▶ gate ─▶ client
+//!             │ node 0        node 1
+//!             └─ engine ═════ engine
+//!                     └ witness ┘
 //! ```
+//!
+//! Faults: paths are cut one way or both, for moments or seconds; links are slow; engines are
+//! killed or stall; hosts are switched off; the witness crashes; disks are full; the fence hook
+//! fails. A user asks for switch-overs and fail-overs, with and without force. `check` runs after
+//! each event.
 //!
 //! Clocks of nodes differ by up to 2 %. Connections keep order and break; the witness may still
 //! read requests later that a broken connection had delivered. Even seeds have one fault at a time

@@ -1,11 +1,13 @@
 //! The standby: receives epochs, holds the newest whole one, and takes over when it has the right.
 //!
 //! ```text
-//!            HelloAck                silence, or a command         granted: witness, fence hook, hand-over, force
-//!   Alone ─────────────▶ Following ─────────────────────▶ Asking ────────────────────────────────────────▶ Active
+//!            HelloAck                silence, or a command          granted
+//!   Alone ─────────────▶ Following ─────────────────────▶ Asking ───────────▶ Active
 //!     ▲                      │ no epoch, no right            │ refused
 //!     └──────────────────────┴───────────────────────────────┘  (the session is left for good)
 //! ```
+//!
+//! The witness, the fence hook, a hand-over or a forced command grants the right to run the VM.
 //!
 //! Only a standby that follows answers heartbeats. So a standby that asks has not answered for the
 //! detection time, and the primary's lease has ended. It may follow again as long as no request has
@@ -95,8 +97,8 @@ pub struct Standby {
 
 impl Standby {
     /// Creates a standby that no primary has accepted yet. `term` is the newest that this host has
-    /// seen, or 0. `held` is an epoch that the host holds from an earlier process; the standby
-    /// takes over with it only by force.
+    /// seen, or 0. `held` is an epoch that the host holds from an earlier process, or `None`; the
+    /// standby takes over with it only by force.
     pub fn new(config: ReplicationConfig, term: Term, held: Option<Epoch>) -> Self {
         Self {
             config,
@@ -128,8 +130,8 @@ impl Standby {
         }
     }
 
-    /// Handles an event at the time `now_ns` of this node's clock. Returns the actions, which the
-    /// driver must carry out in their order.
+    /// Handles `event` at the time `now_ns` of this node's monotonic clock, in nanoseconds. Returns
+    /// the actions, which the driver must carry out in their order.
     pub fn handle(&mut self, now_ns: u64, event: StandbyEvent) -> Vec<StandbyAction> {
         self.grant_grace(now_ns.saturating_sub(self.now_ns));
         self.now_ns = self.now_ns.max(now_ns);
@@ -154,6 +156,7 @@ impl Standby {
             }
             StandbyEvent::Applied { epoch } => self.handle_applied_epoch(epoch),
             StandbyEvent::ApplyFailed { reason } => self.handle_apply_failure(reason),
+            StandbyEvent::DataFailed { reason } => self.take_no_more(reason),
             StandbyEvent::Fenced(off) => self.handle_fence_result(off),
             StandbyEvent::FailOver { force } => self.begin_fail_over(force),
             StandbyEvent::SwitchOver => {
@@ -168,7 +171,8 @@ impl Standby {
         std::mem::take(&mut self.out)
     }
 
-    /// Returns the time of this node's clock at which a `Tick` is due; `u64::MAX` if none is.
+    /// Returns the time of this node's clock, in nanoseconds, at which a `Tick` is due; `u64::MAX`
+    /// if none is.
     pub fn deadline_ns(&self) -> u64 {
         let at = match self.phase {
             Phase::Alone if self.paths.any() => self.hello_at_ns,
@@ -207,7 +211,7 @@ impl Standby {
         self.session
     }
 
-    /// Returns the newest applied epoch; `None` if there is none.
+    /// Returns the newest applied epoch, of any session; `None` if there is none.
     pub fn held(&self) -> Option<Epoch> {
         self.held
     }
@@ -408,9 +412,14 @@ impl Standby {
     }
 
     fn handle_apply_failure(&mut self, reason: String) {
-        self.notify(Notice::ApplyFailed(reason.clone()));
         self.complete = self.applied;
         self.applying = 0;
+        self.take_no_more(reason);
+    }
+
+    /// Takes no more epochs of this session, for `reason`. Open `Apply` actions go on.
+    fn take_no_more(&mut self, reason: String) {
+        self.notify(Notice::ApplyFailed(reason.clone()));
         self.out.push(StandbyAction::DiscardPartial);
         if let Some(session) = self.session {
             self.broadcast(&PeerMessage::Sick { session, reason: reason.clone() });

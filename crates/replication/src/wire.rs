@@ -24,7 +24,7 @@ pub enum DecodeError {
         field: &'static str,
         /// Its value.
         value: u8,
-        /// The offset of the value in the message.
+        /// The offset of the value in the message, in bytes.
         at: usize,
     },
     /// A field exceeds its limit.
@@ -32,9 +32,9 @@ pub enum DecodeError {
     TooLong {
         /// The field.
         field: &'static str,
-        /// Its length.
+        /// The length of the field: of a text in bytes, of a list in entries.
         len: usize,
-        /// The limit.
+        /// The largest length, in the same unit.
         max: usize,
     },
     /// A text is not UTF-8.
@@ -45,7 +45,8 @@ pub enum DecodeError {
     },
 }
 
-/// Reads the version, which must be `known`. Error: the bytes have ended, or name another version.
+/// Reads the version, a byte, which must be `known`. Errors: [`DecodeError::Read`] if the bytes
+/// have ended; [`DecodeError::Version`] if they name another version.
 pub fn read_version(reader: &mut ByteReader<'_>, known: u8) -> Result<(), DecodeError> {
     match reader.u8()? {
         version if version == known => Ok(()),
@@ -54,7 +55,8 @@ pub fn read_version(reader: &mut ByteReader<'_>, known: u8) -> Result<(), Decode
 }
 
 /// Reads a byte, and a number if the byte is 1. Returns `None` if the byte is 0. `field` names the
-/// number in errors. Errors: the bytes have ended; the first one is neither 0 nor 1.
+/// number in errors. Errors: [`DecodeError::Read`] if the bytes have ended;
+/// [`DecodeError::UnknownValue`] if the first one is neither 0 nor 1.
 pub fn read_optional(
     reader: &mut ByteReader<'_>,
     field: &'static str,
@@ -78,7 +80,8 @@ pub fn put(out: &mut Vec<u8>, numbers: &[u64]) {
     }
 }
 
-/// Appends `number` in the form that [`read_optional`] reads.
+/// Appends `number` in the form that [`read_optional`] reads: a byte 0 for `None`, or else a byte 1
+/// and the number in 8 bytes.
 pub fn put_optional(out: &mut Vec<u8>, number: Option<u64>) {
     out.push(u8::from(number.is_some()));
     put(out, number.as_slice());

@@ -147,7 +147,7 @@ impl Witness {
         self.groups.get(&group).copied()
     }
 
-    /// Returns all groups with their states.
+    /// Returns all groups with their states, in rising order of the groups' numbers.
     pub fn groups(&self) -> impl Iterator<Item = (GroupId, GroupState)> {
         self.groups.iter().map(|(group, state)| (*group, *state))
     }
@@ -197,8 +197,9 @@ impl Witness {
         }
     }
 
-    /// Decodes a persisted state, which must be all of `bytes`. Error: the bytes are malformed, or
-    /// of another version.
+    /// Decodes a persisted state, which must be all of `bytes`. Errors: [`DecodeError::Version`] if
+    /// they are of another version; [`DecodeError::TooLong`] for more than [`GROUPS_MAX`] groups;
+    /// another [`DecodeError`] if they are malformed.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, STATE_VERSION)?;
@@ -278,8 +279,8 @@ impl WitnessRequest {
         }
     }
 
-    /// Decodes one request, which must be all of `bytes`. Error: the bytes are malformed, or of
-    /// another version.
+    /// Decodes one request, which must be all of `bytes`. Errors: [`DecodeError::Version`] if they
+    /// are of another version of the protocol; another [`DecodeError`] if they are malformed.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, PROTOCOL_VERSION)?;
@@ -330,8 +331,8 @@ impl WitnessReply {
         }
     }
 
-    /// Decodes one reply, which must be all of `bytes`. Error: the bytes are malformed, or of
-    /// another version.
+    /// Decodes one reply, which must be all of `bytes`. Errors: [`DecodeError::Version`] if they
+    /// are of another version of the protocol; another [`DecodeError`] if they are malformed.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, PROTOCOL_VERSION)?;

@@ -13,7 +13,9 @@ use crate::error::{Error, Result};
 use crate::{AnalysisResults, ResultTable};
 use keyframe_plot::Timeline;
 
-/// Returns the tables of the tool's results.
+/// Returns the tables of the tool's results. A table shows at most `top` rows.
+///
+/// Errors: a result file is missing, cannot be read or is damaged.
 pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
     match results.tool.as_str() {
         "icount" | "wait" => icount::tables(results, top),
@@ -28,7 +30,10 @@ pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>>
     }
 }
 
-/// Returns the picture of the tool's results.
+/// Returns the picture of the tool's results over the course of the recording.
+///
+/// Errors: [`Error::NoPicture`] for a tool whose results are not drawn; a result file is missing,
+/// cannot be read or is damaged.
 pub fn timeline(results: &AnalysisResults) -> Result<Timeline> {
     let tool = &results.tool;
     let none = |reason, fix| Err(Error::NoPicture { tool: tool.clone(), reason, fix });

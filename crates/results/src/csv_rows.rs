@@ -35,7 +35,7 @@ impl Read for BoundedRows {
     }
 }
 
-/// A CSV file with a header.
+/// Reads a CSV file with a header, row by row.
 pub struct CsvRows<'a> {
     path: &'a Path,
     reader: csv::Reader<BoundedRows>,
@@ -45,8 +45,10 @@ pub struct CsvRows<'a> {
 }
 
 impl<'a> CsvRows<'a> {
-    /// Opens the file and reads its header. Errors: [`Error::NoResult`], [`Error::File`],
-    /// [`Error::Damaged`].
+    /// Opens the file and reads its header.
+    ///
+    /// Errors: [`Error::NoResult`] if there is no file, [`Error::File`] if it cannot be read,
+    /// [`Error::Damaged`] if it is empty or has too many columns, or the header is not CSV.
     pub fn open(path: &'a Path) -> Result<Self> {
         let file = File::open(path).map_err(|source| match source.kind() {
             io::ErrorKind::NotFound => Error::NoResult { path: path.to_owned() },
@@ -68,14 +70,15 @@ impl<'a> CsvRows<'a> {
         Ok(rows)
     }
 
-    /// Whether there is a column of this name.
+    /// Returns whether there is a column of this name.
     pub fn has(&self, column: &str) -> bool {
         self.header.iter().any(|one| one == column)
     }
 
-    /// Passes the cells in `columns` of each row to `take`. The text of its error becomes an
-    /// [`Error::Damaged`]. Other errors: [`Error::File`]; [`Error::Damaged`] if a column is missing
-    /// or a row is not CSV.
+    /// Passes the cells in `columns` of each row to `take`.
+    ///
+    /// Errors: [`Error::File`] if the file cannot be read; [`Error::Damaged`] if a column or a cell
+    /// is missing, a row is not CSV, or `take` fails, with the text of its error.
     pub fn each<const N: usize>(
         mut self,
         columns: [&str; N],
@@ -99,7 +102,10 @@ impl<'a> CsvRows<'a> {
         Ok(())
     }
 
-    /// Returns the next rows, `most` at most, and the number of those that are left out.
+    /// Returns the next rows, `most` at most, and the number of rows after them. A row has at most
+    /// as many cells as the header.
+    ///
+    /// Errors: [`Error::File`] if the file cannot be read, [`Error::Damaged`] if a row is not CSV.
     pub fn first(mut self, most: usize) -> Result<(Vec<Vec<String>>, u64)> {
         let (mut rows, mut left_out) = (Vec::new(), 0);
         let mut record = StringRecord::new();
@@ -137,17 +143,17 @@ impl<'a> CsvRows<'a> {
     }
 }
 
-/// The text without control characters.
+/// Returns the text with a space in place of each control character.
 pub fn printable(text: &str) -> String {
     text.replace(char::is_control, " ")
 }
 
-/// Reads a decimal number.
+/// Reads a decimal number. The error tells as a text that `cell` is none.
 pub fn number(cell: &str) -> Result<u64, String> {
     cell.parse().map_err(|_| format!("{cell:?} is not a number"))
 }
 
-/// Reads a hexadecimal number with its prefix.
+/// Reads a hexadecimal number with the prefix `0x`. The error tells as a text that `cell` is none.
 pub fn address(cell: &str) -> Result<u64, String> {
     let digits = cell.strip_prefix("0x").and_then(|digits| u64::from_str_radix(digits, 16).ok());
     digits.ok_or_else(|| format!("{cell:?} is not an address"))

@@ -84,12 +84,12 @@ impl AnalysisResults {
     }
 }
 
-/// Returns `part` of `whole` in percent, cell by cell.
+/// Returns `part` of `whole` in percent, value by value; not a number where `whole` is 0.
 pub fn percent_of(part: &[f64], whole: &[f64]) -> Vec<f64> {
     scaled(part, whole, 100.0)
 }
 
-/// Returns `part` for each `unit` of `whole`, cell by cell; not a number where `whole` is 0.
+/// Returns `part` for each `unit` of `whole`, value by value; not a number where `whole` is 0.
 pub fn scaled(part: &[f64], whole: &[f64], unit: f64) -> Vec<f64> {
     let ratio = |(part, whole): (&f64, &f64)| {
         if *whole > 0.0 { unit * part / whole } else { f64::NAN }
@@ -97,29 +97,29 @@ pub fn scaled(part: &[f64], whole: &[f64], unit: f64) -> Vec<f64> {
     part.iter().zip(whole).map(ratio).collect()
 }
 
-/// A band of this name.
+/// Makes a band with this name, of one value for each cell of a picture.
 pub fn band(name: impl Into<String>, values: Vec<f64>) -> Band {
     Band { name: name.into(), values, is_rest: false }
 }
 
-/// A band for what other bands leave.
+/// Makes a band for what other bands leave, which is drawn in grey.
 pub fn rest(name: impl Into<String>, values: Vec<f64>) -> Band {
     Band { name: name.into(), values, is_rest: true }
 }
 
-/// A panel of shares in percent, which make 100 together.
+/// Makes a panel of shares in percent, which make 100 together. `label` is that of its axis.
 pub fn shares(title: &str, label: &str, bands: Vec<Band>) -> Panel {
     let y = Axis::new(label, Scale::Linear);
     Panel { title: title.into(), y, y_max: Some(100.0), shape: PanelShape::Stacked, bands }
 }
 
-/// A panel of lines in steps.
+/// Makes a panel of lines in steps. `label` is that of its axis.
 pub fn lines(title: &str, label: &str, bands: Vec<Band>) -> Panel {
     let y = Axis::new(label, Scale::Linear);
     Panel { title: title.into(), y, y_max: None, shape: PanelShape::Steps, bands }
 }
 
-/// A panel of areas on top of each other.
+/// Makes a panel of areas on top of each other. `label` is that of its axis.
 pub fn stack(title: &str, label: &str, bands: Vec<Band>) -> Panel {
     Panel { shape: PanelShape::Stacked, ..lines(title, label, bands) }
 }

@@ -47,14 +47,15 @@ pub struct AnalysisResults {
 impl AnalysisResults {
     /// Returns the tables of the results, each with `top` rows at most.
     ///
-    /// Errors: [`Error::NoResult`] if the analysis has no results yet; [`Error::File`];
-    /// [`Error::Damaged`] for a file that no tool has written; [`Error::Parquet`].
+    /// Errors: [`Error::NoResult`] if the analysis has no results yet; [`Error::File`] if a file
+    /// cannot be read; [`Error::Damaged`] for a file that no tool has written; [`Error::Parquet`]
+    /// for an invalid Parquet file.
     pub fn tables(&self, top: usize) -> Result<Vec<ResultTable>> {
         by_tool::tables(self, top)
     }
 
-    /// Returns the picture of the results. Errors: those of [`Self::tables`];
-    /// [`Error::NoPicture`] if there is none for the tool.
+    /// Returns the picture of the results over the course of the recording. Errors: those of
+    /// [`Self::tables`]; [`Error::NoPicture`] if there is none for the tool.
     pub fn timeline(&self) -> Result<Timeline> {
         by_tool::timeline(self)
     }

@@ -28,7 +28,8 @@ pub enum Cell {
 }
 
 impl Cell {
-    /// A share of a whole; missing if the whole is not known or nothing.
+    /// Makes the cell of the share `part` of `whole`, in percent; [`Cell::Missing`] if the whole is
+    /// not known or 0.
     pub fn share(part: u64, whole: Option<u64>) -> Self {
         match whole {
             Some(whole @ 1..) => Self::Percent(100.0 * part as f64 / whole as f64),

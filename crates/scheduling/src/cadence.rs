@@ -14,7 +14,8 @@ pub struct Cadence {
 }
 
 impl Cadence {
-    /// Creates a cadence whose first checkpoint is due at once, and the others every `interval_ns`.
+    /// Creates a cadence whose first checkpoint is due at `now_ns`, the present time, and each
+    /// later one `interval_ns` after the one before.
     pub fn new(interval_ns: u64, now_ns: u64) -> Self {
         Self { interval_ns, due_ns: now_ns }
     }
@@ -42,8 +43,8 @@ impl Cadence {
         self.interval_ns = interval_ns;
     }
 
-    /// Records that a checkpoint outside the grid (by command) began at `now_ns`. The grid begins
-    /// anew at this time.
+    /// Records that a checkpoint was taken by command, at `now_ns`. The next checkpoint is due one
+    /// interval after it.
     pub fn restart(&mut self, now_ns: u64) {
         self.due_ns = now_ns.saturating_add(self.interval_ns);
     }

@@ -14,8 +14,9 @@ pub struct CopyCost {
 }
 
 impl CopyCost {
-    /// Learns from a checkpoint: its rounds, the pages copied in its pause, and the time that took
-    /// in nanoseconds.
+    /// Learns from a checkpoint: `rounds` are its rounds, `pause_pages` the pages copied in its
+    /// pause, and `copy_ns` the time of that copy in nanoseconds. Ignores a checkpoint of fewer
+    /// than 64 pages.
     pub fn learn(&mut self, rounds: impl Iterator<Item = Round>, pause_pages: u64, copy_ns: u64) {
         let (mut pages, mut took_ns) = (pause_pages, copy_ns);
         for round in rounds {

@@ -75,8 +75,8 @@ pub struct VmObservation {
 }
 
 impl VmObservation {
-    /// Returns the age of the epoch in nanoseconds: the paper's `wait_time`, which also counts
-    /// while a checkpoint is in flight.
+    /// Returns the age of the epoch in nanoseconds, which also grows while a checkpoint is in
+    /// flight. Gerofi & Ishikawa 2011 call it `wait_time`.
     pub fn age_ns(&self) -> u64 {
         self.now_ns.saturating_sub(self.since_ns)
     }

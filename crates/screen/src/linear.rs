@@ -12,7 +12,9 @@ const BOCHS_SIDE_MIN: u16 = 64;
 /// A linear picture.
 #[derive(Clone, Debug)]
 pub(crate) struct Linear {
+    /// The width in pixels.
     pub width: u32,
+    /// The height in pixels.
     pub height: u32,
     start: u64,
     line_bytes: u64,
@@ -39,7 +41,8 @@ enum Format {
 
 impl Linear {
     /// Returns the picture of a VGA in a VBE mode; `None` in a mode of 16 colours, whose pixels lie
-    /// in planes. `memory_bytes` is the size of its memory. Error: [`PictureProblem::Bits`].
+    /// in planes. `memory_bytes` is the size of its memory. Error: [`PictureProblem::Bits`] for a
+    /// mode that the VGA does not have.
     pub fn of_vga(vga: &Vga, memory_bytes: u64) -> Result<Option<Self>, PictureProblem> {
         let bits = vga.vbe[vbe::BITS];
         let format = match bits {
@@ -69,8 +72,11 @@ impl Linear {
         Ok(Some(linear))
     }
 
-    /// Returns the picture of a `bochs-display` with `memory_bytes` bytes of memory. Errors:
-    /// [`PictureProblem::NoMode`], [`PictureProblem::Bits`], [`PictureProblem::Beyond`].
+    /// Returns the picture of a `bochs-display` with `memory_bytes` bytes of memory.
+    ///
+    /// Errors: [`PictureProblem::NoMode`] if the guest has set no mode, [`PictureProblem::Bits`]
+    /// for a mode that the display does not have, [`PictureProblem::Beyond`] if the picture does
+    /// not fit into the memory.
     pub fn of_bochs(bochs: &Bochs, memory_bytes: u64) -> Result<Self, PictureProblem> {
         let register = |number: usize| bochs.vbe[number];
         let (width, height) = (register(vbe::WIDTH), register(vbe::HEIGHT));

@@ -3,9 +3,9 @@
 /// A part of a display's memory.
 pub(crate) struct Memory<'a> {
     pub bytes: &'a [u8],
-    /// The address at which the part begins.
+    /// The address at which the part begins, in bytes from the start of the memory.
     pub first: u64,
-    /// The size of the whole memory. Addresses wrap around at its end.
+    /// The size of the whole memory in bytes. Addresses wrap around at its end.
     pub len_bytes: u64,
 }
 

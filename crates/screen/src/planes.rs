@@ -98,7 +98,7 @@ impl Planes {
         (width, height, Mode::Planes(Box::new(planes)))
     }
 
-    /// Returns the end of the memory that the picture can use, exclusive.
+    /// Returns the first address after the memory that the picture can use, in bytes.
     #[allow(clippy::unused_self)] // Like the other modes'.
     pub fn end(&self) -> u64 {
         ADDRESSED_BYTES

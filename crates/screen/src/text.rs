@@ -81,7 +81,7 @@ impl Text {
         self.lines * self.tall
     }
 
-    /// Returns the end of the memory that the picture can use, exclusive.
+    /// Returns the first address after the memory that the picture can use, in bytes.
     pub fn end(&self) -> u64 {
         let text =
             self.start + self.line_bytes * u64::from(self.lines) + u64::from(self.columns) * PLANES;

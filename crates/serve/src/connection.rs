@@ -24,6 +24,9 @@ const GREETING_MAX: Duration = Duration::from_secs(10);
 const IDLE_MAX: Duration = Duration::from_secs(300);
 /// A client that receives nothing for this time counts as gone.
 const WRITE_MAX: Duration = Duration::from_secs(30);
+/// A client that receives an answer more slowly counts as gone too, because the answer takes memory
+/// of the server.
+const BYTES_PER_SECOND_MIN: u64 = 1 << 20;
 /// The pause after a wrong token, which slows down a search for tokens.
 const WRONG_TOKEN_PAUSE: Duration = Duration::from_secs(1);
 /// Below, compressing saves nothing.
@@ -46,10 +49,12 @@ pub struct Common {
     pub counts: ServerCounts,
 }
 
-/// A socket that has a time until when all has to be read.
+/// A socket that has a time until when all has to be read, and one until when all has to be
+/// written.
 struct Timed {
     socket: TcpStream,
     until: Option<Instant>,
+    write_until: Option<Instant>,
 }
 
 impl Read for Timed {
@@ -68,6 +73,14 @@ impl Read for Timed {
 
 impl Write for Timed {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+        let limit = match self.write_until {
+            Some(until) => until.saturating_duration_since(Instant::now()).min(WRITE_MAX),
+            None => WRITE_MAX,
+        };
+        if limit.is_zero() {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        self.socket.set_write_timeout(Some(limit))?;
         self.socket.write(buffer)
     }
 
@@ -83,11 +96,11 @@ impl Common {
     /// the client ends its connection, and nothing else. Error: the connection failed.
     pub fn serve(&self, socket: TcpStream) -> io::Result<()> {
         socket.set_nodelay(true)?;
-        socket.set_write_timeout(Some(WRITE_MAX))?;
         let mut connection = ServerConnection::new(self.tls.clone()).map_err(io::Error::other)?;
         connection.set_buffer_limit(Some(TLS_BUFFER_BYTES));
         let until = Some(Instant::now() + GREETING_MAX);
-        let mut stream = StreamOwned::new(connection, Timed { socket, until });
+        let timed = Timed { socket, until, write_until: None };
+        let mut stream = StreamOwned::new(connection, timed);
         let hello = read_request(&mut stream, HELLO_BYTES_MAX)?;
         let reply = match hello {
             Some(Ok(request @ Request::Hello { .. })) if self.is_welcome(&request) => {
@@ -129,16 +142,18 @@ impl Common {
     }
 
     fn send(&self, stream: &mut Stream, reply: Result<Reply, Refusal>) -> io::Result<()> {
-        let (kind, code, bytes, is_packed) = match reply {
-            Ok(Reply::Data { bytes, is_packed }) => {
-                (AnswerKind::Data, RefusalCode::None, bytes, is_packed)
+        // The share of the memory is given back when all is sent.
+        let (kind, code, bytes, is_packed, _share) = match reply {
+            Ok(Reply::Data { bytes, is_packed, share }) => {
+                (AnswerKind::Data, RefusalCode::None, bytes, is_packed, share)
             }
-            Ok(Reply::Same) => (AnswerKind::Same, RefusalCode::None, Vec::new(), true),
+            Ok(Reply::Same) => (AnswerKind::Same, RefusalCode::None, Vec::new(), true, None),
             Err(Refusal(code, said)) => (
                 AnswerKind::Refused,
                 code,
                 said.chars().take(1000).collect::<String>().into_bytes(),
                 true,
+                None,
             ),
         };
         let len_bytes = bytes.len() as u64;
@@ -148,18 +163,28 @@ impl Common {
             zstd::bulk::compress(&bytes, LEVEL).ok()
         };
         let (encoding, bytes) = match packed.filter(|packed| packed.len() < bytes.len()) {
-            Some(packed) => (AnswerEncoding::Zstd, packed),
+            Some(packed) => {
+                drop(bytes);
+                (AnswerEncoding::Zstd, packed)
+            }
             None => (AnswerEncoding::Plain, bytes),
         };
         let head =
             AnswerHead { kind, encoding, code, wire_bytes: bytes.len() as u64, len_bytes }.encode();
+        stream.sock.write_until = Some(Instant::now() + answer_max(bytes.len() as u64));
         stream.write_all(&head)?;
         stream.write_all(&bytes)?;
         stream.flush()?;
+        stream.sock.write_until = None;
         self.counts.requests.fetch_add(1, Ordering::Relaxed);
         self.counts.bytes_sent.fetch_add((head.len() + bytes.len()) as u64, Ordering::Relaxed);
         Ok(())
     }
+}
+
+/// The longest time in which a client receives an answer of `len_bytes` bytes.
+fn answer_max(len_bytes: u64) -> Duration {
+    WRITE_MAX + Duration::from_secs(len_bytes / BYTES_PER_SECOND_MIN)
 }
 
 /// The next request, or what is wrong with it; none where the client has closed the connection.
@@ -184,4 +209,25 @@ fn read_request(
     let mut bytes = vec![0; len];
     stream.read_exact(&mut bytes)?;
     Ok(Some(Request::decode(&bytes)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpListener;
+
+    #[test]
+    fn an_answer_has_a_deadline_that_grows_with_its_length() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (socket, _) = listener.accept().unwrap();
+        let mut timed = Timed { socket, until: None, write_until: Some(Instant::now()) };
+        assert_eq!(timed.write(b"x").unwrap_err().kind(), io::ErrorKind::TimedOut);
+        timed.write_until = Some(Instant::now() + answer_max(0));
+        assert_eq!(timed.write(b"x").unwrap(), 1);
+        drop(client);
+        assert_eq!(answer_max(0), WRITE_MAX);
+        // A file of 1 GiB at a MiB per second.
+        assert_eq!(answer_max(1 << 30) - WRITE_MAX, Duration::from_secs(1 << 10));
+    }
 }

@@ -1,15 +1,16 @@
 //! Reads the files of one store for a server. No other file can be read.
 //!
 //! A pack stays open for a while after a read, so that a client can read it to the end although a
-//! prune removes it. Invariants: at most [`OPEN_MAX`] packs are open. Answers in progress take at
-//! most [`MEMORY_BYTES_MAX`] of memory, except that one larger answer may be in progress alone.
+//! prune removes it. Invariants: at most [`OPEN_MAX`] packs are open. Whole files that are being
+//! read or sent take at most [`MEMORY_BYTES_MAX`] of memory, except that one larger file may be in
+//! progress alone. Files up to the length of a range do not count: a connection has one at a time.
 
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::Error;
-use keyframe_store_backend::layout::{READ_FOLDERS, is_file};
+use keyframe_store_backend::layout::{PACKS, READ_FOLDERS, is_file};
 use keyframe_store_backend::served::StoreState;
 use keyframe_store_backend::served::wire::{
-    self, FileStat, HEAD_BYTES, KnownHash, LIST_BYTES_MAX, RefusalCode, Request,
+    self, FileStat, HEAD_BYTES, KnownHash, LIST_BYTES_MAX, RANGE_BYTES_MAX, RefusalCode, Request,
 };
 use keyframe_store_backend::{Backend, FileStamp, ReadFile};
 use std::collections::HashMap;
@@ -21,7 +22,8 @@ use std::time::{Duration, Instant};
 const OPEN_MAX: usize = 1024;
 /// How long a pack stays open after its last read.
 const OPEN_FOR: Duration = Duration::from_secs(300);
-/// The most bytes of whole files that are read at the same time.
+/// The most bytes of whole files, and of their compressed copies, that are in memory at the same
+/// time.
 const MEMORY_BYTES_MAX: u64 = 1 << 30;
 /// The longest time for which a request waits for memory.
 const WAIT_MAX: Duration = Duration::from_secs(15);
@@ -30,8 +32,9 @@ const WAIT_MAX: Duration = Duration::from_secs(15);
 #[derive(Debug)]
 pub enum Reply {
     /// The requested bytes. `is_packed`: they are part of a pack, which is compressed already, so
-    /// the server sends them without compression.
-    Data { bytes: Vec<u8>, is_packed: bool },
+    /// the server sends them without compression. `share`: the memory that they take, to be kept
+    /// until they are sent; `None` for a short answer.
+    Data { bytes: Vec<u8>, is_packed: bool, share: Option<MemoryShare> },
     /// The client holds these bytes already: their hash is the one that it sent.
     Same,
 }
@@ -65,7 +68,7 @@ pub struct ServedFiles {
     backend: Arc<dyn Backend>,
     store: [u8; 16],
     open: Mutex<HashMap<String, Open>>,
-    memory: Memory,
+    memory: Arc<Memory>,
 }
 
 #[derive(Debug)]
@@ -78,14 +81,14 @@ struct Open {
 impl ServedFiles {
     /// Creates the files of the store with the id `store`, whose storage is `backend`.
     pub fn new(backend: Arc<dyn Backend>, store: [u8; 16]) -> Self {
-        Self { backend, store, open: Mutex::default(), memory: Memory::default() }
+        Self { backend, store, open: Mutex::default(), memory: Arc::default() }
     }
 
     /// Returns the answer to a request of a client whose token was checked. Refuses a request for a
     /// name that no file of a store has, for a file that is missing, was replaced or is too long,
     /// and for one that the backend cannot read.
     pub fn answer(&self, request: &Request) -> Result<Reply, Refusal> {
-        let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false });
+        let plain = |bytes| Ok(Reply::Data { bytes, is_packed: false, share: None });
         match request {
             Request::Hello { .. } => plain(wire::encode_welcome(self.store)),
             Request::List { folder } => plain(self.list(folder)?),
@@ -103,7 +106,10 @@ impl ServedFiles {
                 let file = self.file(name, *identity)?;
                 let mut bytes = vec![0; *len_bytes as usize];
                 file.read_at(*offset, &mut bytes)?;
-                Ok(unless_known(bytes, known.as_ref(), true))
+                Ok(unless_known(
+                    known.as_ref(),
+                    Reply::Data { bytes, is_packed: true, share: None },
+                ))
             }
             Request::State => {
                 let (holder, is_pruned) = (self.backend.lock_holder()?, self.backend.is_pruning()?);
@@ -136,6 +142,9 @@ impl ServedFiles {
         known: Option<&KnownHash>,
     ) -> Result<Reply, Refusal> {
         require_file(name)?;
+        if name.split_once('/').is_some_and(|(folder, _)| folder == PACKS) {
+            return Err(Refusal(RefusalCode::Strange, "a pack is read by ranges".into()));
+        }
         let file = self.backend.open(name)?;
         let len = file.len_bytes()?;
         if len > len_bytes_max {
@@ -144,10 +153,12 @@ impl ServedFiles {
                 format!("{len} bytes long; at most {len_bytes_max} make sense"),
             ));
         }
-        let _share = self.memory.take(len)?;
+        let is_long = len > u64::from(RANGE_BYTES_MAX);
+        // The file, and its compressed copy.
+        let share = if is_long { Some(self.memory.take(len.saturating_mul(2))?) } else { None };
         let mut bytes = vec![0; len as usize];
         file.read_at(0, &mut bytes)?;
-        Ok(unless_known(bytes, known, false))
+        Ok(unless_known(known, Reply::Data { bytes, is_packed: false, share }))
     }
 
     /// Returns the present state of a file, also if an older file of that name is open; `None` if
@@ -200,7 +211,8 @@ impl ServedFiles {
         Ok(file)
     }
 
-    /// Closes files that were not read for a while. A removed file takes space until it is closed.
+    /// Closes the files that were not read for 5 minutes. A removed file takes space until it is
+    /// closed.
     pub fn tidy(&self) {
         let now = Instant::now();
         let mut open = self.open.lock().ignore_poison();
@@ -216,10 +228,11 @@ fn require_file(name: &str) -> Result<(), Refusal> {
     if is_file(name) { Ok(()) } else { Err(strange()) }
 }
 
-fn unless_known(bytes: Vec<u8>, known: Option<&KnownHash>, is_packed: bool) -> Reply {
-    match known {
-        Some(known) if blake3::hash(&bytes) == *known => Reply::Same,
-        _ => Reply::Data { bytes, is_packed },
+/// The reply, or that the client holds its bytes already.
+fn unless_known(known: Option<&KnownHash>, reply: Reply) -> Reply {
+    match (known, &reply) {
+        (Some(known), Reply::Data { bytes, .. }) if blake3::hash(bytes) == *known => Reply::Same,
+        _ => reply,
     }
 }
 
@@ -230,28 +243,64 @@ struct Memory {
     freed: Condvar,
 }
 
-struct Share<'a> {
-    memory: &'a Memory,
+/// The memory that one answer takes, until this is dropped.
+#[derive(Debug)]
+pub struct MemoryShare {
+    memory: Arc<Memory>,
     bytes: u64,
 }
 
 impl Memory {
-    fn take(&self, bytes: u64) -> Result<Share<'_>, Refusal> {
+    fn take(self: &Arc<Self>, bytes: u64) -> Result<MemoryShare, Refusal> {
         let taken = self.taken.lock().ignore_poison();
-        let is_full = |taken: &mut u64| *taken > 0 && *taken + bytes > MEMORY_BYTES_MAX;
+        let is_full =
+            |taken: &mut u64| *taken > 0 && taken.saturating_add(bytes) > MEMORY_BYTES_MAX;
         let waited = self.freed.wait_timeout_while(taken, WAIT_MAX, is_full);
         let (mut taken, timeout) = waited.ignore_poison();
         if timeout.timed_out() {
             return Err(Refusal(RefusalCode::Failed, "the server has no memory for it now".into()));
         }
         *taken += bytes;
-        Ok(Share { memory: self, bytes })
+        Ok(MemoryShare { memory: Arc::clone(self), bytes })
     }
 }
 
-impl Drop for Share<'_> {
+impl Drop for MemoryShare {
     fn drop(&mut self) {
         *self.memory.taken.lock().ignore_poison() -= self.bytes;
         self.memory.freed.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_store_backend::LocalBackend;
+
+    #[test]
+    fn a_long_answer_keeps_its_share_of_the_memory_until_it_is_sent() {
+        const MAP: &str = "maps/0000000001.map";
+        let dir = tempfile::tempdir().unwrap();
+        let backend = LocalBackend::create(&dir.path().join("store")).unwrap();
+        let bytes = vec![7; 3 << 20];
+        backend.put(MAP, &bytes).unwrap();
+        backend.put("tags/a", b"short").unwrap();
+        let files = ServedFiles::new(Arc::new(backend), [0; 16]);
+        let ask = |name: &str, known| {
+            let (name, len_bytes_max) = (name.to_owned(), 1 << 30);
+            files.answer(&Request::File { name, len_bytes_max, known })
+        };
+        let taken = || *files.memory.taken.lock().unwrap();
+        let reply = ask(MAP, None).unwrap();
+        assert_eq!(taken(), 6 << 20);
+        drop(reply);
+        assert_eq!(taken(), 0);
+        let reply = ask("tags/a", None).unwrap();
+        assert_eq!(taken(), 0);
+        drop(reply);
+        // The server sends nothing.
+        let same = ask(MAP, Some(*blake3::hash(&bytes).as_bytes())).unwrap();
+        assert!(matches!(same, Reply::Same));
+        assert_eq!(taken(), 0);
     }
 }

@@ -55,8 +55,8 @@ impl ServerIdentity {
                 .recursive(true)
                 .create(folder)
                 .map_err(failed("make the directory of"))?;
-            // For its owner's eyes alone from its first moment; who else makes one at this moment
-            // is first or second.
+            // Only its owner can read it, from its first moment. If another process makes one at
+            // the same time, the file of the first process stays.
             let written = tempfile::NamedTempFile::new_in(folder).and_then(|mut file| {
                 file.write_all(made()?.as_bytes())?;
                 file.as_file().sync_all()?;

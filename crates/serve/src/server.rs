@@ -80,7 +80,8 @@ impl Server {
     /// Binds a server for the store at `place`: a directory, or in object storage.
     ///
     /// Errors: [`Error::Open`] if other machines could reach the server without a token;
-    /// [`Error::Store`] if there is no store; [`Error::Certificate`]; [`Error::Io`].
+    /// [`Error::Store`] if there is no store; [`Error::Certificate`] if the certificate does not
+    /// match its key; [`Error::Io`] if the server cannot listen.
     pub fn bind(place: &Path, options: ServerOptions) -> Result<Self> {
         let ServerOptions { listen, token, identity, connections_max } = options;
         if !listen.ip().is_loopback() && token.is_none() {

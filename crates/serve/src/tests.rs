@@ -106,6 +106,9 @@ fn refusals_keep_the_connection(link: &mut Link) {
     let Answer::Data(bytes) = say(link, &whole) else { panic!("no store.json") };
     let short = Request::File { name: "store.json".into(), len_bytes_max: 5, known: None };
     assert!(matches!(say(link, &short), Answer::Refused(RefusalCode::TooLong, _)));
+    // A whole pack could take all memory of the server.
+    let pack = Request::File { name: "packs/00000001.pack".into(), len_bytes_max: 9, known: None };
+    assert!(matches!(say(link, &pack), Answer::Refused(RefusalCode::Strange, _)));
     let known = Some(*blake3::hash(&bytes).as_bytes());
     let same = Request::File { name: "store.json".into(), len_bytes_max: 1 << 16, known };
     assert_eq!(say(link, &same), Answer::Same);

@@ -28,8 +28,8 @@ pub struct Audit {
 }
 
 impl Audit {
-    /// Creates an audit that puts copies into the directory `dir`, which is made. Error: it cannot
-    /// be made.
+    /// Creates an audit that puts copies into the directory `dir`, which it makes. Error: the
+    /// directory cannot be made.
     pub fn new(dir: PathBuf) -> std::io::Result<Self> {
         std::fs::create_dir_all(&dir)?;
         Ok(Self { dir, equal: VecDeque::new(), copy: Vec::new(), seq: None })

@@ -78,14 +78,14 @@ pub enum EngineRequest {
     Status,
     /// End after the checkpoints in progress are sealed.
     Stop {
-        /// Overrides the option with which `run` was started.
+        /// Overrides the option with which `run` was started. `None` to keep that option.
         on_exit: Option<OnExit>,
     },
     /// Take a checkpoint now.
     Take {
-        /// A tag for the checkpoint.
+        /// A tag for the checkpoint. `None` for no tag.
         tag: Option<String>,
-        /// Overrides the option with which `run` was started.
+        /// Overrides the option with which `run` was started. `None` to keep that option.
         strategy: Option<Strategy>,
     },
     /// Put the VM back to a checkpoint.
@@ -123,11 +123,11 @@ pub enum EngineResponse {
 pub struct RolledBack {
     /// The VM's name.
     pub vm: String,
-    /// The checkpoint to which the VM was put back.
+    /// The number of the checkpoint to which the VM was put back.
     pub checkpoint: u64,
-    /// The checkpoint with the VM's state before the rollback.
+    /// The number of the checkpoint with the VM's state before the rollback.
     pub before: u64,
-    /// The first checkpoint after the rollback; absent if it failed.
+    /// The number of the first checkpoint after the rollback; absent if it failed.
     pub now: Option<u64>,
     /// The number of pages that were written.
     pub pages: u64,
@@ -169,7 +169,7 @@ pub struct EngineStatus {
     pub encoder: EncoderState,
     /// The number of captured checkpoints that are not sealed yet.
     pub queued: u64,
-    /// The newest sealed checkpoint.
+    /// The newest sealed checkpoint. Absent if there is none.
     pub last: Option<keyframe_inspect::entry::Entry>,
     /// The age of the newest sealed checkpoint; absent if there is none.
     pub last_age_ns: Option<u64>,
@@ -235,7 +235,8 @@ pub struct ReplicationStatus {
     pub passed_packets: u64,
     /// The number of packets that were dropped because the gate was full.
     pub dropped_packets: u64,
-    /// The time of a takeover, from the decision until the VM ran.
+    /// The time of a takeover, from the decision until the VM ran. Absent if this process has not
+    /// taken over.
     pub took_over_ns: Option<u64>,
     /// The policy's estimates of the link and the VM, by names with their units.
     pub estimates: Vec<(String, f64)>,
@@ -275,7 +276,7 @@ pub struct RecorderStatus {
 /// The status of the recompression beside a run.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecompressorStatus {
-    /// The reason why there is none although the user asked for it.
+    /// The reason why there is none although the user asked for it. Absent if there is one.
     pub off: Option<String>,
     /// True if it is at work. False if it rests, or if there is too little to do.
     pub at_work: bool,

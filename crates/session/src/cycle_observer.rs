@@ -18,7 +18,7 @@ pub struct CycleObserver {
 
 impl CycleObserver {
     /// Creates an observer that shows phases in `status`, injects `fault`, and copies RAM for
-    /// `audit`.
+    /// `audit`; `None` for no fault and no audit.
     pub fn new(status: SharedStatus, fault: Option<Fault>, audit: Option<Audit>) -> Self {
         Self { status, fault, audit }
     }

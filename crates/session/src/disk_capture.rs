@@ -140,6 +140,14 @@ pub trait DiskCapture: Send {
         false
     }
 
+    /// Gives up the capture that is being read if the guests' next writes would fail for want of
+    /// space. `is_stopped` tells that QEMU has stopped a guest for such a write. Returns true if
+    /// the guest may have space now, because a capture's files are gone.
+    fn relieve(&mut self, is_stopped: bool, members: &mut [Member]) -> bool {
+        let _ = (is_stopped, members);
+        false
+    }
+
     /// Begins a capture, while the guests run. Error: the server of the disks, or QEMU, has failed;
     /// the capture then fails.
     fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
@@ -381,6 +389,10 @@ impl DiskCapture for FleecedDiskCapture {
 
     fn cuts_by_monitor(&self) -> bool {
         true
+    }
+
+    fn relieve(&mut self, is_stopped: bool, members: &mut [Member]) -> bool {
+        Self::relieve(self, is_stopped, members)
     }
 
     fn takes_new_run(&self) -> bool {

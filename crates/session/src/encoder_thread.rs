@@ -22,8 +22,9 @@ pub struct EncoderThread<S: CheckpointSink> {
 }
 
 impl<S: CheckpointSink + 'static> EncoderThread<S> {
-    /// Starts an encoder that feeds `sink`. It calls `watch` at each phase, and `report` with the
-    /// outcome of each capture. Error: the thread cannot be started.
+    /// Starts an encoder that feeds `sink`, for a page space of `space_pages` pages. It calls
+    /// `watch` at each phase, and `report` with the outcome of each capture. Error: the thread
+    /// cannot be started.
     pub fn start(
         sink: S,
         space_pages: u64,

@@ -430,8 +430,9 @@ impl<'a> Engine<'a> {
         self.capture(CheckpointReason::Take, tag, strategy)
     }
 
-    /// Captures one checkpoint; its seal is reported later. If the machine was changed, the capture
-    /// is tried again, with a command line that makes it or in a new run.
+    /// Captures one checkpoint; its seal is reported later. The capture is tried again if its pause
+    /// had too little memory, and if the machine was changed: with a command line that makes the
+    /// changed machine, or in a new run.
     fn capture(
         &mut self,
         reason: CheckpointReason,
@@ -460,6 +461,9 @@ impl<'a> Engine<'a> {
             match self.capture_labelled(label, strategy)? {
                 Ok(Captured::Checkpoint(seq)) => return Ok(seq),
                 Ok(Captured::NewRun) => {}
+                // The VM ran meanwhile, so the next try has another label and another cut of the
+                // disks.
+                Err(_) if self.copying.cycle.wants_another_try() => {}
                 Err(CaptureError::OtherRam) if !self.machines.any_has_ended() => {
                     self.follow_ram()?;
                 }

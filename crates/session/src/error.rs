@@ -13,6 +13,7 @@ pub use disks::{CloneObstacle, DiskError};
 pub use rollback::{MachineDifference, RollbackError};
 pub use run_dir::RunDirError;
 
+use crate::instruction_count::CountObstacle;
 use keyframe_capture::BoxError;
 use keyframe_qemu::AuditFinding;
 use keyframe_units::CheckpointId;
@@ -133,6 +134,9 @@ pub enum Error {
     /// QEMU records one VM only.
     #[error("QEMU records one VM, not a group")]
     GroupRecorded,
+    /// The guest's instructions are to be counted and cannot be.
+    #[error("the guest's instructions cannot be counted: {0}")]
+    NotCounted(CountObstacle),
     /// A restored VM did not connect to its network.
     #[error("the restored VM did not connect: no {port}")]
     NotConnected {
@@ -232,6 +236,7 @@ impl Error {
             Self::BudgetWithoutInterval => "give an interval: the shortest that you want",
             Self::MemberNamedTwice(_) => "give each a name of its own with QEMU's -name",
             Self::GroupRecorded => "record each VM by itself",
+            Self::NotCounted(obstacle) => obstacle.fix(),
             Self::Interrupted => "call it again: it continues with the missing checkpoints",
             Self::Vm(_)
             | Self::Io { .. }

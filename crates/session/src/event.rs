@@ -319,7 +319,8 @@ pub struct SessionStart {
     pub store: PathBuf,
     /// The name and the process id of QEMU for each VM.
     pub vms: Vec<(String, u32)>,
-    /// The time for which an attach stopped QEMU's main thread, in nanoseconds.
+    /// The time for which an attach stopped QEMU's main thread, in nanoseconds. `None` if no attach
+    /// did so, or if Keyframe started the VM itself.
     pub attach_stopped_ns: Option<u64>,
 }
 
@@ -365,6 +366,8 @@ pub enum Step {
     AllowRunning,
     /// Add the SSE exception flags of the virtual CPUs to a checkpoint.
     SaveSseFlags,
+    /// Count the guest's instructions.
+    CountInstructions,
     /// Have the kernel end this process first if memory runs out.
     VolunteerAsVictim,
 }

@@ -72,10 +72,11 @@ impl RamSource for MemberRam {
 }
 
 /// Returns the members of the group in checkpoint `id`, in their order, and the packets that were
-/// on their way between them. `device_state` is that of the checkpoint, `ram` reads the pages of
-/// all members.
+/// in flight between them. `device_state` is that of the checkpoint, `ram` reads the pages of all
+/// members.
 ///
-/// Errors: [`Error::MembersContradict`], [`Error::InFlightPackets`].
+/// Errors: [`Error::MembersContradict`] if the members do not match the checkpoint's RAM or its
+/// device states, [`Error::InFlightPackets`] if the packets cannot be decoded.
 pub fn members<'a>(
     id: CheckpointId,
     meta: &'a Meta,

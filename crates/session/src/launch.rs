@@ -14,6 +14,7 @@ use super::{LanChoice, SessionOptions};
 use crate::control::TrackerKind;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
+use crate::instruction_count::{CountObstacle, InstructionCount};
 use crate::lans::{self, Lans};
 use crate::rehearsal::Rehearsal;
 use crate::rights;
@@ -255,8 +256,8 @@ pub fn end(found: Vec<StartedVm>, peripherals: Peripherals, error: Error) -> Err
     teardown.into_error()
 }
 
-/// Returns the name of the VM or the group, and the names of the members, from the names on their
-/// command lines. Errors: a name that cannot be one; two members with one name.
+/// Returns the name of the VM, or with `is_group` of the group, and those of the members. `wanted`
+/// has the name on each VM's line; `None` for none. Error: two members have one name.
 pub fn names(
     wanted: &[Option<String>],
     is_group: bool,
@@ -357,7 +358,7 @@ pub fn prepare(
     }
     let disks = peripherals.disks.as_deref();
     match prepare_parts(store, &mut writer, (&name, is_group), (&mut found, disks), options) {
-        Ok(PreparedParts { copying, sink, meta, watchdogs, shapes }) => {
+        Ok(PreparedParts { copying, sink, meta, watchdogs, shapes, mut counted }) => {
             let guarded = found.into_iter().zip(watchdogs).zip(shapes);
             let guarded = guarded.zip(&copying.watches_discards);
             let member = |(((found, watchdog), shape), watches): (
@@ -369,6 +370,7 @@ pub fn prepare(
                 let vm = SessionVm::new(Box::new(found.vm), Box::new(watchdog), limit, *watches)
                     .with_monitor(found.monitor)
                     .telling(Arc::clone(&options.events))
+                    .counting(counted.take())
                     .expecting(shape);
                 let vm =
                     if options.recorded.is_some() { vm.recorded() } else { vm.held_at_its_end() };
@@ -407,6 +409,8 @@ struct PreparedParts {
     watchdogs: Vec<WatchdogKeeper>,
     /// The machines that the descriptions describe; `None` if they are not compared.
     shapes: Vec<Option<MachineShape>>,
+    /// The counters of the first VM's instructions; `None` if they are not counted.
+    counted: Option<InstructionCount>,
 }
 
 /// Makes the device states of `vm` hold the SSE flags of its CPUs. If that fails, `events` gets the
@@ -432,6 +436,11 @@ fn prepare_parts(
         audited.map_err(|error| if is_group { error.of_member(&one.name) } else { error })?;
         follow_sse_flags(&mut one.vm, &*options.events);
     }
+    let counted = match found {
+        _ if !options.count_instructions => None,
+        [one] => Some(InstructionCount::begin(&mut one.vm)?),
+        _ => return Err(Error::NotCounted(CountObstacle::Group)),
+    };
     let mut vms: Vec<(&str, &mut dyn Vmm)> = Vec::with_capacity(found.len());
     vms.extend(found.iter_mut().map(|one| (&*one.name, &mut one.vm as &mut dyn Vmm)));
     let copying = RamCapture::start(&mut vms, is_group, options)?;
@@ -479,11 +488,11 @@ fn prepare_parts(
     let holds_ends = options.recorded.is_none();
     let watchdogs = found.iter().map(|one| spawn_watchdog(&one.vm, holds_ends, &options.events));
     let watchdogs = watchdogs.collect::<Result<_, _>>()?;
-    Ok(PreparedParts { copying, sink, meta, watchdogs, shapes })
+    Ok(PreparedParts { copying, sink, meta, watchdogs, shapes, counted })
 }
 
-/// Fails with [`Error::MissingFeatures`] if the kernel or this user's rights lack what the options
-/// need. Called before anything is started.
+/// Checks before a start that the kernel and this user's rights suffice for the options. Errors:
+/// [`Error::MissingFeatures`] if something is missing; the options contradict each other.
 pub fn require_kernel(options: &SessionOptions) -> Result<()> {
     if options.tracker_kind()? == TrackerKind::Compare {
         // That one needs nothing but the right to read.
@@ -497,13 +506,13 @@ pub fn require_kernel(options: &SessionOptions) -> Result<()> {
     Err(Error::MissingFeatures { missing, fix })
 }
 
-/// Fails with [`Error::NotCheckpointable`] and all reasons at once if the VM cannot be checkpointed
-/// exactly, also if its RAM is scanned in pauses alone. Warnings go to `events`.
+/// Checks that the VM can be checkpointed exactly if its RAM is scanned in pauses alone. Warnings
+/// go to `events`. Errors: [`Error::NotCheckpointable`] with all reasons; QEMU does not answer.
 pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     refuse_by(vm, events, |severity| severity == Severity::Refused)
 }
 
-/// As [`refuse`], of a VM whose RAM is scanned while it runs.
+/// Checks as [`refuse`] does, for RAM that is scanned while the VM runs. It refuses more machines.
 pub fn refuse_running_scans(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
     refuse_by(vm, events, |severity| severity != Severity::Warning)
 }
@@ -568,7 +577,8 @@ pub fn spawn_watchdog(
 
 /// Makes the watchdog of a VM that runs already, as [`spawn_watchdog`] does, but starts its process
 /// just before the first pause. So a host without room for one more process does not end the VM.
-/// Error: the VM's monitor cannot be handed on.
+/// With `holds_ends`, the watchdog undoes what [`SessionVm::hold_end`] did. Error: the VM's monitor
+/// cannot be handed on.
 pub fn late_watchdog(
     vm: &Vm,
     holds_ends: bool,

@@ -30,6 +30,7 @@ pub mod faults;
 pub mod flight_recorder;
 pub mod group_restore;
 pub mod helper_process;
+pub mod instruction_count;
 pub mod interrupt;
 pub mod lans;
 pub mod launch;
@@ -131,7 +132,10 @@ pub struct SessionOptions {
     /// True to load the first checkpoint into a second QEMU, which never runs, before it is
     /// reported as sealed. If that QEMU refuses it, no more checkpoints are taken.
     pub rehearsal: bool,
-    /// A fault to inject, for tests.
+    /// True to count the guest's instructions by the host's processor, so that intervals of a VM
+    /// under KVM have a length in instructions.
+    pub count_instructions: bool,
+    /// A fault to inject, for tests. `None` for no fault.
     pub fault: Option<Fault>,
 }
 
@@ -164,6 +168,7 @@ impl SessionOptions {
             recorded: None,
             recompress: Recompress::default(),
             rehearsal: true,
+            count_instructions: false,
             fault: None,
         }
     }

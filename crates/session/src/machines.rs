@@ -98,9 +98,9 @@ impl Member {
 /// The networks and disks of VMs, which are paused and resumed together with them.
 #[derive(Default)]
 pub struct Peripherals {
-    /// The networks between them.
+    /// The networks between them. `None` if there are none.
     pub lans: Option<Lans>,
-    /// Their disks.
+    /// Their disks. `None` if no disk is captured.
     pub disks: Option<Box<dyn DiskCapture>>,
 }
 
@@ -167,8 +167,8 @@ impl Machines {
         self.members.iter().any(|m| m.vm.is_attached())
     }
 
-    /// Returns a place that the next pause of a recorded VM fills with the VM's instruction count;
-    /// `None` if the VM is not recorded.
+    /// Returns a place that the next pause of a recorded or counted VM fills with the VM's
+    /// instruction count; `None` if the VM is neither.
     pub fn mark(&mut self) -> Option<Position> {
         self.members.first_mut()?.vm.mark()
     }
@@ -408,7 +408,7 @@ impl Machine for Machines {
         let mut begun = 0;
         let mut paused = Ok(());
         for member in self.members.iter_mut().filter(|_| has_own_stop) {
-            paused = member.vm.begin_standstill().map(drop);
+            paused = member.vm.begin_scan();
             if paused.is_err() {
                 break;
             }
@@ -417,7 +417,7 @@ impl Machine for Machines {
         let worked = paused.map_err(failed("pause the VM for a scan"));
         let worked = worked.and_then(|()| work());
         let members = self.members.iter_mut().take(begun);
-        let ended: Vec<_> = members.map(|member| member.vm.end_standstill()).collect();
+        let ended: Vec<_> = members.map(|member| member.vm.end_scan()).collect();
         worked?;
         let verdicts = self.all(ended).map_err(failed("resume the VM"))?;
         let ran = self.each(|member| Ok(member.vm.vm_mut().ran_meanwhile()?));

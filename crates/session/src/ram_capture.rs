@@ -82,7 +82,8 @@ pub trait RamAccess: Send {
 pub struct StartedTracker {
     /// The tracker.
     pub tracker: Box<dyn DirtyTracker>,
-    /// The time for which the attach stopped the VMM's main thread, in nanoseconds.
+    /// The time for which the attach stopped the VMM's main thread, in nanoseconds. `None` if there
+    /// was no attach.
     pub stopped_ns: Option<u64>,
 }
 
@@ -96,7 +97,8 @@ pub struct RamCapture {
     pub layout: RamLayout,
     /// For each VM: true if the tracker reports discarded RAM.
     pub watches_discards: Vec<bool>,
-    /// The time for which the attach stopped QEMU's main thread, in nanoseconds.
+    /// The time for which the attach stopped QEMU's main thread, in nanoseconds. `None` if there
+    /// was no attach.
     pub stopped_ns: Option<u64>,
     /// Limits the memory of the capture.
     pub memory: MemoryGuard,
@@ -115,8 +117,8 @@ impl RamCapture {
         Self::start_with(ProcessRam::open, vms, is_group, options)
     }
 
-    /// Begins to track the RAM of `vms` as [`Self::start`] does, with RAM that `open` opens.
-    /// Errors: those of [`Self::start`].
+    /// Begins to track the RAM of `vms` as [`Self::start`] does, with RAM that `open` opens. With
+    /// `is_group`, the VMs are those of a group. Errors: those of [`Self::start`].
     pub fn start_with(
         open: OpenRam,
         vms: &mut [(&str, &mut dyn Vmm)],
@@ -165,8 +167,8 @@ impl RamCapture {
         Ok(Self { cycle, strategies, layout, watches_discards, stopped_ns, memory, open })
     }
 
-    /// Begins anew with the RAM that `vms` have now, opened in the same way. Errors: those of
-    /// [`Self::start`].
+    /// Begins anew with the RAM that `vms` have now, opened in the same way. With `is_group`, the
+    /// VMs are those of a group. Errors: those of [`Self::start`].
     pub fn restart(
         &self,
         vms: &mut [(&str, &mut dyn Vmm)],
@@ -321,14 +323,15 @@ impl Strategies {
         ram.write_page(page, content)
     }
 
-    /// Returns true if the RAM is scanned while the guest runs, by a tracker that does not see writes
-    /// into pinned pages.
+    /// Returns true if the RAM is scanned while the guest runs, by a tracker that does not see
+    /// writes into pinned pages. Error: the strategy does not work with the tracker that `options`
+    /// name.
     pub fn miss_pinned_writes(&self, options: &SessionOptions) -> Result<bool> {
         let finds_all = options.tracker_kind()? == TrackerKind::Compare;
         Ok(self.scans == Scans::AnyTime && !finds_all)
     }
 
-    /// Sets the number of pages that pre-copy may leave to the pause.
+    /// Sets the number of pages that pre-copy may leave to the pause to `target_pages`.
     pub fn tune(&mut self, target_pages: u64) {
         self.precopy.policy.target_pages = target_pages;
         self.auto.precopy.policy.target_pages = target_pages;

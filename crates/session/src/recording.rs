@@ -41,7 +41,8 @@ pub struct RecordingOptions {
     pub has_lost_log: Arc<AtomicBool>,
     /// The machine as the recording's checkpoints describe it, if the VM replays the recording.
     pub machine: Option<MachineMeta>,
-    /// The checkpoint with which the replay began and whose disks it has.
+    /// The checkpoint with which the replay began and whose disks it has. `None` if the VM does not
+    /// replay a recording.
     pub begin: Option<CheckpointId>,
 }
 

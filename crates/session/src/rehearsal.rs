@@ -28,6 +28,7 @@ use keyframe_qemu::cmdline::{
     CloneOptions, clone_line, options, rehearsal_obstacle, without_other_user,
 };
 use keyframe_qemu::restore::{self, Plan, RestoreOptions, RestorePurpose};
+use keyframe_scratch_directory::ScratchDirectory;
 use keyframe_store::{CheckpointId, Meta, Store};
 use keyframe_units::elapsed_ns;
 use keyframe_vm_disks::restored;
@@ -85,7 +86,7 @@ impl Rehearsal {
             Ok(loaded) => Arc::new(loaded),
             Err(error) => return Ok(Outcome::Doubtful(error.into())),
         };
-        let place = match tempfile::Builder::new().prefix("keyframe-rehearsal-").tempdir() {
+        let place = match ScratchDirectory::new("rehearsal") {
             Ok(place) => place,
             Err(error) => return Ok(Outcome::Doubtful(error.into())),
         };

@@ -300,8 +300,9 @@ fn taken_over(dir: &Path) -> Option<String> {
     Some(text)
 }
 
-/// Returns the directory of the engine of VM `name`, or of the only running engine. A directory's
-/// own name takes precedence over that of a VM that was taken over: both hosts may be one machine.
+/// Returns the directory of the engine of VM `name`, or with `None` that of the only running
+/// engine. A directory's own name takes precedence over that of a VM that was taken over: both
+/// hosts may be one machine.
 ///
 /// Errors: no engine of that name; several engines and no name.
 pub fn find(name: Option<&str>) -> Result<PathBuf, RunDirError> {

@@ -16,6 +16,7 @@ use super::launch::lines_now;
 use super::recording::{Position, RequestQueues};
 use crate::error::Result;
 use crate::event::{SharedEventSink, Step, tell_failed};
+use crate::instruction_count::{CpusChanged, InstructionCount};
 use keyframe_capture::{BoxError, PauseSteps, PauseVerdict, StopOutcome};
 use keyframe_qemu::{AuditFinding, MachineChange, MachineShape, Severity, Vm};
 use keyframe_store::MachineMeta;
@@ -72,6 +73,8 @@ pub struct SessionVm {
     watched: WatchedVm,
     monitor: Option<PathBuf>,
     recorded: Option<RecordedState>,
+    /// Present if the guest's instructions are counted by the host's processor.
+    counted: Option<InstructionCount>,
     watches_discards: bool,
     /// The machine that the checkpoints' command line makes. `None` if that is not compared.
     shape: Option<MachineShape>,
@@ -109,6 +112,7 @@ impl SessionVm {
             watched,
             monitor: None,
             recorded: None,
+            counted: None,
             watches_discards,
             shape: None,
             changes: None,
@@ -146,8 +150,15 @@ impl SessionVm {
         Self { recorded: Some(RecordedState::default()), ..self }
     }
 
+    /// Returns the same VM, whose checkpoints hold the number of instructions of `counted`; `None`
+    /// for checkpoints without that number.
+    #[must_use]
+    pub fn counting(self, counted: Option<InstructionCount>) -> Self {
+        Self { counted, ..self }
+    }
+
     /// Returns the same VM, whose checkpoints hold the command line of a machine of shape `shape`.
-    /// A checkpoint of a machine of another shape then fails.
+    /// A checkpoint of a machine of another shape then fails. With `None` the shape is not checked.
     #[must_use]
     pub fn expecting(self, shape: Option<MachineShape>) -> Self {
         Self { shape, ..self }
@@ -253,14 +264,18 @@ impl SessionVm {
             Err(findings) => return Ok(Err(findings)),
         };
         let (vcpus, guest_map) = (vm.cpus()?, vm.guest_map()?);
+        let threads = vm.qmp().cpu_threads()?;
         machine.user_command = lines.user_command;
         machine.full_command = lines.full_command;
+        if self.counted.take_if(|counted| !counted.counts(&threads)).is_some() {
+            self.tell_uncounted(CpusChanged);
+        }
         (machine.vcpus, machine.guest_map) = (vcpus, Some(guest_map));
         (self.shape, self.changes) = (Some(shape), None);
         Ok(Ok(()))
     }
 
-    /// Records whether the VM's tracker reports discarded RAM from now on.
+    /// Records whether the VM's tracker reports discarded RAM from now on: `watches_discards`.
     pub fn set_watches_discards(&mut self, watches_discards: bool) {
         self.watches_discards = watches_discards;
     }
@@ -280,8 +295,11 @@ impl SessionVm {
     }
 
     /// Returns a place that the next pause fills with the VM's instruction count; `None` if the VM
-    /// is not recorded.
+    /// is neither recorded nor counted.
     pub fn mark(&mut self) -> Option<Position> {
+        if let Some(counted) = &mut self.counted {
+            return Some(counted.mark());
+        }
         let recorded = self.recorded.as_mut()?;
         let position = Position::default();
         recorded.position = Some(Arc::clone(&position));
@@ -309,6 +327,21 @@ impl SessionVm {
             return Err(error);
         }
         Ok(ran)
+    }
+
+    /// Pauses the VM for a scan, until [`SessionVm::end_scan`]. Errors: another client migrates or
+    /// dumps the VM; the VMM or the watchdog does not answer. The VM runs on then.
+    pub fn begin_scan(&mut self) -> Result<(), BoxError> {
+        if let Some(operation) = self.vm_mut().foreign_operation()? {
+            return Err(SessionVmError::Busy { operation }.into());
+        }
+        Ok(self.watched.begin_look()?)
+    }
+
+    /// Ends the pause of a scan: the VM runs if it ran before. Returns whether the watchdog resumed
+    /// it meanwhile. Error: the VMM or the watchdog does not answer.
+    pub fn end_scan(&mut self) -> Result<PauseVerdict, BoxError> {
+        Ok(self.watched.end_look()?)
     }
 
     /// Declares that the VM's state is about to be replaced: until [`SessionVm::allow_running`] the
@@ -399,6 +432,13 @@ impl SessionVm {
         Some(operation(&mut recorded.queues, vm))
     }
 
+    /// Tells that the guest's instructions are counted no more.
+    fn tell_uncounted(&self, error: impl Into<BoxError>) {
+        if let Some(events) = &self.events {
+            tell_failed(&**events, Step::CountInstructions, Err(error));
+        }
+    }
+
     /// Whether the disks of a recorded VM may answer on another core while it runs.
     fn may_answer_late(&mut self, late: bool) {
         if self.recorded.is_some()
@@ -439,6 +479,10 @@ impl PauseSteps for SessionVm {
         let position = self.recorded.as_mut().and_then(|recorded| recorded.position.take());
         if let Some(position) = position {
             let _ = position.set(self.qemu()?.qmp().icount()?);
+        }
+        if let Some(Err(error)) = self.counted.as_mut().map(InstructionCount::note) {
+            self.counted = None;
+            self.tell_uncounted(error);
         }
         Ok(self.watched.save_devices()?)
     }

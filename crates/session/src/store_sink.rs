@@ -65,7 +65,7 @@ pub struct CheckpointLabel {
     /// The checkpoint that the VM was brought back to since the previous one, and the number of
     /// times that it has been brought back by then; `None` if it was not brought back.
     pub parent: Option<(CheckpointId, u64)>,
-    /// The instruction count of a recorded VM; `None` for another VM.
+    /// The instruction count of a recorded or counted VM; `None` for another VM.
     pub position: Option<Position>,
     /// The machines, if they were changed since the run's begin.
     pub machines: Option<Arc<MachineDescriptions>>,
@@ -151,7 +151,8 @@ pub struct StoreSink {
 }
 
 impl StoreSink {
-    /// Creates a sink into `run`, whose VM came from checkpoint `origin`.
+    /// Creates a sink into `run`, whose VM came from checkpoint `origin` (`None` if from none).
+    /// `machines` are described in each checkpoint. Injects `fault`, if there is one.
     pub fn new(
         run: Run,
         machines: MachineDescriptions,
@@ -228,11 +229,10 @@ impl CheckpointSink for StoreSink {
         }
         let disks = elapsed_ns(storing_disks);
         let icount = label.position.as_ref().and_then(|position| position.get().copied());
-        let recorded = self
-            .recording
-            .clone()
-            .zip(icount)
-            .map(|(recording, icount)| Recorded { recording, icount });
+        let (recorded, counted_instructions) = match (self.recording.clone(), icount) {
+            (Some(recording), Some(icount)) => (Some(Recorded { recording, icount }), None),
+            (_, counted) => (None, counted),
+        };
         let machines = label.machines.as_deref().unwrap_or(&self.machines);
         let t = &captured.timeline;
         let timing = Timing {
@@ -260,7 +260,7 @@ impl CheckpointSink for StoreSink {
                 .map(|(id, _)| id)
                 .or(self.origin.filter(|_| self.run.epoch() == Epoch(0))),
             ram: captured.ram.clone(),
-            machine: MachineMeta { recorded, ..machines.machine.clone() },
+            machine: MachineMeta { recorded, counted_instructions, ..machines.machine.clone() },
             members: machines.members.clone(),
             timing,
             device_state: &captured.device_state,

@@ -46,8 +46,9 @@ pub struct CacheLimits {
 }
 
 impl CacheLimits {
-    /// Makes limits from the given numbers of bytes. The environment variable
-    /// `KEYFRAME_CACHE_BYTES` replaces `disk_bytes_max`, which is raised to at least 1 MiB.
+    /// Makes limits of `disk_bytes_max` bytes in files and `memory_bytes_max` bytes in memory. The
+    /// environment variable `KEYFRAME_CACHE_BYTES` replaces `disk_bytes_max`, which is raised to at
+    /// least 1 MiB.
     pub fn of_environment(disk_bytes_max: u64, memory_bytes_max: usize) -> Self {
         let asked = std::env::var(BYTES_VARIABLE).ok().and_then(|text| text.parse::<u64>().ok());
         let disk_bytes_max = asked.unwrap_or(disk_bytes_max).max(DISK_BYTES_MIN);

@@ -28,7 +28,7 @@ pub enum Error {
         holder: String,
     },
     /// The operating system or a remote service refused an operation. In the second case `source`
-    /// holds a [`RemoteFailure`].
+    /// holds a [`RemoteFailure`]. If Keyframe itself refused a file, it holds a [`FileRefusal`].
     #[error("{object}: {operation}: {source}")]
     Io {
         /// The file.
@@ -52,6 +52,16 @@ pub struct RemoteFailure {
     pub problem: String,
     /// What the user can do about it, if that is known.
     pub fix: Option<String>,
+}
+
+/// The reason why Keyframe does not use a file of this host. Found in the source of [`Error::Io`].
+#[derive(Debug, thiserror::Error)]
+#[error("{problem}")]
+pub struct FileRefusal {
+    /// What is wrong with the file.
+    pub problem: String,
+    /// What the user can do about it.
+    pub fix: String,
 }
 
 impl Error {
@@ -93,8 +103,12 @@ impl Error {
     }
 }
 
-/// Returns the fix that a [`RemoteFailure`] inside an I/O error names. Returns `None` if there is
-/// none.
+/// Returns the fix that a [`RemoteFailure`] or a [`FileRefusal`] inside an I/O error names. Returns
+/// `None` if there is none.
 pub fn fix_of(source: &io::Error) -> Option<String> {
-    source.get_ref()?.downcast_ref::<RemoteFailure>()?.fix.clone()
+    let reason = source.get_ref()?;
+    if let Some(refusal) = reason.downcast_ref::<FileRefusal>() {
+        return Some(refusal.fix.clone());
+    }
+    reason.downcast_ref::<RemoteFailure>()?.fix.clone()
 }

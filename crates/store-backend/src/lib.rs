@@ -32,7 +32,7 @@ pub use backend::{
 };
 pub use cache::cache_root;
 pub use encrypted::{DataKey, EncryptedBackend};
-pub use error::{Error, RemoteFailure, Result, fix_of};
+pub use error::{Error, FileRefusal, RemoteFailure, Result, fix_of};
 pub use local::LocalBackend;
 pub use s3::S3Backend;
 pub use served::ServedBackend;

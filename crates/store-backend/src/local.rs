@@ -1,19 +1,26 @@
 //! A store in a directory of this host, or of a network file system that honours `flock`, `fsync`
 //! and `rename`.
 
+mod regular_file;
+#[cfg(test)]
+mod tests;
+
 use crate::{AppendFile, Backend, FileStamp, LockGuard, ReadFile, Space};
 use crate::{Error, Result};
+use regular_file::{open_regular, path_in, require_folder};
 use rustix::fs::{FlockOperation, flock};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{self, Read, Seek, Write};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
 const FOLDERS: [&str; 6] = ["packs", "maps", "checkpoints", "tags", "worksets", "tmp"];
+/// The folder that a repair makes.
+const QUARANTINE: &str = "quarantine";
 const LOCK: &str = "lock";
 const PRUNE_LOCK: &str = "prune.lock";
 const HOLDER_BYTES_MAX: u64 = 4096;
@@ -26,6 +33,9 @@ pub struct LocalBackend {
     root: PathBuf,
     /// Numbers the temporary files of this process.
     temporaries: Arc<AtomicU64>,
+    /// The directory `root`, opened before the first write that is not synced. The kernel reports a
+    /// write that failed later to this descriptor, even if another process has seen the error.
+    root_file: Arc<OnceLock<File>>,
     /// Files and directories are not synced one by one ([`Backend::without_syncs`]).
     relaxed: bool,
 }
@@ -34,7 +44,12 @@ impl LocalBackend {
     /// Creates the backend of the existing store in the directory `root`. Reads and writes nothing
     /// yet.
     pub fn open(root: &Path) -> Self {
-        Self { root: root.to_path_buf(), temporaries: Arc::default(), relaxed: false }
+        Self {
+            root: root.to_path_buf(),
+            temporaries: Arc::default(),
+            root_file: Arc::default(),
+            relaxed: false,
+        }
     }
 
     /// Creates the directory `root` with the folders of a store, and its backend. Only the owner
@@ -65,6 +80,24 @@ impl LocalBackend {
         }
     }
 
+    /// The path of a file. Fails if its folder is not in the store.
+    fn path(&self, name: &str) -> Result<PathBuf> {
+        path_in(&self.root, name)
+    }
+
+    fn require_folders(&self) -> Result<()> {
+        let mut folders = FOLDERS.into_iter().chain([QUARANTINE]);
+        folders.try_for_each(|folder| require_folder(&self.root, folder))
+    }
+
+    fn root_file(&self) -> Result<&File> {
+        if let Some(file) = self.root_file.get() {
+            return Ok(file);
+        }
+        let file = File::open(&self.root).map_err(|e| io_error(&self.root, "open", e))?;
+        Ok(self.root_file.get_or_init(|| file))
+    }
+
     fn sync_parent(&self, path: &Path) -> Result<()> {
         if self.relaxed { Ok(()) } else { sync_folder(path.parent().unwrap_or(&self.root)) }
     }
@@ -76,7 +109,9 @@ impl Backend for LocalBackend {
     }
 
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        self.require_folders()?;
         let lock = take_lock(&self.root.join(LOCK), holder)?;
+        self.root_file()?;
         for leftover in self.list("tmp")? {
             self.remove(&format!("tmp/{leftover}"))?;
         }
@@ -84,7 +119,10 @@ impl Backend for LocalBackend {
     }
 
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
-        Ok(Box::new(take_lock(&self.root.join(PRUNE_LOCK), holder)?))
+        self.require_folders()?;
+        let lock = take_lock(&self.root.join(PRUNE_LOCK), holder)?;
+        self.root_file()?;
+        Ok(Box::new(lock))
     }
 
     fn lock_holder(&self) -> Result<Option<String>> {
@@ -100,13 +138,15 @@ impl Backend for LocalBackend {
     }
 
     fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
+        // If this fails, `sync_all` tries again and reports the error.
+        let _ = self.root_file();
         let (root, temporaries) = (self.root.clone(), Arc::clone(&self.temporaries));
-        Some(Arc::new(Self { root, temporaries, relaxed: true }))
+        let root_file = Arc::clone(&self.root_file);
+        Some(Arc::new(Self { root, temporaries, root_file, relaxed: true }))
     }
 
     fn sync_all(&self) -> Result<()> {
-        let folder = File::open(&self.root).map_err(|e| io_error(&self.root, "open", e))?;
-        rustix::fs::syncfs(&folder)
+        rustix::fs::syncfs(self.root_file()?)
             .map_err(|e| io_error(&self.root, "sync the file system of", e.into()))
     }
 
@@ -122,7 +162,7 @@ impl Backend for LocalBackend {
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
-        let path = self.root.join(name);
+        let path = self.path(name)?;
         let file = OpenOptions::new()
             .write(true)
             .create_new(true)
@@ -134,13 +174,10 @@ impl Backend for LocalBackend {
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        let path = self.root.join(name);
+        let path = self.path(name)?;
         let serial = self.temporaries.fetch_add(1, Ordering::Relaxed);
-        let temporary = self.root.join(format!(
-            "tmp/{}-{}-{serial}",
-            name.replace('/', "-"),
-            std::process::id()
-        ));
+        let temporary =
+            self.path(&format!("tmp/{}-{}-{serial}", name.replace('/', "-"), std::process::id()))?;
         let rename = || match std::fs::rename(&temporary, &path) {
             // The folder was removed.
             Err(e) if e.kind() == io::ErrorKind::NotFound && temporary.exists() => {
@@ -160,12 +197,13 @@ impl Backend for LocalBackend {
     }
 
     fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>> {
-        let path = self.root.join(name);
-        let file = File::open(&path).map_err(|e| io_error(&path, "open", e))?;
+        let path = self.path(name)?;
+        let file = open_regular(OpenOptions::new().read(true), &path)?;
         Ok(Arc::new(LocalReadFile { file, path }))
     }
 
     fn list(&self, folder: &str) -> Result<Vec<String>> {
+        require_folder(&self.root, folder)?;
         let path = self.root.join(folder);
         let entries = match std::fs::read_dir(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -180,7 +218,7 @@ impl Backend for LocalBackend {
     }
 
     fn remove(&self, name: &str) -> Result<()> {
-        let path = self.root.join(name);
+        let path = self.path(name)?;
         match std::fs::remove_file(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
             Err(e) => Err(io_error(&path, "remove", e)),
@@ -189,6 +227,7 @@ impl Backend for LocalBackend {
     }
 
     fn remove_all(&self, folder: &str, names: &[String]) -> Result<()> {
+        require_folder(&self.root, folder)?;
         for path in names.iter().map(|name| self.root.join(name)) {
             match std::fs::remove_file(&path) {
                 Err(e) if e.kind() == io::ErrorKind::NotFound => {}
@@ -206,10 +245,9 @@ impl Backend for LocalBackend {
     }
 
     fn sync(&self, name: &str) -> Result<()> {
-        let path = self.root.join(name);
+        let path = self.path(name)?;
         // Some file systems do not sync through a read-only descriptor.
-        let file =
-            OpenOptions::new().write(true).open(&path).map_err(|e| io_error(&path, "open", e))?;
+        let file = open_regular(OpenOptions::new().write(true), &path)?;
         file.sync_all().map_err(|e| io_error(&path, "sync", e))?;
         self.sync_parent(&path)
     }
@@ -300,14 +338,10 @@ impl ReadFile for LocalReadFile {
 }
 
 fn take_lock(path: &Path, holder: &str) -> Result<Flock> {
-    let mut file = OpenOptions::new()
-        .read(true)
-        .write(true)
-        .create(true)
-        .truncate(false)
-        .mode(0o600)
-        .open(path)
-        .map_err(|e| io_error(path, "open", e))?;
+    let mut file = open_regular(
+        OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600),
+        path,
+    )?;
     if !exclude(&file, path)? {
         return Err(Error::Locked { holder: holder_in(&file, path)? });
     }
@@ -337,9 +371,9 @@ fn exclude(file: &File, path: &Path) -> Result<bool> {
 
 /// The text of the process that holds a lock, if any does.
 fn holder_of(path: &Path) -> Result<Option<String>> {
-    let file = match File::open(path) {
-        Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
-        other => other.map_err(|e| io_error(path, "open", e))?,
+    let file = match open_regular(OpenOptions::new().read(true), path) {
+        Err(e) if e.is_not_found() => return Ok(None),
+        other => other?,
     };
     match flock(&file, FlockOperation::NonBlockingLockShared) {
         // Closing the file releases it.
@@ -389,10 +423,11 @@ fn refuse_foreign_content(root: &Path) -> Result<()> {
     for entry in std::fs::read_dir(root).map_err(|e| io_error(root, "list", e))? {
         let entry = entry.map_err(|e| io_error(root, "list", e))?;
         let known = entry.file_name().to_str().is_some_and(|name| FOLDERS.contains(&name));
+        let is_folder = entry.file_type().is_ok_and(|kind| kind.is_dir());
         let is_tmp = entry.file_name() == "tmp";
         let empty =
             || std::fs::read_dir(entry.path()).is_ok_and(|mut inner| inner.next().is_none());
-        if !known || !(is_tmp || empty()) {
+        if !known || !is_folder || !(is_tmp || empty()) {
             return exists("the directory is not empty");
         }
     }

@@ -80,6 +80,17 @@ impl Shared {
         held.iter().try_for_each(|lease| lease.check())
     }
 
+    /// Writes an object while this process holds its locks. Errors: [`Error::Locked`] if one may
+    /// have been lost; the service refuses or cannot be reached.
+    fn put(&self, name: &str, bytes: &[u8], condition: Precondition<'_>) -> Result<S3PutOutcome> {
+        self.client.put_while(&|| self.check_leases(), name, bytes, condition)
+    }
+
+    /// Removes an object while this process holds its locks. Errors: those of [`Self::put`].
+    fn delete(&self, name: &str) -> Result<()> {
+        self.client.delete_while(&|| self.check_leases(), name)
+    }
+
     fn open_pack(&self, name: &str) -> Option<Arc<pack::UploadedPack>> {
         self.open.lock().ignore_poison().get(name).and_then(Weak::upgrade)
     }
@@ -181,14 +192,6 @@ fn is_pack(name: &str) -> bool {
     name.strip_prefix("packs/").is_some_and(|file| !file.contains('/'))
 }
 
-impl S3Backend {
-    /// Removes the writer's lock of any holder, and returns the holder's text. That holder can
-    /// write nothing more.
-    fn break_lock(&self) -> Result<Option<String>> {
-        lease::break_lease(&self.shared.client, LOCK)
-    }
-}
-
 impl Backend for S3Backend {
     fn describe(&self, name: &str) -> String {
         self.shared.client.describe(name)
@@ -215,15 +218,10 @@ impl Backend for S3Backend {
     }
 
     fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
-        match self.lock_holder()? {
-            Some(holder) if !force => Ok(UnlockOutcome::Held(holder)),
-            // Also a lock whose lease has ended.
-            _ => Ok(self.break_lock()?.map_or(UnlockOutcome::Nothing, UnlockOutcome::Removed)),
-        }
+        lease::break_lease(&self.shared.client, LOCK, force)
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
-        self.shared.check_leases()?;
         let (open, growing) = pack::create(&self.shared, name)?;
         let mut all = self.shared.open.lock().ignore_poison();
         all.retain(|_, open| open.strong_count() > 0);
@@ -232,10 +230,12 @@ impl Backend for S3Backend {
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
-        self.shared.check_leases()?;
+        if is_pack(name) {
+            return pack::rewrite(&self.shared, name, bytes);
+        }
         let condition =
             if name == STORE_JSON { Precondition::Absent } else { Precondition::Always };
-        match self.shared.client.put(name, bytes, condition)? {
+        match self.shared.put(name, bytes, condition)? {
             S3PutOutcome::Done(_) => Ok(()),
             S3PutOutcome::Refused => {
                 let object = self.shared.client.location.name.clone();
@@ -268,12 +268,7 @@ impl Backend for S3Backend {
     }
 
     fn remove(&self, name: &str) -> Result<()> {
-        self.shared.check_leases()?;
-        if is_pack(name) {
-            pack::remove(&self.shared, name)
-        } else {
-            self.shared.client.delete(name)
-        }
+        if is_pack(name) { pack::remove(&self.shared, name) } else { self.shared.delete(name) }
     }
 
     fn sync(&self, _name: &str) -> Result<()> {

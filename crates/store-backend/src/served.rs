@@ -13,8 +13,8 @@
 //!
 //! Invariants:
 //! - Nothing is written.
-//! - A cached piece is used only if the server confirms it: by the stamp of the file, or by the
-//!   hash of the piece.
+//! - A cached piece is used only if the server confirms it: by the stamp of the file, if the piece
+//!   came from this very server, or by the hash of the piece.
 //! - Lengths are checked before memory is allocated.
 //!
 //! The server is the crate `serve`. It needs no key: it sends the files of an encrypted store

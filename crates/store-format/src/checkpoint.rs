@@ -29,8 +29,8 @@ pub struct CheckpointFile {
     pub device_state: Vec<u8>,
 }
 
-/// The device state as the file will hold it. It is made before the description, which states its
-/// size.
+/// The device state in the form in which a checkpoint file holds it. It is made before the
+/// description of the checkpoint, which states its size.
 #[derive(Debug)]
 pub struct DeviceSection<'a> {
     raw: &'a [u8],
@@ -53,7 +53,7 @@ impl<'a> DeviceSection<'a> {
     }
 }
 
-/// Encodes the file of checkpoint `id`. Error: the description is too long.
+/// Encodes the file of checkpoint `id`. Error: the description cannot be written as JSON.
 pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) -> Result<Vec<u8>> {
     let meta = serde_json::to_vec(meta).map_err(|e| {
         FormatError::damaged(format!("checkpoint {id}"), format!("cannot be written as JSON: {e}"))
@@ -70,9 +70,11 @@ pub fn encode(id: u64, store: StoreId, meta: &Meta, device: &DeviceSection<'_>) 
     Ok(envelope::finish(out))
 }
 
-/// Parses the file of checkpoint `id`. `object` names the file in errors. Errors:
-/// [`FormatError::Damaged`](crate::FormatError::Damaged),
-/// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
+/// Parses the file of checkpoint `id`. `object` names the file in errors.
+///
+/// Errors: [`FormatError::Damaged`](crate::FormatError::Damaged) if the bytes are not those of this
+/// checkpoint of this store, [`FormatError::OtherVersion`](crate::FormatError::OtherVersion) for
+/// another version of the format.
 pub fn decode(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<CheckpointFile> {
     let content = envelope::open(bytes, MAGIC, object)?;
     let parsed = decode_content(content, id, store)
@@ -81,9 +83,11 @@ pub fn decode(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<Che
 }
 
 /// Checks the whole file of checkpoint `id` and returns its description. Does not decompress the
-/// device state, which is most of the file. `object` names the file in errors. Errors:
-/// [`FormatError::Damaged`](crate::FormatError::Damaged),
-/// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
+/// device state, which is most of the file. `object` names the file in errors.
+///
+/// Errors: [`FormatError::Damaged`](crate::FormatError::Damaged) if the bytes are not those of this
+/// checkpoint of this store, [`FormatError::OtherVersion`](crate::FormatError::OtherVersion) for
+/// another version of the format.
 pub fn decode_meta(bytes: &[u8], id: u64, store: StoreId, object: &str) -> Result<Meta> {
     let content = envelope::open(bytes, MAGIC, object)?;
     decode_content(content, id, store)

@@ -118,7 +118,8 @@ impl std::fmt::Debug for PageCompressor {
     }
 }
 
-/// Restores a page from its payload. Error: the payload is malformed or has another length.
+/// Restores a page from its payload. `dictionary` is that of the pack, which dense payloads need;
+/// `None` for a pack without one. Error: the payload is malformed or has another length.
 pub fn decompress_page(
     codec: Codec,
     payload: &[u8],

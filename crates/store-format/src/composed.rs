@@ -58,7 +58,7 @@ fn sectors_mut(page: &mut Page) -> std::slice::IterMut<'_, Sector> {
 }
 
 impl Composition {
-    /// Returns the records that it refers to, in rising order, each once.
+    /// Returns the records to which the parts refer, sorted, each once.
     pub fn records(&self) -> Vec<PageRef> {
         let of =
             |part: &PagePart| if let PagePart::Of(record, _) = part { Some(*record) } else { None };
@@ -86,7 +86,8 @@ impl Composition {
         }
     }
 
-    /// Appends to `out` the payload of the record of `page`; returns its codec.
+    /// Appends to `out` the payload of the record of `page`, whose parts have the origins of this
+    /// composition. Returns the codec of the payload.
     pub fn encode(&self, page: &Page, compressor: &mut PageCompressor, out: &mut Vec<u8>) -> Codec {
         let (mut zeros, mut references) = (0u8, 0u8);
         let records = self.records();

@@ -20,7 +20,7 @@ pub enum Derivation {
 }
 
 impl Derivation {
-    /// Returns the records that it refers to, in rising order, each once.
+    /// Returns the records to which the derived record refers, sorted, each once.
     pub fn records(&self) -> Vec<PageRef> {
         match self {
             Self::Parts(composition) => composition.records(),
@@ -44,8 +44,7 @@ impl Derivation {
         Ok(())
     }
 
-    /// Calls `place` for each reference. It may replace the reference with another one to the same
-    /// content.
+    /// Calls `place` for each reference, which it may replace with another one to the same content.
     pub fn repoint(&mut self, place: &mut dyn FnMut(&mut PageRef)) {
         match self {
             Self::Parts(composition) => {

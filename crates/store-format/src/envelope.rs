@@ -30,8 +30,11 @@ pub fn finish(mut bytes: Vec<u8>) -> Vec<u8> {
 }
 
 /// Checks magic, version and checksum of a file, and returns the content between them; `object`
-/// names the file in errors. Errors: [`FormatError::Damaged`](crate::FormatError::Damaged),
-/// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
+/// names the file in errors.
+///
+/// Errors: [`FormatError::Damaged`](crate::FormatError::Damaged) if the magic or the checksum is
+/// wrong, [`FormatError::OtherVersion`](crate::FormatError::OtherVersion) for another version of
+/// the format.
 pub fn open<'a>(bytes: &'a [u8], magic: Magic, object: &str) -> Result<&'a [u8]> {
     let damaged = |problem: &str| FormatError::damaged(object, problem);
     let split = bytes.len().checked_sub(CHECK_BYTES).ok_or_else(|| damaged("too short"))?;

@@ -201,9 +201,11 @@ impl MapRun {
         envelope::finish(out)
     }
 
-    /// Parses the file of map `id`. `object` names the file in errors. Errors:
-    /// [`FormatError::Damaged`](crate::FormatError::Damaged),
-    /// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
+    /// Parses the file of map `id`. `object` names the file in errors.
+    ///
+    /// Errors: [`FormatError::Damaged`](crate::FormatError::Damaged) if the bytes are not those of
+    /// this map of this store, [`FormatError::OtherVersion`](crate::FormatError::OtherVersion) for
+    /// another version of the format.
     pub fn decode(bytes: &[u8], store: StoreId, id: u64, object: &str) -> Result<Self> {
         let content = envelope::open(bytes, MAGIC, object)?;
         let this =

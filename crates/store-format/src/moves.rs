@@ -79,9 +79,11 @@ impl Moves {
         envelope::finish(out)
     }
 
-    /// Parses the file of moves. `object` names it in errors. Errors:
-    /// [`FormatError::Damaged`](crate::FormatError::Damaged),
-    /// [`FormatError::OtherVersion`](crate::FormatError::OtherVersion).
+    /// Parses the file of moves. `object` names it in errors.
+    ///
+    /// Errors: [`FormatError::Damaged`](crate::FormatError::Damaged) if the bytes are not those of
+    /// such a file of this store, [`FormatError::OtherVersion`](crate::FormatError::OtherVersion)
+    /// for another version of the format.
     pub fn decode(bytes: &[u8], store: StoreId, object: &str) -> Result<Self> {
         let content = envelope::open(bytes, MAGIC, object)?;
         Self::decode_content(content, store)

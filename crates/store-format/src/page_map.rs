@@ -40,8 +40,9 @@ impl PageMap {
         replace(&mut leaf[(page.0 % LEAF_PAGES) as usize], to, &mut self.nonzero_pages)
     }
 
-    /// Sets the records of rising ranges of pages. A range comes with one record for each page, or
-    /// `None` if its pages are zero. Costs one search for each leaf, not for each range.
+    /// Sets the records of several ranges of pages, which come in the order of their page numbers
+    /// and do not overlap. A range comes with one record for each page, or `None` if its pages are
+    /// zero. Faster than [`Self::set`] for each page.
     pub fn set_ranges<'a>(
         &mut self,
         ranges: impl Iterator<Item = (PageRange, Option<&'a [PageRef]>)>,
@@ -98,7 +99,8 @@ impl PageMap {
         entries.filter(|to| **to != PageRef::ZERO).for_each(place);
     }
 
-    /// Sets all pages of a range to zero. The cost follows the existing leaves.
+    /// Sets all pages of a range to zero. The time that it takes depends on the parts of the range
+    /// that have records, not on the length of the range.
     pub fn clear_range(&mut self, range: PageRange) {
         let (first, end) = (range.first.0, range.end().0);
         if first >= end {

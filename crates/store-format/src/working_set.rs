@@ -35,8 +35,9 @@ pub fn encode(store: StoreId, id: CheckpointId, space_pages: u64, pages: &[PageI
     envelope::finish(out)
 }
 
-/// Parses the file of the working set of checkpoint `id`, and returns its pages; `None` if the file
-/// is damaged, or belongs to another checkpoint, store or size of RAM.
+/// Parses the file of the working set of checkpoint `id`, and returns its pages. Returns `None` if
+/// the file is damaged, or belongs to another checkpoint, store or page space than one of
+/// `space_pages` pages.
 pub fn decode(
     bytes: &[u8],
     store: StoreId,

@@ -11,12 +11,14 @@
 //!
 //! Invariants: a passphrase is never on the command line, where other users could read it. The
 //! terminal is asked only if a store needs a passphrase. A secret for a store that is not encrypted
-//! is an error, because the user who gives it expects encryption.
+//! is an error, because the user who gives it expects encryption. A key file that others than its
+//! owner may access is refused.
 
 use keyframe_store::{Error, Secret, SecretKind, Store};
 use rustix::termios::{LocalModes, OptionalActions, tcgetattr, tcsetattr};
 use std::fs::File;
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
@@ -188,10 +190,7 @@ impl Keys<'_> {
         let secret = match (kind, self.file()) {
             (SecretKind::KeyFile, None) => return Ok(None),
             (SecretKind::KeyFile, Some(file)) => {
-                let mut bytes = Zeroizing::new(Vec::new());
-                let read =
-                    File::open(&file).and_then(|f| f.take(BYTES_MAX).read_to_end(&mut bytes));
-                read.map_err(io(&file, "read the key file"))?;
+                let bytes = read_key_file(&file)?;
                 let file = std::path::absolute(&file).map_err(io(&file, "resolve"))?;
                 self.remember(Given::File(file));
                 Secret::KeyFile(bytes)
@@ -217,6 +216,21 @@ impl Keys<'_> {
             let _ = OPENED_WITH.set(given);
         }
     }
+}
+
+/// Reads a key file. Errors: [`Error::ExposedKey`] if others than its owner may access it; it cannot
+/// be read.
+fn read_key_file(file: &Path) -> Result<Zeroizing<Vec<u8>>, Error> {
+    let object = || file.display().to_string();
+    let io = |source| Error::Io { object: object(), operation: "read the key file", source };
+    let open = File::open(file).map_err(io)?;
+    let mode = open.metadata().map_err(io)?.mode() & 0o777;
+    if mode & 0o077 != 0 {
+        return Err(Error::ExposedKey { object: object(), mode });
+    }
+    let mut bytes = Zeroizing::new(Vec::new());
+    open.take(BYTES_MAX).read_to_end(&mut bytes).map_err(io)?;
+    Ok(bytes)
 }
 
 /// Adds the secret that opened the store to the environment of a child process. Does nothing if no
@@ -306,4 +320,37 @@ fn ask_once(mut terminal: &File, prompt: &str) -> io::Result<Zeroizing<String>> 
     terminal.write_all(b"\n")?;
     read?;
     Ok(Zeroizing::new(line.trim_end_matches(['\n', '\r']).to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn a_key_file_that_others_may_access_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let (file, store) = (dir.path().join("key"), dir.path().join("store"));
+        std::fs::write(&file, [7; 32]).unwrap();
+        let set_mode =
+            |mode| std::fs::set_permissions(&file, Permissions::from_mode(mode)).unwrap();
+        let key = KeyArg::of_file(Some(file.clone()));
+        for mode in [0o604, 0o640, 0o602, 0o620] {
+            set_mode(mode);
+            let refused = key.init(&store).unwrap_err();
+            assert!(matches!(refused, Error::ExposedKey { .. }), "{mode:o}: {refused}");
+            assert!(refused.fix().is_some_and(|fix| fix.starts_with("chmod 600 ")));
+            assert!(!store.exists());
+        }
+        for mode in [0o600, 0o400] {
+            set_mode(mode);
+            assert_eq!(*read_key_file(&file).unwrap(), [7_u8; 32]);
+        }
+        key.init(&store).unwrap();
+        set_mode(0o644);
+        assert!(matches!(key.open(&store), Err(Error::ExposedKey { .. })));
+        set_mode(0o600);
+        assert!(key.open(&store).unwrap().is_encrypted());
+    }
 }

@@ -139,17 +139,17 @@ impl OpenStore {
     }
 
     /// Restores the page of `record`, which is at `at`, into `page`, and checks it against its
-    /// hash. Errors, as a text: the record or one that it refers to is damaged or cannot be read.
-    pub fn restore(&self, record: &Record<'_>, at: PageRef, page: &mut Page) -> Result<(), String> {
-        match record.derivation_or_page(page)? {
-            None => record.verify(&self.config.key, page),
+    /// hash. Errors: the record or one that it refers to is damaged; the backend fails.
+    pub fn restore(&self, record: &Record<'_>, at: PageRef, page: &mut Page) -> Result<()> {
+        let damaged = |problem| self.damaged_at(at, problem);
+        match record.derivation_or_page(page).map_err(damaged)? {
+            None => record.verify(&self.config.key, page).map_err(damaged),
             Some(derivation) => {
                 let mut waiting = Waiting::of(at, record.hash, derivation, page);
                 self.assemble(&mut waiting, &mut |(), content| {
                     *page = *content;
                     Ok::<_, Error>(())
                 })
-                .map_err(|error| error.to_string())
             }
         }
     }

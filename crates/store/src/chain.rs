@@ -88,8 +88,8 @@ pub struct ChainPlan<'a> {
 }
 
 impl Chain {
-    /// Creates the rule for a run without checkpoints. `base` is the base of the rule (see the
-    /// module), at least 2.
+    /// Creates the rule for a run without checkpoints and with RAM of `ram_pages` pages. `base` is
+    /// the base of the rule (see the module), at least 2.
     pub fn new(base: u64, ram_pages: u64) -> Self {
         Self { base: base.max(2), ram_pages, next: 0, levels: Vec::new() }
     }

@@ -92,8 +92,10 @@ struct AnyVersion {
 }
 
 impl Config {
-    /// Creates a new identity with keys from the system's random source. `secret` locks the keys.
-    /// Error: the system gives no random numbers.
+    /// Creates a new identity with keys from the system's random source. `secret` locks the keys;
+    /// `None` for a store without encryption.
+    ///
+    /// Errors: [`Error::WeakKey`] if the secret is too short; the system gives no random numbers.
     pub fn fresh(secret: Option<&Secret>) -> Result<Self> {
         let (id, created, key) = (StoreId(random_bytes()?), now(), HashKey(random_bytes()?));
         let encryption = match secret {
@@ -139,8 +141,11 @@ impl Config {
         Ok(out.into_bytes())
     }
 
-    /// Parses `store.json`. `object` names the file in errors. Errors: [`Error::Damaged`],
-    /// [`Error::OtherVersion`], [`Error::PreRelease`].
+    /// Parses `store.json`. `object` names the file in errors.
+    ///
+    /// Errors: [`Error::Damaged`] if the text or its checksum is invalid, [`Error::OtherVersion`]
+    /// for another version of the format, [`Error::PreRelease`] for the format of a version before
+    /// the first release.
     pub fn decode(bytes: &[u8], object: &str) -> Result<Stored> {
         let damaged = |problem: String| Error::damaged(object, problem);
         let text = std::str::from_utf8(bytes).map_err(|e| damaged(format!("not text: {e}")))?;
@@ -179,8 +184,11 @@ impl Config {
 
 impl Stored {
     /// Unlocks the keys, and returns the identity with them. For locked keys, calls `ask` for the
-    /// secret. `object` names the file in errors. Errors: [`Error::KeyNeeded`];
-    /// [`Error::WrongKey`]; that of `ask`.
+    /// secret. `object` names the file in errors.
+    ///
+    /// Errors: [`Error::KeyNeeded`] if `ask` returns no secret, or one of another kind;
+    /// [`Error::WrongKey`] if the secret is not that of the store; [`Error::Damaged`] if the lock
+    /// is malformed; that of `ask`.
     pub fn unlock(
         self,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,

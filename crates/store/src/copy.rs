@@ -82,11 +82,11 @@ pub struct CopyReport {
 
 impl Store {
     /// Copies the checkpoints `ids` into the store `target`, as its one writer. Calls `progress`
-    /// after each checkpoint. A damaged checkpoint is not copied; the report lists it. Returns the
+    /// before each checkpoint. A damaged checkpoint is not copied; the report lists it. Returns the
     /// report.
     ///
-    /// Errors: [`Error::SameStore`]; this store cannot be read; the target cannot be written or has
-    /// another writer.
+    /// Errors: [`Error::SameStore`] if `target` is this store; this store cannot be read; the
+    /// target cannot be written or has another writer.
     pub fn copy_to(
         &self,
         target: &Self,

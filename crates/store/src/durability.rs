@@ -229,7 +229,8 @@ impl OpenStore {
         let mut torn = Vec::new();
         for id in self.checkpoint_ids()?.into_iter().filter(|id| *id >= from) {
             match self.read_whole(id) {
-                Ok(()) => {}
+                // Another process may have forgotten it since the listing.
+                Ok(()) | Err(Error::UnknownCheckpoint { .. }) => {}
                 // A read error does not show that the checkpoint is damaged.
                 Err(error @ (Error::OtherVersion { .. } | Error::Io { .. })) => return Err(error),
                 Err(error) => torn.push(TornCheckpoint { id, problem: error.to_string() }),
@@ -260,7 +261,8 @@ impl OpenStore {
     /// Reads all files and records of a checkpoint.
     fn read_whole(&self, id: CheckpointId) -> Result<()> {
         let meta = self.read_checkpoint(id)?.meta;
-        let (ram, disks) = self.read_maps(&meta)?;
+        // A prune that began before may still replace maps and remove packs.
+        let (ram, disks, _held) = self.hold_maps(id, &meta)?;
         let mut wanted: Vec<_> =
             ram.iter().map(|(_, to)| to).chain(disks.records()).map(|to| (to, ())).collect();
         wanted.sort_unstable();

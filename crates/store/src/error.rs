@@ -5,6 +5,7 @@ use keyframe_store_backend::Error as BackendError;
 use keyframe_store_format::FormatError;
 use keyframe_store_format::identity::FORMAT_VERSION;
 use keyframe_units::{CheckpointId, PageIndex};
+use rustix::io::Errno;
 use std::io;
 
 /// An error of the store. `object` is a path, or the name of a file in the store, with an offset if
@@ -57,6 +58,14 @@ pub enum Error {
         len: usize,
         /// The least length, in bytes.
         min: usize,
+    },
+    /// Others than its owner may access the key file.
+    #[error("{object}: others may read or write it (mode {mode:03o})")]
+    ExposedKey {
+        /// The key file.
+        object: String,
+        /// Its permission bits.
+        mode: u32,
     },
     /// The bytes of a file are not those that were written, or are missing.
     #[error("{object} is damaged: {problem}")]
@@ -252,6 +261,7 @@ impl Error {
             }
             Self::NotEncrypted { .. } => "open it without a key",
             Self::WeakKey { .. } => "take a longer one",
+            Self::ExposedKey { object, .. } => return Some(format!("chmod 600 {object}")),
             Self::Damaged { .. } => "find out what else is damaged: keyframe check --read-data",
             Self::OtherVersion { .. } => "use the version of Keyframe that made the store",
             Self::PreRelease { .. } => {
@@ -300,6 +310,20 @@ impl Error {
             Self::Io { source, .. } => Some(source.kind()),
             _ => None,
         }
+    }
+
+    /// True if what was read is damaged: it is not what was written, lies in a bad sector, or ends
+    /// too early. Other errors, such as those of a network, may pass. They do not show damage.
+    pub(crate) fn is_damage(&self) -> bool {
+        matches!(self, Self::Damaged { .. })
+            || self.is_bad_sector()
+            || self.io_kind() == Some(io::ErrorKind::UnexpectedEof)
+    }
+
+    /// True if the medium cannot read the bytes (EIO).
+    pub(crate) fn is_bad_sector(&self) -> bool {
+        let Self::Io { source, .. } = self else { return false };
+        source.raw_os_error() == Some(Errno::IO.raw_os_error())
     }
 
     /// True if the name is taken already.
@@ -377,6 +401,7 @@ mod tests {
             Error::WrongKey { object: object(), kind },
             Error::NotEncrypted { object: object() },
             Error::WeakKey { kind, len: 31, min: 32 },
+            Error::ExposedKey { object: "key".into(), mode: 0o640 },
             damaged(),
             Error::OtherVersion { object: object(), found: 7 },
             Error::PreRelease { object: object(), found: 8 },
@@ -420,6 +445,24 @@ mod tests {
         let texts: Vec<_> = errors.map(|error| error_text(&error, error.fix())).collect();
         let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/errors.txt");
         assert_golden(golden, &texts.join("\n"));
+    }
+
+    #[test]
+    fn only_errors_that_last_show_damage() {
+        let io = |source| Error::Io { object: "o".into(), operation: "read", source };
+        let bad_sector = io(io::Error::from_raw_os_error(5));
+        assert!(bad_sector.is_damage() && bad_sector.is_bad_sector());
+        let too_short = io(io::ErrorKind::UnexpectedEof.into());
+        assert!(too_short.is_damage() && !too_short.is_bad_sector());
+        assert!(Error::damaged("o", "p").is_damage());
+        // No memory, no more file descriptors, a file of a server that is gone.
+        for number in [12, 24, 116] {
+            assert!(!io(io::Error::from_raw_os_error(number)).is_damage(), "{number}");
+        }
+        for kind in [io::ErrorKind::TimedOut, io::ErrorKind::PermissionDenied] {
+            assert!(!io(kind.into()).is_damage(), "{kind}");
+        }
+        assert!(!Error::OtherVersion { object: "o".into(), found: 7 }.is_damage());
     }
 
     #[test]

@@ -18,6 +18,12 @@ pub struct StoreFile(Arc<dyn ReadFile>);
 #[derive(Debug)]
 pub struct NewFile(Box<dyn AppendFile>);
 
+impl From<Arc<dyn ReadFile>> for StoreFile {
+    fn from(file: Arc<dyn ReadFile>) -> Self {
+        Self(file)
+    }
+}
+
 impl StoreFile {
     /// Creates a file in memory.
     pub fn of_bytes(bytes: Vec<u8>) -> Self {

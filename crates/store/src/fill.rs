@@ -192,7 +192,7 @@ impl OpenStore {
                         *into = *page;
                         return Ok(());
                     }
-                    let record = pack.parse(bytes, to).map_err(failed)?;
+                    let record = pack.parse(bytes, to)?;
                     if let Some(delta) = record.delta().map_err(failed)? {
                         found.push(Late { at: to, hash: record.hash, delta, into });
                     } else if record.kind.is_derived() {
@@ -208,7 +208,7 @@ impl OpenStore {
                     *late_page.into = *base;
                     self.apply_delta(late_page, hash)?;
                 } else {
-                    let record = pack.parse(bytes, to).map_err(failed)?;
+                    let record = pack.parse(bytes, to)?;
                     if record.kind.is_derived() {
                         return Err(self.damaged_at(to, DERIVED_OF_DERIVED));
                     }

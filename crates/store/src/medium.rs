@@ -22,7 +22,8 @@ const PACK_BYTES_MIN: u64 = 1 << 20;
 /// The fraction of the medium that is kept free at most.
 const RESERVE_PART: u64 = 16;
 
-/// Returns `tuning` with a size of packs that suits a medium with `space`.
+/// Returns `tuning` with a size of packs that suits a medium of the size `space`; `None` for a
+/// medium of unknown size, with which `tuning` stays as it is.
 pub fn fit(tuning: Tuning, space: Option<Space>) -> Tuning {
     let Some(space) = space else { return tuning };
     let pack_bytes_max = (space.total_bytes / PACK_PART).max(PACK_BYTES_MIN);
@@ -30,7 +31,7 @@ pub fn fit(tuning: Tuning, space: Option<Space>) -> Tuning {
 }
 
 /// Returns the number of bytes of the medium that a run leaves free, so that a prune has space to
-/// copy.
+/// copy; 0 if the size `space` of the medium is not known.
 pub fn reserve_bytes(tuning: &Tuning, space: Option<Space>) -> u64 {
     let Some(space) = space else { return 0 };
     tuning.pack_bytes_max.saturating_mul(2).min(space.total_bytes / RESERVE_PART)

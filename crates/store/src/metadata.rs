@@ -130,7 +130,7 @@ impl OpenStore {
         )
     }
 
-    /// Returns true if the map is one that [`Self::empty_map`] wrote.
+    /// Returns true if the map with number `id` is one that [`Self::empty_map`] wrote.
     pub fn is_empty_map(&self, id: u64) -> bool {
         self.read_map(id).is_ok_and(|run| run.header.space_pages == 0)
     }

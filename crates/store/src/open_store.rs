@@ -81,7 +81,7 @@ impl OpenStore {
         Ok(pack)
     }
 
-    /// The packs that are open.
+    /// Returns the numbers of the packs that are open.
     #[cfg(test)]
     pub fn open_packs(&self) -> Vec<u32> {
         self.packs.lock().ignore_poison().keys().copied().collect()

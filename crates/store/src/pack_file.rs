@@ -18,7 +18,7 @@ use keyframe_store_format::pack::{
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::PACK_HEADER_BYTES;
 use keyframe_store_format::page_ref::PageRef;
-use keyframe_store_format::record::{RECORD_BYTES_MAX, Record};
+use keyframe_store_format::record::{RECORD_BYTES_MAX, RECORD_HEADER_BYTES, Record};
 use keyframe_units::{Page, ZERO_PAGE};
 use std::sync::{Arc, OnceLock};
 
@@ -28,6 +28,12 @@ pub const READ_BYTES_MAX: u64 = 1 << 18;
 /// Up to this many unwanted bytes between two records, reading them is cheaper than skipping them.
 const GAP_BYTES_MAX: u64 = 32 << 10;
 
+/// The longest pack that is read: 2^39 bytes of records, and their index.
+const PACK_BYTES_MAX: u64 = 1 << 40;
+/// The first read of a trailer. Each later one is as long as all reads before it, so a trailer that
+/// the file does not have costs little memory.
+const TAIL_BYTES: u64 = 1 << 20;
+
 /// The most ranges and bytes of one prefetch hint.
 const HINT_SPANS: usize = 32;
 const HINT_BYTES: u64 = 4 << 20;
@@ -35,12 +41,15 @@ const HINT_BYTES: u64 = 4 << 20;
 /// An open pack with a correct header.
 #[derive(Debug)]
 pub struct PackFile {
+    /// The number of the pack.
     pub number: u32,
     /// Its name in errors.
     pub object: String,
+    /// The open file.
     pub file: StoreFile,
+    /// The bytes of the pack's header.
     pub header: [u8; PACK_HEADER_BYTES],
-    /// The offset of the first record.
+    /// The offset of the first record in the file, in bytes.
     pub first: u64,
     /// Read when the first record needs it.
     dictionary: OnceLock<Result<Arc<Dictionary>, String>>,
@@ -85,7 +94,8 @@ impl PackFile {
         Ok(Self::with_header(number, object, file, header, first))
     }
 
-    /// Creates a pack whose header has been checked.
+    /// Creates pack number `number`, whose header has been checked. `object` is its name in errors,
+    /// and `first` the offset of its first record in bytes.
     pub fn with_header(
         number: u32,
         object: String,
@@ -101,28 +111,44 @@ impl PackFile {
         self.first > PACK_HEADER_BYTES as u64
     }
 
-    /// Returns the dictionary of the pack's dense records, which is read once. Error, as a text:
-    /// the dictionary cannot be read or is damaged.
-    pub fn dictionary(&self) -> Result<Arc<Dictionary>, String> {
-        let read = || {
-            let len = self.first.saturating_sub(PACK_HEADER_BYTES as u64);
-            let mut bytes = vec![0; len as usize];
-            self.file.read_at(PACK_HEADER_BYTES as u64, &mut bytes).map_err(|e| e.to_string())?;
-            Dictionary::new(decode_dictionary(&bytes)?).map(Arc::new)
-        };
-        self.dictionary.get_or_init(read).clone()
+    /// Returns the dictionary of the pack's dense records, which is read once. The inner error, a
+    /// text, is damage of the dictionary. Error: the backend fails.
+    pub fn dictionary(&self) -> Result<Result<Arc<Dictionary>, String>> {
+        if let Some(known) = self.dictionary.get() {
+            return Ok(known.clone());
+        }
+        let len = self.first.saturating_sub(PACK_HEADER_BYTES as u64);
+        let mut bytes = vec![0; len as usize];
+        match self.file.read_at(PACK_HEADER_BYTES as u64, &mut bytes) {
+            Ok(()) => {}
+            Err(error) if error.is_damage() => return Ok(Err(error.to_string())),
+            Err(error) => return Err(error),
+        }
+        let decode = || Dictionary::new(decode_dictionary(&bytes)?).map(Arc::new);
+        Ok(self.dictionary.get_or_init(decode).clone())
     }
 
-    /// Parses the record at `place`. `bytes` begin with the record. Errors, as a text: the record
-    /// or the pack's dictionary is damaged.
-    pub fn parse<'a>(&self, bytes: &'a [u8], place: PageRef) -> Result<Record<'a>, String> {
-        let record = Record::parse(bytes, place)?;
-        if record.is_dense() { Ok(record.with_dictionary(self.dictionary()?)) } else { Ok(record) }
+    /// Parses the record at `place`. `bytes` begin with the record. Errors: the record or the
+    /// pack's dictionary is damaged; the backend fails.
+    pub fn parse<'a>(&self, bytes: &'a [u8], place: PageRef) -> Result<Record<'a>> {
+        let damaged = |problem| self.damaged_at(place, problem);
+        let record = Record::parse(bytes, place).map_err(damaged)?;
+        if !record.is_dense() {
+            return Ok(record);
+        }
+        Ok(record.with_dictionary(self.dictionary()?.map_err(damaged)?))
     }
 
-    /// Reads the trailer of a pack whose file has `len_bytes` bytes.
-    pub fn ending(&self, len_bytes: u64) -> PackEnding {
-        self.trailer(len_bytes).unwrap_or_else(PackEnding::Damaged)
+    /// Reads the trailer of a pack whose file has `len_bytes` bytes. A pack that was removed since
+    /// it was opened counts as damaged. Error: the backend fails.
+    pub fn ending(&self, len_bytes: u64) -> Result<PackEnding> {
+        match self.trailer(len_bytes) {
+            Err(Error::Damaged { problem, .. }) => Ok(PackEnding::Damaged(problem)),
+            Err(error) if error.is_damage() || error.is_not_found() => {
+                Ok(PackEnding::Damaged(error.to_string()))
+            }
+            other => other,
+        }
     }
 
     /// Returns the checksum of the pack's trailer. Returns `None` if it has no trailer. Reads only
@@ -135,22 +161,44 @@ impl PackFile {
         Ok(parse_footer(&footer, len_bytes).and_then(Result::ok).map(|_| seal_of(&footer)))
     }
 
-    fn trailer(&self, len_bytes: u64) -> Result<PackEnding, String> {
+    fn trailer(&self, len_bytes: u64) -> Result<PackEnding> {
+        let damaged = |problem: String| Error::damaged(&self.object, problem);
         let Some(footer_at) =
             len_bytes.checked_sub(FOOTER_BYTES as u64).filter(|at| *at >= PACK_HEADER_BYTES as u64)
         else {
             return Ok(PackEnding::Unfinished);
         };
+        if len_bytes > PACK_BYTES_MAX {
+            let problem = format!("{len_bytes} bytes long; at most {PACK_BYTES_MAX} make sense");
+            return Err(damaged(problem));
+        }
         let mut footer = [0; FOOTER_BYTES];
-        self.file.read_at(footer_at, &mut footer).map_err(|e| e.to_string())?;
+        self.file.read_at(footer_at, &mut footer)?;
         let Some(footer) = parse_footer(&footer, len_bytes) else {
             return Ok(PackEnding::Unfinished);
         };
-        let footer = footer?;
-        let mut tail = vec![0; (len_bytes - footer.records_end) as usize];
-        self.file.read_at(footer.records_end, &mut tail).map_err(|e| e.to_string())?;
-        let entries = decode_trailer(&self.header, &tail, &footer)?;
+        let footer = footer.map_err(damaged)?;
+        if footer.entries > footer.records_end / RECORD_HEADER_BYTES as u64 {
+            return Err(damaged("its trailer lists more records than fit before it".into()));
+        }
+        let tail = self.tail(footer.records_end, len_bytes)?;
+        let entries = decode_trailer(&self.header, &tail, &footer).map_err(damaged)?;
         Ok(PackEnding::Closed { entries, records_end: footer.records_end })
+    }
+
+    /// Reads the bytes from offset `from` to offset `end`. Memory follows the bytes that arrive,
+    /// because the length that a server or a sparse file tells may be false.
+    fn tail(&self, from: u64, end: u64) -> Result<Vec<u8>> {
+        let mut tail = Vec::new();
+        loop {
+            let have = tail.len();
+            let at = from + have as u64;
+            if at >= end {
+                return Ok(tail);
+            }
+            tail.resize(have + (end - at).min(TAIL_BYTES.max(have as u64)) as usize, 0);
+            self.file.read_at(at, tail.get_mut(have..).unwrap_or_default())?;
+        }
     }
 
     /// Reads the records at `wanted` in few large reads. The references are in rising order and all
@@ -169,7 +217,7 @@ impl PackFile {
             if decoded.0 == *to {
                 return sink(*to, *what, PageContent::Plain(&page, decoded.1));
             }
-            let record = self.parse(bytes, *to).map_err(|problem| self.damaged_at(*to, problem))?;
+            let record = self.parse(bytes, *to)?;
             if record.kind.is_derived() {
                 return sink(*to, *what, PageContent::Derived(&record));
             }
@@ -276,4 +324,68 @@ fn group_len<T>(wanted: &[(PageRef, T)]) -> usize {
         _ => true,
     });
     far.map_or(wanted.len(), |at| at + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_store_backend::{self as backend, ReadFile};
+    use keyframe_store_format::pack::ENTRY_BYTES;
+    use std::io;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// A file that has a length and a footer, and no other bytes.
+    #[derive(Debug)]
+    struct OnlyFooter {
+        len_bytes: u64,
+        footer: [u8; FOOTER_BYTES],
+        longest_read: AtomicUsize,
+    }
+
+    impl ReadFile for OnlyFooter {
+        fn len_bytes(&self) -> backend::Result<u64> {
+            Ok(self.len_bytes)
+        }
+
+        fn read_at(&self, offset: u64, buffer: &mut [u8]) -> backend::Result<()> {
+            self.longest_read.fetch_max(buffer.len(), Ordering::Relaxed);
+            if buffer.len() == FOOTER_BYTES && offset + FOOTER_BYTES as u64 == self.len_bytes {
+                buffer.copy_from_slice(&self.footer);
+                return Ok(());
+            }
+            let source = io::Error::from(io::ErrorKind::UnexpectedEof);
+            Err(backend::Error::Io { object: "pack".into(), operation: "read", source })
+        }
+    }
+
+    /// The problem of a pack whose footer tells these numbers, and the length of the longest read.
+    fn problem_of(entries: u64, records_end: u64) -> (String, usize) {
+        let index_end = records_end + entries * ENTRY_BYTES as u64;
+        let len_bytes = index_end.next_multiple_of(FOOTER_BYTES as u64) + FOOTER_BYTES as u64;
+        let mut footer = [0; FOOTER_BYTES];
+        footer[..8].copy_from_slice(b"KF:INDEX");
+        footer[8..16].copy_from_slice(&entries.to_le_bytes());
+        footer[16..24].copy_from_slice(&records_end.to_le_bytes());
+        let file = Arc::new(OnlyFooter { len_bytes, footer, longest_read: AtomicUsize::new(0) });
+        let open = StoreFile::from(Arc::clone(&file) as Arc<dyn ReadFile>);
+        let first = PACK_HEADER_BYTES as u64;
+        let pack = PackFile::with_header(1, "pack".into(), open, [0; PACK_HEADER_BYTES], first);
+        match pack.ending(len_bytes).unwrap() {
+            PackEnding::Damaged(problem) => (problem, file.longest_read.load(Ordering::Relaxed)),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_trailer_gets_memory_only_as_its_bytes_arrive() {
+        let (problem, longest_read) = problem_of(1 << 30, 28 << 30);
+        assert!(problem.contains("unexpected end of file"), "{problem}");
+        assert_eq!(longest_read as u64, TAIL_BYTES);
+        let (problem, longest_read) = problem_of(1 << 30, 64);
+        assert!(problem.contains("more records than fit"), "{problem}");
+        assert_eq!(longest_read, FOOTER_BYTES);
+        let (problem, longest_read) = problem_of(0, 1 << 41);
+        assert!(problem.contains("at most"), "{problem}");
+        assert_eq!(longest_read, 0);
+    }
 }

@@ -2,6 +2,7 @@
 
 use crate::open_store::OpenStore;
 use crate::pack_file::PackEnding;
+use crate::pack_walk::WalkedRecords;
 use crate::{Error, Result};
 use keyframe_store_format::pack::{ENTRY_BYTES, FOOTER_BYTES, PackEntry};
 use keyframe_store_format::page_ref::PageRef;
@@ -9,7 +10,9 @@ use keyframe_store_format::page_ref::PageRef;
 /// The list of a pack's records, and the offset at which they end.
 #[derive(Debug)]
 pub struct PackShape {
+    /// The number of the pack.
     pub number: u32,
+    /// The length of the pack's file in bytes.
     pub len_bytes: u64,
     /// The entries of the records, in rising order of offset.
     pub entries: Vec<PackEntry>,
@@ -31,14 +34,14 @@ impl PackShape {
         };
         let len_bytes = pack.file.len_bytes()?;
         let (start, is_dense) = (pack.first, pack.is_dense());
-        Ok(Some(match pack.ending(len_bytes) {
+        Ok(Some(match pack.ending(len_bytes)? {
             PackEnding::Closed { entries, records_end } => {
                 Self { number, len_bytes, entries, closed: true, start, is_dense, records_end }
             }
             PackEnding::Unfinished | PackEnding::Damaged(_) => {
-                let mut entries = Vec::new();
-                let stop = pack.walk(inner, start, len_bytes, &mut |held| entries.extend(held));
-                let records_end = stop.map_or(len_bytes, |(at, _)| at);
+                let WalkedRecords { entries, stop, .. } =
+                    pack.walk_records(inner, start, len_bytes)?;
+                let records_end = stop.unwrap_or(len_bytes);
                 Self { number, len_bytes, entries, closed: false, start, is_dense, records_end }
             }
         }))
@@ -75,7 +78,7 @@ impl PackShape {
     }
 }
 
-/// Whether a prune may remove a pack.
+/// The answer whether a prune may remove a pack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PackStanding {
     /// It can.
@@ -89,10 +92,13 @@ pub enum PackStanding {
 /// The part of a pack that checkpoints need.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PackUsage {
+    /// The number of the pack.
     pub number: u32,
+    /// The length of the pack's file in bytes.
     pub len_bytes: u64,
     /// The number of bytes of the needed records and of their index entries.
     pub live_bytes: u64,
+    /// The number of the needed records.
     pub live_records: usize,
     /// The number of bytes before its records.
     pub head_bytes: u64,

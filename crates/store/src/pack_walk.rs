@@ -2,25 +2,38 @@
 
 use crate::open_store::OpenStore;
 use crate::pack_file::{PackFile, READ_BYTES_MAX};
+use crate::{Error, Result};
 use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_store_format::record::{RECORD_BYTES_MAX, Record};
 use keyframe_units::ZERO_PAGE;
 
+/// The correct records of a part of a pack.
+#[derive(Debug, Default)]
+pub struct WalkedRecords {
+    /// Their entries, in rising order of offset.
+    pub entries: Vec<PackEntry>,
+    /// The number of records whose bytes are correct, but whose content does not match their hash.
+    pub wrong: usize,
+    /// The offset of the first record whose bytes are damaged; `None` if there is none. Nothing
+    /// after it was read.
+    pub stop: Option<u64>,
+}
+
 impl PackFile {
     /// Reads the records from offset `from` to offset `end` one after the other, and checks each.
     /// Stops at the first record whose bytes are damaged or unreadable, and returns its offset and
-    /// the problem. Returns `None` if there is no such record.
+    /// the error. Returns `None` if there is no such record.
     ///
     /// `visit` gets an entry for each correct record. For a record whose bytes are correct, but
-    /// whose content does not match its hash, it gets the offset and the problem.
+    /// whose content cannot be read or does not match its hash, it gets the offset and the error.
     pub fn walk(
         &self,
         store: &OpenStore,
         from: u64,
         end: u64,
-        visit: &mut dyn FnMut(Result<PackEntry, (u64, String)>),
-    ) -> Option<(u64, String)> {
+        visit: &mut dyn FnMut(Result<PackEntry, (u64, Error)>),
+    ) -> Option<(u64, Error)> {
         let mut page = ZERO_PAGE;
         let mut buffer = Vec::new();
         let (mut at, mut buffer_at) = (from, from);
@@ -34,7 +47,7 @@ impl PackFile {
                     // The unreadable bytes may lie further on: read one record at most.
                     buffer.resize(want as usize, 0);
                     if let Err(error) = self.file.read_at(at, &mut buffer) {
-                        return Some((at, error.to_string()));
+                        return Some((at, error));
                     }
                 }
             }
@@ -42,16 +55,37 @@ impl PackFile {
             let place = PageRef::new(self.number, at);
             let record = match Record::parse(bytes, place) {
                 Ok(record) => record,
-                Err(problem) => return Some((at, problem)),
+                Err(problem) => return Some((at, self.damaged_at(place, problem))),
             };
             let restored =
                 self.parse(bytes, place).and_then(|whole| store.restore(&whole, place, &mut page));
-            visit(match restored {
-                Ok(()) => Ok(PackEntry::new(record.hash, at, record.kind)),
-                Err(problem) => Err((at, problem)),
-            });
+            let entry = PackEntry::new(record.hash, at, record.kind);
+            visit(restored.map(|()| entry).map_err(|error| (at, error)));
             at += record.len_bytes() as u64;
         }
         None
+    }
+
+    /// Reads the records as [`Self::walk`] does, and returns the correct ones. A pack that was
+    /// removed meanwhile counts as damaged. Error: the backend fails, so that a record which was
+    /// not read may be correct.
+    pub fn walk_records(&self, store: &OpenStore, from: u64, end: u64) -> Result<WalkedRecords> {
+        let lasts = |error: &Error| error.is_damage() || error.is_not_found();
+        let mut walked = WalkedRecords::default();
+        let mut failed = None;
+        let stop = self.walk(store, from, end, &mut |held| match held {
+            Ok(entry) => walked.entries.push(entry),
+            Err((_, error)) if lasts(&error) => walked.wrong += 1,
+            Err((_, error)) => {
+                failed.get_or_insert(error);
+            }
+        });
+        if let Some((at, error)) = stop {
+            if !lasts(&error) {
+                return Err(error);
+            }
+            walked.stop = Some(at);
+        }
+        failed.map_or(Ok(walked), Err)
     }
 }

@@ -50,8 +50,8 @@ const POLL: Duration = Duration::from_millis(20);
 /// The options of a prune.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PruneOptions {
-    /// The part, 0 to 1, of the packs that stay that may be unused. A smaller part means more
-    /// copying.
+    /// The largest unused part of the packs that the prune leaves in place, from 0 to 1. A smaller
+    /// part means more copying.
     pub max_unused: f64,
     /// True to change nothing and only report.
     pub dry_run: bool,

@@ -34,11 +34,11 @@ pub struct Retention {
     /// Keeps this number of the newest checkpoints of each VM. `None` for no such rule.
     pub last: Option<u64>,
     /// Keeps the checkpoints that were taken no longer than this before the newest of their VM. So
-    /// a VM that has ended loses none as time passes.
+    /// a VM that has ended loses none as time passes. `None` for no such rule.
     pub within: Option<Duration>,
     /// Keeps the newest checkpoint of each interval of this length. Intervals are counted on the
     /// wall clock, from 1970 on. If the clock was set back and an interval comes twice, one
-    /// checkpoint of each time is kept.
+    /// checkpoint of each time is kept. `None` for no such rule.
     pub every: Option<Duration>,
     /// Of the tagged checkpoints, keeps only those with one of these tags; `None` keeps all tagged
     /// ones.

@@ -264,7 +264,8 @@ impl Run {
     /// Gives the checkpoint in progress the disks of checkpoint `id` of this store. Later puts
     /// change them. The next map is a complete one.
     ///
-    /// Error: [`Error::LayoutChanged`] if that checkpoint has other RAM blocks or disks.
+    /// Errors: [`Error::LayoutChanged`] if that checkpoint has other RAM blocks or disks; it does
+    /// not exist, or cannot be read.
     pub fn put_disks_of(&mut self, id: CheckpointId) -> Result<()> {
         let meta = self.inner.read_checkpoint(id)?.meta;
         let same = |(a, b): (&DiskMeta, &DiskMeta)| {
@@ -320,7 +321,9 @@ impl Run {
     /// checkpoint survives power loss, or at least the death of this process, as the writer's
     /// [`crate::Durability`] says.
     ///
-    /// Errors: the store cannot be written; [`Error::LayoutChanged`]; [`Error::Broken`];
+    /// Errors: the store cannot be written; [`Error::InvalidTag`] if the tag of `request` is not
+    /// valid; [`Error::LayoutChanged`] if `request` has other RAM blocks than the run;
+    /// [`Error::Broken`] if an earlier put or seal failed and [`Run::abandon`] was not called;
     /// [`Error::TagNotSet`]. After an error the checkpoint does not exist, with two exceptions:
     /// after [`Error::TagNotSet`] it exists without its tag, and after a failed later sync it may
     /// not be durable. All earlier checkpoints are unharmed, and [`Run::abandon`] makes the run

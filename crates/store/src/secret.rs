@@ -85,8 +85,8 @@ struct Argon {
 }
 
 impl Lock {
-    /// Locks the keys of the store that `identity` names with `secret`. Errors: [`Error::WeakKey`];
-    /// the system gives no random numbers; the encryption fails.
+    /// Locks the keys of the store that `identity` names with `secret`. Errors: [`Error::WeakKey`]
+    /// if the secret is too short; the system gives no random numbers; the encryption fails.
     pub fn close(secret: &Secret, key: &HashKey, data: &DataKey, identity: &str) -> Result<Self> {
         secret.check()?;
         let nonce: [u8; 24] = random_bytes()?;
@@ -116,8 +116,11 @@ impl Lock {
     }
 
     /// Unlocks the keys of the store that `identity` names, and returns them. `object` names the
-    /// file in errors. Errors: [`Error::WrongKey`] if the secret is another one or the lock was
-    /// changed; [`Error::Damaged`].
+    /// file in errors.
+    ///
+    /// Errors: [`Error::KeyNeeded`] if the lock needs another kind of secret; [`Error::WrongKey`]
+    /// if the secret is another one or the lock was changed; [`Error::Damaged`] if the lock is
+    /// malformed or of an unknown cipher.
     pub fn open(
         &self,
         secret: &Secret,
@@ -134,10 +137,10 @@ impl Lock {
         if secret.kind() != self.with {
             return Err(Error::KeyNeeded { object: object.into(), kind: self.with });
         }
-        let nonce: [u8; 24] =
-            from_hex(&self.nonce).ok_or_else(|| damaged("its nonce is not one"))?;
-        let locked: [u8; 80] =
-            from_hex(&self.keys).ok_or_else(|| damaged("its keys are not of their length"))?;
+        let nonce: [u8; 24] = from_hex(&self.nonce)
+            .ok_or_else(|| damaged("has a nonce that is not 24 bytes in hexadecimal digits"))?;
+        let locked: [u8; 80] = from_hex(&self.keys)
+            .ok_or_else(|| damaged("has keys that are not 80 bytes in hexadecimal digits"))?;
         let cipher =
             self.cipher(secret).ok_or_else(|| damaged("asks for more than a key may cost"))?;
         let authenticated = self.authenticated(identity);

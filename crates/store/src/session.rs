@@ -8,13 +8,13 @@ use std::sync::{Arc, Mutex};
 /// The place in which the session lies while no run is open.
 pub type Slot = Arc<Mutex<Option<Box<Session>>>>;
 
-/// The state that the runs of a writer pass on from one to the next.
+/// The state that the runs of one writer share. It passes from each run to the next.
 #[derive(Debug)]
 pub struct Session {
     pub packs: PackWriter,
     /// The number that the next seal tries.
     pub next_checkpoint: u64,
-    /// The moves that the writer followed last.
+    /// The moves that the writer followed last. `None` if it has followed none.
     pub moves: Option<Moves>,
     /// The times of syncs. `None` if the writer syncs each checkpoint.
     pub syncs: Option<Syncs>,

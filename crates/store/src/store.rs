@@ -29,21 +29,27 @@ impl Store {
     }
 
     /// Creates an empty store in the directory `path`. With `secret` the store is encrypted, and
-    /// needs this secret to open. Errors: those of [`Self::init`]; [`Error::WeakKey`].
+    /// needs this secret to open; with `None` it is not. Errors: those of [`Self::init`];
+    /// [`Error::WeakKey`] if the secret is too short.
     pub fn init_with(path: &Path, secret: Option<&Secret>) -> Result<Self> {
         // Refuses a weak secret before it makes anything.
         let config = Config::fresh(secret)?;
         Self::init_as(keyframe_store_backend::create(path)?, path, config)
     }
 
-    /// Opens a store for reading. Errors: [`Error::NoStore`], [`Error::Damaged`],
-    /// [`Error::OtherVersion`], [`Error::PreRelease`].
+    /// Opens the store at `path` for reading; a plain one, because it gives no key.
+    ///
+    /// Errors: [`Error::NoStore`] if there is none, [`Error::KeyNeeded`] if it is encrypted,
+    /// [`Error::Damaged`] if its file `store.json` is invalid, [`Error::OtherVersion`] or
+    /// [`Error::PreRelease`] for another version of the format.
     pub fn open(path: &Path) -> Result<Self> {
         Self::open_with(path, &|_| Ok(None))
     }
 
-    /// Opens a store. If it is encrypted, calls `ask` for a secret of the right kind. Errors: those
-    /// of [`Self::open`]; [`Error::KeyNeeded`]; [`Error::WrongKey`].
+    /// Opens a store. If it is encrypted, calls `ask` for a secret of the right kind.
+    ///
+    /// Errors: those of [`Self::open`]; [`Error::KeyNeeded`] if `ask` returns no secret;
+    /// [`Error::WrongKey`] if it is not the store's; that of `ask`.
     pub fn open_with(
         path: &Path,
         ask: &dyn Fn(SecretKind) -> Result<Option<Secret>>,

@@ -58,7 +58,8 @@ impl Store {
     /// Makes a new or existing tag point to checkpoint `id`. Returns the checkpoint that the tag
     /// pointed to before, or `None` for a new tag. Works while a run or a prune is at work.
     ///
-    /// Errors: [`Error::InvalidTag`]; [`Error::UnknownCheckpoint`]; the tag cannot be written.
+    /// Errors: [`Error::InvalidTag`] if `tag` cannot be the name of a tag (see [`check_tag`]);
+    /// [`Error::UnknownCheckpoint`] if there is no such checkpoint; the tag cannot be written.
     pub fn set_tag(&self, tag: &str, id: CheckpointId) -> Result<Option<CheckpointId>> {
         check_tag(tag)?;
         // A damaged tag can be set again.
@@ -69,7 +70,8 @@ impl Store {
 
     /// Removes a tag. Returns the checkpoint that it pointed to, or `None` if the tag is damaged.
     ///
-    /// Error: [`Error::UnknownTag`]; the tag cannot be removed.
+    /// Errors: [`Error::InvalidTag`] if `tag` cannot be the name of a tag; [`Error::UnknownTag`] if
+    /// there is no such tag; it cannot be removed.
     pub fn remove_tag(&self, tag: &str) -> Result<Option<CheckpointId>> {
         check_tag(tag)?;
         let before = match self.inner().read_tag(tag) {

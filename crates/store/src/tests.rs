@@ -12,6 +12,7 @@ mod diff;
 mod disks;
 mod durability;
 mod encrypted;
+mod follow;
 mod forget;
 mod full_disk;
 mod golden;
@@ -27,6 +28,7 @@ mod scale;
 mod served;
 mod simulation;
 mod stats;
+mod unreliable;
 
 use crate::config::Config;
 use crate::{
@@ -34,6 +36,7 @@ use crate::{
     Sealed, Store, Tuning,
 };
 use jiff::Timestamp;
+use keyframe_store_backend::Backend;
 use keyframe_store_backend::testing::FaultyBackend;
 use keyframe_store_format::testing::noise;
 use keyframe_units::{
@@ -136,9 +139,11 @@ pub(crate) fn run_beside(store: &Store, reader: &Store, images: &[Image]) -> Vec
 }
 
 pub(crate) fn on(medium: &FaultyBackend) -> Result<Store> {
-    Store::open_on_with(Arc::new(medium.clone()), Path::new("memory"), &|_| {
-        Ok(Some(encrypted::secret()))
-    })
+    on_backend(Arc::new(medium.clone()))
+}
+
+fn on_backend(backend: Arc<dyn Backend>) -> Result<Store> {
+    Store::open_on_with(backend, Path::new("memory"), &|_| Ok(Some(encrypted::secret())))
 }
 
 pub(crate) fn init_on(medium: &FaultyBackend) -> Result<Store> {

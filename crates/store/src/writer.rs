@@ -165,8 +165,10 @@ impl Writer {
         ))
     }
 
-    /// Makes a new or existing tag point to checkpoint `id`. Works while a run is open. Errors:
-    /// [`Error::UnknownCheckpoint`]; [`Error::InvalidTag`]; the tag cannot be written.
+    /// Makes a new or existing tag point to checkpoint `id`. Works while a run is open.
+    ///
+    /// Errors: [`Error::UnknownCheckpoint`] if there is no such checkpoint; [`Error::InvalidTag`]
+    /// if `tag` cannot be the name of a tag; the tag cannot be written.
     pub fn set_tag(&mut self, tag: &str, id: CheckpointId) -> Result<()> {
         crate::tags::check_tag(tag)?;
         let ids = self.inner.checkpoint_ids()?;

@@ -56,8 +56,8 @@ pub enum Error {
 /// Returns the settings of a server that shows `identity`.
 ///
 /// With `client_authorities`, the server accepts only clients that show a certificate which one of
-/// these authorities signed. Errors: [`Error::Identity`] if the certificate does not match the key;
-/// [`Error::Authorities`] if the list of authorities is empty.
+/// these authorities signed; with `None`, all clients. Errors: [`Error::Identity`] if the
+/// certificate does not match the key; [`Error::Authorities`] if the list of authorities is empty.
 pub fn server_config(
     identity: Identity,
     client_authorities: Option<Arc<RootCertStore>>,
@@ -76,9 +76,9 @@ pub fn server_config(
 
 /// Returns the settings of a client that trusts servers as `trust` says.
 ///
-/// With `identity`, the client shows that certificate to a server that demands one. Errors:
-/// [`Error::Identity`] if the certificate does not match the key; [`Error::Authorities`] if the
-/// list of authorities is empty.
+/// With `identity`, the client shows that certificate to a server that demands one; with `None`, it
+/// shows none. Errors: [`Error::Identity`] if the certificate does not match the key;
+/// [`Error::Authorities`] if the list of authorities is empty.
 pub fn client_config(
     trust: ServerTrust,
     identity: Option<Identity>,

@@ -16,7 +16,8 @@ pub fn fingerprint(certificate: &[u8]) -> Fingerprint {
     Sha256::digest(certificate).into()
 }
 
-/// The error of a server that showed a certificate with this fingerprint instead of the pinned one.
+/// The error of a server that showed a certificate with this fingerprint instead of the expected
+/// one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct UnknownFingerprint(pub Fingerprint);
 
@@ -32,7 +33,9 @@ impl std::fmt::Display for UnknownFingerprint {
 
 impl std::error::Error for UnknownFingerprint {}
 
-/// Accepts the certificate with one fingerprint, whatever its names and its signer.
+/// Verifies servers by the fingerprint of their certificate alone: accepts the certificate with the
+/// fingerprint `fingerprint`, whatever its names and its signer. `provider` checks the signatures
+/// of the handshake.
 #[derive(Debug)]
 pub struct PinnedVerifier {
     pub fingerprint: Fingerprint,

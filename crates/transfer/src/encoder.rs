@@ -14,7 +14,7 @@ const PATCH_BYTES_SMALL: usize = 256;
 /// The smallest saving for which a page or patch is compressed.
 const SAVING_BYTES_MIN: usize = 64;
 
-/// The numbers of encoded pages, by their encoding.
+/// The numbers of pages that were encoded, by their encoding, and the bytes that they take.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SentPages {
     /// The number of pages.
@@ -36,7 +36,7 @@ pub struct SentPages {
 }
 
 impl SentPages {
-    /// Returns the sums of both statistics.
+    /// Returns the sum of both, field by field.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self {

@@ -46,10 +46,10 @@ pub fn describe(path: &Path, format: ImageFormat) -> Result<BaseMeta> {
     Ok(BaseMeta { path: text(&path)?, format: format.to_string(), files })
 }
 
-/// Checks that the line's `stated` images beneath the image at `path` are those that the image
-/// names, which are the ones that are served.
+/// Checks that the images that the command line states beneath the image at `path` (`stated`) are
+/// those that the image itself names, which are the ones that are served.
 ///
-/// Errors: [`Error::BackingDiffers`]; a file cannot be read.
+/// Errors: [`Error::BackingDiffers`] if they are others; a file cannot be read.
 pub fn require_chain(path: &Path, format: ImageFormat, stated: &Backing) -> Result<()> {
     if *stated == Backing::default() {
         return Ok(());
@@ -83,7 +83,9 @@ pub fn require_chain(path: &Path, format: ImageFormat, stated: &Backing) -> Resu
 
 /// Checks that the image and its backing files are those that `base` describes.
 ///
-/// Errors: [`Error::ImageMissing`], [`Error::ImageChanged`], [`Error::CommitInterrupted`].
+/// Errors: [`Error::ImageMissing`] if a file cannot be opened, [`Error::CommitInterrupted`] if a
+/// commit into it did not complete, [`Error::ImageChanged`] if its length, time or content differs,
+/// [`Error::Io`] if it cannot be read.
 pub fn require_unchanged(base: &BaseMeta) -> Result<()> {
     for known in &base.files {
         let path = Path::new(&known.path);

@@ -68,8 +68,9 @@ impl CommitSource {
     /// Opens the writes in the overlay in `dir`, over the image `base` and the checkpoint from
     /// which its VM was restored.
     ///
-    /// Errors: the overlay or the checkpoint cannot be read, [`Error::OverlayWithoutStore`],
-    /// [`Error::OverlayNotDescribed`], or the image has changed.
+    /// Errors: the overlay or the checkpoint cannot be read; [`Error::OverlayWithoutStore`] if the
+    /// store of that checkpoint cannot be opened; [`Error::OverlayNotDescribed`] if its description
+    /// does not name this overlay; the image has changed.
     pub fn of_overlay(dir: &Path, base: &Path, format: ImageFormat) -> Result<Self> {
         let overlay = Overlay::open(dir)?;
         let dir = dir.canonicalize().unwrap_or_else(|_| dir.to_owned());
@@ -145,7 +146,8 @@ impl CommitSource {
         self.layer.as_deref().into_iter().map(|layer| layer as &dyn Layer).chain(overlay)
     }
 
-    /// Returns the amount of data in all layers, in bytes. Error: a layer cannot be read.
+    /// Returns the amount of data in all layers: the bytes of data and those of zeros. Error: a
+    /// layer cannot be read.
     pub fn amount(&self) -> Result<Amount> {
         self.layers().try_fold(Amount::default(), |sum, layer| {
             let one = commit::measure(layer)?;
@@ -161,14 +163,16 @@ impl CommitSource {
         self.store.as_ref().map(|store| ImageDependents::on(&self.base, store, own)).transpose()
     }
 
-    /// Returns true if the checkpoint holds all of the disk.
+    /// Returns true if the checkpoint holds all blocks of the disk, so that there is no image below
+    /// it.
     pub fn is_whole(&self) -> bool {
         self.known.as_ref().is_some_and(|disk| disk.base.is_blank())
     }
 
     /// Opens the disk for reading.
     ///
-    /// Errors: the image cannot be opened, [`Error::OtherImage`].
+    /// Errors: the image cannot be opened; [`Error::OtherImage`] if the image has another size than
+    /// the disk.
     pub fn open(self) -> Result<Box<dyn Readable>> {
         let base = if self.is_whole() {
             Base::blank(self.disk_bytes)?

@@ -31,8 +31,8 @@ pub struct ImageDependents {
 }
 
 impl ImageDependents {
-    /// Finds the dependents of `image` in `store`. Ignores the overlay directory `own`. Error: the
-    /// store cannot be read.
+    /// Finds the dependents of `image` in `store`. Ignores the overlay directory `own`, if one is
+    /// given. Error: the store cannot be read.
     pub fn on(image: &Path, store: &Store, own: Option<&Path>) -> Result<Self> {
         let mut images = Images { wanted: resolved(image), known: HashMap::new() };
         let mut dependents = Self::default();

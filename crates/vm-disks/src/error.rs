@@ -180,7 +180,7 @@ pub enum Error {
     NoDisks {
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// The member that was asked for.
+        /// The member that was asked for. `None` if none was named.
         member: Option<String>,
     },
     /// A checkpoint holds no disk of this name.
@@ -190,7 +190,7 @@ pub enum Error {
         checkpoint: CheckpointId,
         /// The disk that was asked for.
         disk: String,
-        /// The member that was asked for.
+        /// The member that was asked for. `None` if none was named.
         member: Option<String>,
         /// The disks that it holds, separated by commas.
         holds: String,
@@ -200,7 +200,7 @@ pub enum Error {
     SeveralDisks {
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// The member that was asked for.
+        /// The member that was asked for. `None` if none was named.
         member: Option<String>,
         /// The disks that it holds, separated by commas.
         holds: String,
@@ -283,11 +283,11 @@ impl StoreError {
 /// The difference between an image and its description in a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ImageChange {
-    /// The image's length, in bytes, differs.
+    /// The image's length differs.
     Length {
-        /// The length at the checkpoint.
+        /// The length at the checkpoint, in bytes.
         then: u64,
-        /// The present length.
+        /// The present length, in bytes.
         now: u64,
     },
     /// The modification time alone differs: the sampled parts are equal.

@@ -40,7 +40,8 @@ use std::process::Command;
 pub struct DiskToServe {
     /// The disk's description; its size is unknown until it is served.
     pub meta: DiskMeta,
-    /// The checkpoint's blocks between image and overlay: a [`layer::LayerSource`] as JSON.
+    /// The checkpoint's blocks between image and overlay: a [`layer::LayerSource`] as JSON. `None`
+    /// for a disk that comes from no checkpoint.
     pub layer: Option<String>,
     /// True if the guest's writes are discarded at the end.
     pub temporary: bool,
@@ -155,7 +156,8 @@ pub fn serve(
     serve_in(OverlayDirectory::claim(store, vm, None)?, vm, checkpoint, disks, socket)
 }
 
-/// Serves disks as [`serve`] does, with overlays in `directory`. Returns the served disks. Errors:
+/// Serves disks as [`serve`] does, with overlays in `directory`. `checkpoint` is the one that the
+/// VM was restored from; `None` for a VM that was not restored. Returns the served disks. Errors:
 /// those of [`serve`]. After an error `directory` is removed.
 pub fn serve_in(
     directory: OverlayDirectory,

@@ -55,7 +55,8 @@ impl OverlayDirectory {
     /// store cannot be written, in a new directory in the user's runtime directory, or else in the
     /// directory for temporary files.
     ///
-    /// Errors: [`Error::TooManyOverlays`], [`Error::Io`].
+    /// Errors: [`Error::TooManyOverlays`] if `vm` has too many directories there, [`Error::Io`] if
+    /// none can be created; the store is not a local directory.
     pub fn claim(store: &Store, vm: &str, work_dir: Option<&Path>) -> Result<Self> {
         if let Some(folder) = work_dir {
             return Self::claim_in(folder, vm);
@@ -84,8 +85,8 @@ impl OverlayDirectory {
         self.parent.is_some()
     }
 
-    /// Creates the next free directory of `vm` in `folder`. Errors: [`Error::TooManyOverlays`],
-    /// [`Error::Io`].
+    /// Creates the next free directory of `vm` in `folder`. Errors: [`Error::TooManyOverlays`] if
+    /// `vm` has too many there, [`Error::Io`] if none can be created.
     pub fn claim_in(folder: &Path, vm: &str) -> Result<Self> {
         let make = |path: &Path, recursive| {
             std::fs::DirBuilder::new().mode(0o700).recursive(recursive).create(path)
@@ -107,12 +108,14 @@ impl OverlayDirectory {
         &self.path
     }
 
-    /// Returns the directory of the overlay of disk number `index`.
+    /// Returns the directory of the overlay of disk number `index`, which has the name `name`. The
+    /// directory need not exist.
     pub fn overlay(&self, index: usize, name: &str) -> PathBuf {
         self.path.join(format!("{index}-{}", name_from(name)))
     }
 
-    /// Writes `disks.json`. Errors: [`Error::Describe`], [`Error::Io`].
+    /// Writes the description `disks.json` into the directory. Errors: [`Error::Describe`] if it
+    /// cannot be written as JSON, [`Error::Io`] if the file cannot be written.
     pub fn describe(&self, info: &OverlayInfo) -> Result<()> {
         let text = serde_json::to_vec_pretty(info)
             .map_err(|source| Error::Describe { object: INFO, source })?;

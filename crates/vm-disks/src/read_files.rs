@@ -36,11 +36,11 @@ pub struct ChangedFile {
 pub enum FileChange {
     /// There is none of this name, or it cannot be read.
     Missing,
-    /// Another length; both in bytes.
+    /// Its length differs.
     Length {
-        /// The length at the checkpoint.
+        /// The length at the checkpoint, in bytes.
         then: u64,
-        /// The length now.
+        /// The length now, in bytes.
         now: u64,
     },
     /// Other content.

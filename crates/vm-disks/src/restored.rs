@@ -66,8 +66,8 @@ fn can_be_served(disk: &DiskMeta, line: &LineDrive) -> bool {
         && ImageFormat::named(&disk.base.format).is_some()
 }
 
-/// Returns the server at `socket` of a checkpoint's disks, as the command line of the VM needs it
-/// whose disks have the prefix `prefix`.
+/// Returns the server at `socket` that serves the disks of a checkpoint, for the command line of
+/// one of its VMs: that whose disks have names with the prefix `prefix`.
 ///
 /// Error: a command line of the checkpoint cannot be parsed.
 pub fn server(meta: &Meta, socket: PathBuf, prefix: &str) -> Result<DiskServer> {

@@ -32,8 +32,11 @@ impl StoredDisk {
 
     /// Chooses the disk with the name `name`. In a checkpoint of a group, the name is
     /// `MEMBER/NAME`, or `NAME` if `member` is given. If there is only one disk, `name` may be
-    /// `None`. Errors: [`Error::NoDisk`], [`Error::NoDisks`], [`Error::NoMember`],
-    /// [`Error::SeveralDisks`].
+    /// `None`.
+    ///
+    /// Errors: [`Error::NoMember`] if the group has no such member, [`Error::NoDisks`] if the
+    /// checkpoint or the member has no disk, [`Error::NoDisk`] if none has this name,
+    /// [`Error::SeveralDisks`] if `name` is `None` and there are several.
     pub fn choose(
         disks: Arc<LoadedDisks>,
         member: Option<&str>,
@@ -82,7 +85,8 @@ impl StoredDisk {
         PathBuf::from(&self.meta.base.path)
     }
 
-    /// Returns the format of the image below the disk. Error: [`Error::UnknownFormat`].
+    /// Returns the format of the image below the disk. Error: [`Error::UnknownFormat`] if Keyframe
+    /// does not know the format that the checkpoint names.
     pub fn format(&self) -> Result<ImageFormat> {
         let DiskMeta { name, base, .. } = &self.meta;
         let format =
@@ -93,7 +97,8 @@ impl StoredDisk {
 
     /// Returns the blocks of the disk that the checkpoint holds, as a layer over the image.
     ///
-    /// Error: [`Error::DiskLeftOut`].
+    /// Errors: [`Error::DiskLeftOut`] if the checkpoint does not hold them,
+    /// [`Error::DisksTooLarge`] if its page map has no room for them.
     pub fn layer(&self) -> Result<Box<dyn Layer>> {
         if self.meta.left_out {
             return Err(Error::DiskLeftOut {
@@ -136,8 +141,8 @@ impl StoredDisk {
         Ok(Below::new(image, Some(self.layer()?)))
     }
 
-    /// Checks, after a read, that the image has not changed meanwhile. Errors:
-    /// [`Error::ImageChanged`], [`Error::ImageMissing`].
+    /// Checks, after a read, that the image has not changed meanwhile. Errors: those of
+    /// [`crate::base_image::require_unchanged`].
     pub fn require_unchanged(&self) -> Result<()> {
         require_unchanged(&self.meta.base)
     }

@@ -147,6 +147,9 @@ struct FakeState {
     exit: Option<ExitStatus>,
     monitor_lost: bool,
     ran_meanwhile: bool,
+    is_pause_noted: bool,
+    /// The pages at the end of RAM that its block does not use.
+    unused_pages: usize,
     pins_ram: bool,
     at_end: AtGuestEnd,
     one_command: OneCommand,
@@ -274,6 +277,8 @@ impl FakeVm {
             exit: None,
             monitor_lost: false,
             ran_meanwhile: false,
+            is_pause_noted: false,
+            unused_pages: 0,
             pins_ram: false,
             at_end: AtGuestEnd::default(),
             one_command: OneCommand::Missing,
@@ -394,6 +399,10 @@ impl Vmm for FakeVm {
             state.ran_meanwhile = false;
             Ok(outcome)
         })
+    }
+
+    fn note_pause(&mut self, begins: bool) {
+        lock(&self.shared).is_pause_noted = begins;
     }
 
     fn resume(&mut self) -> Result<(), VmmError> {
@@ -559,6 +568,11 @@ fn set_page(state: &mut FakeState, page: PageIndex, content: &Page) {
 }
 
 fn block(state: &FakeState) -> RamBlock {
-    let bytes = (state.ram.len() * PAGE_BYTES) as u64;
-    RamBlock { name: "ram".into(), kind: BlockKind::Backend, used_bytes: bytes, total_bytes: bytes }
+    let bytes = |pages: usize| (pages * PAGE_BYTES) as u64;
+    RamBlock {
+        name: "ram".into(),
+        kind: BlockKind::Backend,
+        used_bytes: bytes(state.ram.len().saturating_sub(state.unused_pages)),
+        total_bytes: bytes(state.ram.len()),
+    }
 }

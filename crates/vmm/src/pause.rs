@@ -166,12 +166,29 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
                     let device_state = Some(device_state);
                     HeldVm { stop, form: PauseForm::OneCommand, device_state }
                 }
-                None => HeldVm::by_separate_commands(self.stop_watched(self.limit)?),
+                None => {
+                    self.require_no_operation()?;
+                    HeldVm::by_separate_commands(self.stop_watched(self.limit)?)
+                }
             }
         };
         let stop = held.stop;
         self.held = Some(held);
         Ok(stop)
+    }
+
+    /// Fails if separate commands would take the place of the one command while another client
+    /// migrates or dumps the VM. For a VM that is always paused by separate commands, the caller
+    /// asks before the pause.
+    fn require_no_operation(&mut self) -> Result<(), VmmError> {
+        if self.form == PauseForm::OneCommand && self.vm.foreign_operation()?.is_some() {
+            return Err(VmmError::new(
+                crate::VmmErrorKind::Other,
+                "another client migrates or dumps the VM; checkpoints go on when that is over",
+                None,
+            ));
+        }
+        Ok(())
     }
 
     /// Returns the state of all devices of the held VM. Error: the VMM refuses or does not answer.
@@ -237,6 +254,30 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(outcome == StopOutcome::Stopped)
     }
 
+    /// Pauses the VM for a look at it, until [`WatchedVm::end_look`], in which other pauses of the
+    /// engine are no pauses of their own. Error: the VMM or the watchdog does not answer; the VM
+    /// runs again then.
+    pub fn begin_look(&mut self) -> Result<(), VmmError> {
+        self.standstill = Some(self.stop_watched(self.limit)?);
+        Ok(())
+    }
+
+    /// Ends the look: resumes the VM if it ran before and nothing else has changed its run state.
+    /// Returns whether the watchdog resumed it meanwhile. Error: the VMM or the watchdog does not
+    /// answer.
+    pub fn end_look(&mut self) -> Result<PauseVerdict, VmmError> {
+        if self.standstill.take() != Some(StopOutcome::Stopped) {
+            return Ok(PauseVerdict::Undisturbed);
+        }
+        let resumed = self.vm.resume_after_stop().inspect_err(|_| self.rescue());
+        if resumed.is_ok() {
+            self.vm.note_pause(false);
+        }
+        let fired = self.watchdog.disarm();
+        resumed?;
+        Ok(if fired? { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
+    }
+
     /// Declares that the VM's state is about to be replaced. Until [`WatchedVm::allow_running`] the
     /// VM must not run: if the engine dies, the watchdog ends it.
     ///
@@ -300,19 +341,20 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
 
     fn stop_watched(&mut self, limit: Duration) -> Result<StopOutcome, VmmError> {
         self.watchdog.arm(limit)?;
-        self.vm.note_pause(true);
         match self.vm.stop() {
-            Ok(StopOutcome::Stopped) => Ok(StopOutcome::Stopped),
+            Ok(StopOutcome::Stopped) => {
+                // Not before: a note of a VM that its user paused would be wrong.
+                self.vm.note_pause(true);
+                Ok(StopOutcome::Stopped)
+            }
             Ok(StopOutcome::AlreadyPaused) => {
                 // The client that paused the VM resumes it: the watchdog must not.
-                self.vm.note_pause(false);
                 let _ = self.watchdog.disarm()?;
                 Ok(StopOutcome::AlreadyPaused)
             }
             Err(error) => {
                 // The request may have taken effect although its answer was lost.
                 if self.vm.resume().is_ok() {
-                    self.vm.note_pause(false);
                     let _ = self.watchdog.disarm()?;
                 } else {
                     // The watchdog stays armed because the request may still be on its way.
@@ -333,6 +375,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     fn rescue(&mut self) {
         self.watchdog.resume_now();
         self.vm.resume_by_new_connection();
+        self.vm.note_pause(false);
     }
 }
 

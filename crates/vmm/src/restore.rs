@@ -37,7 +37,7 @@ pub struct PlanOptions {
     pub arguments: Vec<OsString>,
     /// True to leave the VM paused at the checkpoint.
     pub paused: bool,
-    /// The identity of the checkpoint, for the new VM's [`Vmm::lineage`].
+    /// The identity of the checkpoint, for the new VM's [`Vmm::lineage`]. `None` leaves it out.
     pub lineage: Option<Lineage>,
     /// The file to which the VMM's standard error is appended; `None` for this process's standard
     /// error.
@@ -125,8 +125,8 @@ pub struct Residency {
     pub prefetched: bool,
     /// True once the VM no longer needs this process.
     pub settled: bool,
-    /// The reason why the VM is not separated from this process although all pages are loaded.
-    /// Another attempt follows.
+    /// The reason why the VM is not separated from this process although all pages are loaded;
+    /// another attempt follows. `None` if there is no such reason.
     pub held_by: Option<String>,
 }
 

@@ -193,9 +193,9 @@ pub trait Vmm: Send {
     /// Use [`WatchedVm::hold`](crate::WatchedVm::hold) instead: it guards the pause.
     fn stop(&mut self) -> Result<StopOutcome, VmmError>;
 
-    /// Notes in the VMM, before [`Vmm::stop`], that the VM is paused for a moment only, or that this
-    /// pause has ended. The note outlives this process: if it and its watchdog die in the pause,
-    /// the next engine finds the note and resumes the VM.
+    /// Notes in the VMM that the engine has paused the VM for a moment, or that this pause has ended.
+    /// The note outlives this process: if it and its watchdog die in the pause, the next engine
+    /// finds the note and resumes the VM.
     fn note_pause(&mut self, begins: bool) {
         let _ = begins;
     }

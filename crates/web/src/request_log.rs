@@ -23,15 +23,21 @@ pub struct RequestLogLine<'a> {
     pub time: jiff::Timestamp,
     pub level: &'static str,
     pub message: &'static str,
+    /// The HTTP method.
     pub method: &'a str,
+    /// The path of the request.
     pub path: &'a str,
+    /// The HTTP status of the answer.
     pub status: u16,
+    /// The time from the request to its answer, in nanoseconds.
     pub duration_ns: u64,
+    /// The address of the client.
     pub peer: SocketAddr,
 }
 
 impl<'a> RequestLogLine<'a> {
-    /// Returns the line of a request that was answered.
+    /// Returns the line of a request that was answered with the HTTP status `status` after the time
+    /// `took`.
     pub fn of(
         method: &'a str,
         path: &'a str,

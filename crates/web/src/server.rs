@@ -49,7 +49,7 @@ impl DashboardServer {
     /// Begins to listen at the address in `options`.
     ///
     /// Errors: [`Error::NoToken`] without a token at an address that other hosts can reach;
-    /// [`Error::Io`].
+    /// [`Error::Io`] if the server cannot listen.
     pub fn bind(options: DashboardOptions) -> Result<Self> {
         let listen = options.listen;
         if !listen.ip().is_loopback() && options.token.is_none() {

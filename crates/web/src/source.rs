@@ -33,7 +33,7 @@ pub struct StoreHead {
     pub vms: Vec<String>,
     /// A number that rises with each change of its checkpoints or their tags.
     pub generation: u64,
-    /// The reason why the store, or a part of it, cannot be read.
+    /// The reason why the store, or a part of it, cannot be read. `None` if it can be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
@@ -54,7 +54,7 @@ pub struct PauseBreakdown {
 }
 
 impl PauseBreakdown {
-    /// Returns the name and the duration of each phase, in their order.
+    /// Returns the name and the duration in nanoseconds of each phase, in their order.
     pub fn named(&self) -> [(&'static str, u64); 5] {
         [
             ("stop", self.stop),

@@ -80,9 +80,9 @@ pub struct Timeline {
     pub total: usize,
     /// The number of those in the range.
     pub shown: usize,
-    /// The number of the VM's first checkpoint.
+    /// The number of the VM's first checkpoint. `None` if it has none.
     pub first_id: Option<u64>,
-    /// The number of the VM's last checkpoint.
+    /// The number of the VM's last checkpoint. `None` if it has none.
     pub last_id: Option<u64>,
     /// The buckets, from old to new.
     pub buckets: Vec<TimelineBucket>,

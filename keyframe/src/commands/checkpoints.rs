@@ -9,6 +9,7 @@ use std::time::Duration;
 
 /// When and how checkpoints are taken.
 #[derive(clap::Args, Debug)]
+#[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct Checkpoints {
     /// Time between checkpoints (500ms, 1s, 2m), or `none`: only when asked by `keyframe take`
     #[arg(long, default_value = "1s", value_parser = parse_interval)]
@@ -66,8 +67,8 @@ pub struct Checkpoints {
     /// How disks that the guest can write to get into checkpoints
     #[arg(long, value_enum, default_value = "auto", value_name = "WAY")]
     disk: DiskMethod,
-    /// Leave a disk out of the checkpoints, by the name of its drive, node, device or libvirt target,
-    /// or `all`: QEMU opens it as the command line says, and `restore` says what it lacks
+    /// Leave a disk out of the checkpoints, by the name of its drive, node, device or libvirt
+    /// target, or `all`: QEMU opens it as the command line says, and `restore` says what it lacks
     #[arg(long, value_name = "NAME")]
     leave_out_disk: Vec<String>,
     /// Say a line about each checkpoint on standard error
@@ -93,6 +94,11 @@ pub struct Checkpoints {
     /// it can be restored. That costs one start of QEMU, some tenths of a second, beside the VM
     #[arg(long)]
     no_rehearsal: bool,
+    /// Count the guest's instructions by the host's processor, for a VM under KVM: its intervals
+    /// then have a length (keyframe analyze --approximate). The guest's own counters may lack one
+    /// meanwhile
+    #[arg(long)]
+    count_instructions: bool,
     /// Break on purpose, for tests: `kill|stall|pause:PHASE[:N]` at the Nth time
     #[arg(long, hide = true, value_name = "FAULT")]
     fault: Option<keyframe_session::Fault>,
@@ -131,6 +137,7 @@ impl Checkpoints {
             recorded: None,
             recompress: self.recompress,
             rehearsal: !self.no_rehearsal,
+            count_instructions: self.count_instructions,
             fault: self.fault,
         }
     }

@@ -38,14 +38,14 @@ impl Witness {
     pub fn run(self) -> Outcome {
         let party = self.key.party().map_err(failure)?;
         let folder = folder(self.dir, "witness")?;
-        let server = WitnessServer::open(&folder, party, StderrWords::shared(false, false));
-        let server = Arc::new(server.map_err(failure)?);
-        rights::writes_beneath(&[folder]);
-        let stop = keyframe_session::interrupt::interruption()?;
         let wanted = address(&self.listen).map_err(failure)?;
         let listener = TcpListener::bind(wanted).map_err(|e| {
             Failure::new(format!("listen at {wanted}: {e}")).fix("name another port: --listen")
         })?;
+        let server = WitnessServer::open(&folder, party, StderrWords::shared(false, false));
+        let server = Arc::new(server.map_err(failure)?);
+        rights::writes_beneath(&[folder]);
+        let stop = keyframe_session::interrupt::interruption()?;
         let found = listener.local_addr().map_err(|e| Failure::new(format!("listen: {e}")))?;
         output::print_line(&format!("witness at {found}, knows {} VMs", server.groups()))?;
         server.serve(&listener, &stop).map_err(failure)?;

@@ -77,7 +77,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             (Always, text)
         }
         Event::LeftPauseEnded => {
-            let text = "the VM stood in a pause of a Keyframe that was killed together with its \
+            let text = "the VM was still paused by a Keyframe that was killed together with its \
                         watchdog; it runs again";
             (Always, text.into())
         }
@@ -372,6 +372,7 @@ fn step_name(step: Step) -> &'static str {
         Step::RestartDisks => "begin a complete capture of the VM's disks",
         Step::DropBitmap => "drop the bitmap of a sealed checkpoint",
         Step::CloseExports => "remove the exports by which a disk was read",
+        Step::CountInstructions => "count the guest's instructions",
         Step::VolunteerAsVictim => "have the kernel end keyframe first if memory runs out",
         Step::SaveSseFlags => {
             "add the SSE exception flags of the guest's processors to checkpoints"

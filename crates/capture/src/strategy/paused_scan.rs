@@ -7,8 +7,8 @@
 //! ```
 //!
 //! The kernel reports a page when it pins the page for a read from the disk, and the data arrives
-//! later. A scan in between would clear the report, and the data would be missed. A paused VM has no
-//! read under way. So a page that is pinned after one scan is reported by the next one.
+//! later. A scan in between would clear the report, and the data would be missed. A paused VM has
+//! no read under way. So a page that is pinned after one scan is reported by the next one.
 
 use super::CopyStrategy;
 use crate::context::CaptureContext;
@@ -17,7 +17,8 @@ use crate::error::CaptureError;
 /// More pages than this are copied before the pause: 64 MiB.
 const PAGES_MAX: u64 = 16_384;
 
-/// Copies pages that were found in pauses alone.
+/// A strategy that looks for dirty pages only in pauses, for a VM into whose RAM the kernel writes
+/// by direct I/O. It copies few pages in the pause that found them, and many after it.
 #[derive(Debug, Default)]
 pub struct PausedScanStrategy;
 

@@ -42,10 +42,11 @@ pub struct SlurmPrograms {
 
 impl SlurmPrograms {
     /// Runs `program` with `input` as its standard input and returns its standard output. A busy
-    /// slurmctld may not answer for seconds; the program is then run again, for up to a minute. A job
-    /// is submitted again only if slurmctld cannot have received it.
+    /// slurmctld may not answer for seconds; the program is then run again, for up to a minute. A
+    /// job is submitted again only if slurmctld cannot have received it.
     ///
-    /// Errors: [`Error::NoProgram`], [`Error::TimedOut`], [`Error::Refused`].
+    /// Errors: [`Error::NoProgram`] if the program cannot be run, [`Error::TimedOut`] if it has not
+    /// ended within a minute, [`Error::Refused`] if it fails.
     pub fn ask(
         &self,
         program: &'static str,

@@ -7,21 +7,22 @@
 //!   nbd://host/export, json:{"driver":"throttle",...}      no file that Keyframe reads
 //! ```
 //!
-//! QEMU looks for a relative path in `file:` and `json:` in its own working directory, which another
-//! QEMU does not have. Keyframe does not follow such a reference.
+//! QEMU looks for a relative path in `file:` and `json:` in its own working directory, which
+//! another QEMU does not have. Keyframe does not follow such a reference.
 
 use crate::ImageFormat;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// A backing image.
+/// The backing image of a qcow2 image, as the qcow2 image refers to it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BackingReference {
-    /// Its file.
+    /// The path of its file.
     pub path: PathBuf,
-    /// Its format, if the reference tells it; otherwise another field of the header does.
+    /// Its format. `None` if that is not stated.
     pub format: Option<ImageFormat>,
-    /// True if the reference is the name of the file, and not a description.
+    /// True if the reference is the plain name of the file. False if it begins with `file:` or
+    /// `json:`.
     pub is_plain: bool,
 }
 
@@ -32,8 +33,12 @@ const HARMLESS: [&str; 7] =
     ["read-only", "auto-read-only", "discard", "detect-zeroes", "node-name", "locking", "aio"];
 
 impl BackingReference {
-    /// Reads the reference `name` of an image in `folder`. Error: the reason why it is no file that
-    /// Keyframe reads.
+    /// Parses `name`, the reference to a backing image in the header of an image in the directory
+    /// `folder`. A plain relative name is relative to `folder`. The result has a format only if
+    /// `name` itself states one.
+    ///
+    /// Error: the reason, to follow "its backing image NAME", if it is not a local file, if a path
+    /// in `file:` or `json:` is relative, or if Keyframe does not support the description.
     pub fn parse(name: &str, folder: &Path) -> Result<Self, String> {
         // As QEMU decides whether a name has a protocol.
         let end = name.find([':', '/']).filter(|at| name[*at..].starts_with(':'));
@@ -52,7 +57,8 @@ impl BackingReference {
     }
 }
 
-/// The file that a description in JSON names, and its format.
+/// The file that a description in JSON names, and its format. Error: the reason why Keyframe does
+/// not support the description.
 fn described(json: &str) -> Result<(PathBuf, Option<ImageFormat>), String> {
     let node: Value = serde_json::from_str(json).map_err(|e| format!("is malformed JSON: {e}"))?;
     let mut keys = Vec::new();

@@ -6,6 +6,7 @@ use crate::{BLOCK, BLOCK_BYTES, Content, DiskBlock, Error, ImageFormat, Layer, R
 use imago::FormatAccess;
 use imago::file::File as ImageFile;
 use rustix::fs::FallocateFlags;
+use rustix::io::Errno;
 use std::fs::File;
 use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
@@ -32,11 +33,13 @@ enum Image {
 
 impl InPlace {
     /// Begins a commit into the image at `path`, whose disk has `disk_bytes` bytes, or continues
-    /// one that was interrupted. `source` is a text of one line that names the overlay or
-    /// checkpoint to write.
+    /// one that was interrupted. Locks the image until the result is dropped, and creates the mark
+    /// beside it. `source` is a text of one line that names the overlay or checkpoint to write.
     ///
-    /// Errors, which leave no mark: another process uses the image; the image has another size; a
-    /// commit from another source was interrupted.
+    /// Errors: [`Error::Locked`] if another process uses the image; [`Error::Refused`] if the image
+    /// has another size or cannot be read in this format, or if a commit from another source into
+    /// it was interrupted; [`Error::Io`] if the image or the mark cannot be opened or written. A
+    /// new mark can be left only if its directory could not be synced.
     pub fn begin(path: &Path, format: ImageFormat, disk_bytes: u64, source: &str) -> Result<Self> {
         let name = path.display().to_string();
         let path = path.canonicalize().map_err(Error::io(&name, "find"))?;
@@ -53,7 +56,6 @@ impl InPlace {
             }
         };
         let lock = Lock::alone(file, &name)?;
-        mark_for(&path, source)?;
         mark(&path, source)?;
         Ok(Self { image, path, disk_bytes, _lock: lock })
     }
@@ -67,8 +69,9 @@ impl InPlace {
     /// `watch` with the number of bytes written so far, and returns the amount written. The caller
     /// writes several layers from the lowest to the highest.
     ///
-    /// Errors: the layer cannot be read or has blocks past the image's end; the image cannot be
-    /// written; an error of `watch`.
+    /// Errors, after which the mark stays: [`Error::Refused`] if `disk_bytes` is not the size of
+    /// the image's disk; [`Error::Damaged`] if the layer has blocks past the end of the disk;
+    /// [`Error::Io`] if the image cannot be written; errors of `layer` and of `watch`.
     pub fn write(
         &self,
         layer: &dyn Layer,
@@ -113,7 +116,7 @@ impl InPlace {
     }
 
     /// Makes the written blocks durable. Only after this may the caller empty the overlay. Error:
-    /// the sync failed.
+    /// [`Error::Io`] if the sync failed. The mark stays in either case.
     pub fn finish(&self) -> Result<()> {
         let synced = match &self.image {
             Image::Raw(file) => file.sync_all(),
@@ -122,7 +125,8 @@ impl InPlace {
         synced.map_err(Error::io(self.name(), "sync"))
     }
 
-    /// Removes the mark, so that the image can be served again. Error: the mark cannot be removed.
+    /// Removes the mark, so that the image can be served again, and unlocks the image. Error:
+    /// [`Error::Io`] if the mark cannot be removed, or its removal cannot be made durable.
     pub fn unmark(self) -> Result<()> {
         let marker = marker(&self.path);
         std::fs::remove_file(&marker)
@@ -190,36 +194,64 @@ pub(crate) fn marker(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Returns the source (see [`InPlace::begin`]) of the interrupted commit into the image at `path`.
-/// Returns `None` if no commit into it was interrupted.
+/// Returns the source (see [`InPlace::begin`]) of the commit into the image at `path` that was
+/// interrupted or is under way. Returns `None` if there is no mark beside the image, and also if
+/// the mark cannot be read: then the image can be neither opened nor committed into.
 pub fn interrupted(path: &Path) -> Option<String> {
-    let path = path.canonicalize().ok()?;
-    std::fs::read_to_string(marker(&path)).ok().map(|source| source.trim_end().to_owned())
+    marked_source(path).ok().flatten()
 }
 
-fn mark_for(path: &Path, source: &str) -> Result<()> {
-    match interrupted(path) {
-        // An empty mark was just being created, and no block was written.
-        Some(other) if !other.is_empty() && other != source => {
-            let problem = format!("a commit of {other} into it was interrupted");
-            Err(Error::refused(
-                path.display().to_string(),
-                problem,
-                "run the interrupted commit again first",
-            ))
-        }
-        _ => Ok(()),
+/// Returns what [`interrupted`] does. Error: [`Error::Io`] if the mark cannot be read.
+pub(crate) fn marked_source(path: &Path) -> Result<Option<String>> {
+    let path = path.canonicalize().map_err(Error::io(path.display().to_string(), "find"))?;
+    let marker = marker(&path);
+    match std::fs::read_to_string(&marker) {
+        // Another process than Keyframe has written it.
+        Ok(text) if text.is_empty() => Ok(Some("an unknown source".into())),
+        Ok(text) => Ok(Some(text.strip_suffix('\n').unwrap_or(&text).to_owned())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        // A commit into an image with such a long name cannot make a mark, and writes nothing.
+        Err(e) if Errno::from_io_error(&e) == Some(Errno::NAMETOOLONG) => Ok(None),
+        Err(e) => Err(Error::io(marker.display().to_string(), "read")(e)),
     }
 }
 
+/// Makes the mark, unless the same commit has left it. The mark appears with all of its text: a
+/// part of it could not be told from the mark of another commit. Errors: [`Error::Refused`] if a
+/// commit from another source was interrupted; [`Error::Io`] if the mark cannot be read or written.
 fn mark(path: &Path, source: &str) -> Result<()> {
     let marker = marker(path);
-    let made = File::create(&marker).and_then(|mut file| {
-        writeln!(file, "{source}")?;
-        file.sync_all()?;
-        sync_folder(&marker)
-    });
+    let made = match marked_source(path)? {
+        Some(known) if known == source => sync_mark(&marker),
+        Some(other) => {
+            let problem = format!("a commit of {other} into it was interrupted");
+            let fix = "run the interrupted commit again first";
+            return Err(Error::refused(path.display().to_string(), problem, fix));
+        }
+        None => write_mark(&marker, source),
+    };
     made.map_err(Error::io(marker.display().to_string(), "make"))
+}
+
+/// Makes the mark durable that an earlier process has left.
+fn sync_mark(marker: &Path) -> io::Result<()> {
+    File::open(marker)?.sync_all()?;
+    sync_folder(marker)
+}
+
+fn write_mark(marker: &Path, source: &str) -> io::Result<()> {
+    let mut aside = marker.as_os_str().to_owned();
+    aside.push(".new");
+    let aside = PathBuf::from(aside);
+    let mut file = File::create(&aside)?;
+    let written = writeln!(file, "{source}")
+        .and_then(|()| file.sync_all())
+        .and_then(|()| std::fs::rename(&aside, marker));
+    if let Err(error) = written {
+        let _ = std::fs::remove_file(&aside);
+        return Err(error);
+    }
+    sync_folder(marker)
 }
 
 fn sync_folder(file: &Path) -> io::Result<()> {

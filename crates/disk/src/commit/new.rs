@@ -14,10 +14,12 @@ use std::path::Path;
 /// The number of ranges that one query returns.
 const RANGES_MAX: usize = 1024;
 
-/// Writes the content of `disk` to a new raw image at `path`, with holes for zeros. After an error
-/// there is no file at `path`; otherwise the image is complete and durable.
+/// Writes the content of `disk` to a new raw image at `path`, with holes for zeros. After success
+/// the image is complete and durable. After an error there is no file at `path`, unless only the
+/// sync of its directory failed.
 ///
-/// Errors: a file exists at `path` already; the disk cannot be read; the image cannot be written.
+/// Errors: [`Error::Refused`] if a file exists at `path` already; [`Error::Io`] if the image cannot
+/// be written; those of `disk` if it cannot be read.
 pub fn to_new_raw(disk: &dyn Readable, path: &Path) -> Result<()> {
     to_new(disk, path, ImageFormat::Raw, &mut |_| Ok(()))
 }
@@ -33,8 +35,9 @@ pub fn to_new(
     to_file(disk, path, format, false, watch)
 }
 
-/// Writes an image as [`to_new`] does. If `replace` is true, a rename replaces an existing file at
-/// `path` after the new image is complete. Errors: those of [`to_new`].
+/// Writes an image as [`to_new`] does. If `replace` is true, an existing file at `path` is no
+/// error: a rename replaces it once the new image is complete. After an error before the rename it
+/// is unchanged. Errors: those of [`to_new`].
 pub fn to_file(
     disk: &dyn Readable,
     path: &Path,
@@ -61,9 +64,9 @@ pub fn to_file(
     folder.map_err(Error::io(name, "sync the directory of"))
 }
 
-/// Writes all bytes of `disk` to `out`, from the first to the last, zeros included. Calls `watch`
-/// with the number of bytes written so far. Errors: the disk cannot be read; `out` cannot be
-/// written; an error of `watch`.
+/// Writes all bytes of `disk` to `out`, from the first to the last, zeros included, and flushes
+/// `out`. Calls `watch` with the number of bytes written so far. Errors: [`Error::Io`] if `out`
+/// cannot be written; those of `disk` if it cannot be read; an error of `watch`.
 pub fn to_stream(
     disk: &dyn Readable,
     out: &mut dyn Write,
@@ -84,7 +87,8 @@ pub fn to_stream(
 /// Creates an empty qcow2 image at `path`, for a disk of `disk_bytes` bytes. The image has no
 /// backing file; the caller sets one.
 ///
-/// Errors: a file exists at `path`; the image cannot be written.
+/// Error: [`Error::Io`] if a file exists at `path`, or if the image cannot be written. An
+/// incomplete file may then be left at `path`.
 pub fn empty_qcow2(path: &Path, disk_bytes: u64) -> Result<()> {
     let name = path.display().to_string();
     let file = File::options().read(true).write(true).create_new(true).open(path);
@@ -143,7 +147,8 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Writes the blocks of `data` that are not zero, neighbouring blocks with one call.
+    /// Writes the blocks of `data` that are not zero, neighbouring blocks with one call. Error: the
+    /// image cannot be written.
     fn write_nonzero(&self, data: &[u8], at: u64) -> io::Result<()> {
         let end_of = |from: usize| (from + BLOCK_BYTES).min(data.len());
         let is_zero = |from: usize| data[from..end_of(from)].iter().all(|byte| *byte == 0);

@@ -78,8 +78,11 @@ pub struct Client {
 
 impl Client {
     /// Connects to the export `export` of the server at `socket`, with the metadata context
-    /// `context`. Errors: no server listens; it has no such export or context; it breaks the
-    /// protocol.
+    /// `context`, such as `base:allocation`. From then on, each read from the connection and each
+    /// write to it waits for at most 30 s.
+    ///
+    /// Errors: [`Error::Io`] if no server listens or it does not answer; [`Error::Protocol`] if it
+    /// has no such export or context, or breaks the protocol.
     pub fn connect(socket: &Path, export: &str, context: &str) -> Result<Self> {
         let name = format!("export {export} at {}", socket.display());
         let stream = UnixStream::connect(socket).map_err(Error::io(&name, "connect to"))?;
@@ -91,8 +94,9 @@ impl Client {
     /// always reads what it has requested, so the server never waits for it and can close the
     /// connection at any time.
     ///
-    /// `part_bytes` is the granularity of the metadata context in bytes: no range is shorter.
-    /// Errors: those of [`Self::connect`].
+    /// `part_bytes` is the granularity of the metadata context in bytes: no range is shorter. It is
+    /// not 0. Errors: those of [`Self::connect`]; [`Error::Io`] if the size of the socket's buffer
+    /// cannot be queried.
     pub fn patient(
         stream: UnixStream,
         export: &str,
@@ -159,10 +163,11 @@ impl Client {
         self.len_bytes
     }
 
-    /// Returns the status of consecutive ranges from byte `offset` on: at least one range, perhaps
-    /// not up to the end of the disk.
+    /// Returns the status of consecutive ranges from byte `offset` on: at least one range, of at
+    /// most 1 GiB together, perhaps not up to the end of the disk.
     ///
-    /// Errors: the server does not answer or breaks the protocol.
+    /// Errors: [`Error::Protocol`] if `offset` is not inside the disk, or if the server refuses or
+    /// breaks the protocol; [`Error::Io`] if the server does not answer.
     pub fn status(&mut self, offset: u64) -> Result<Vec<RangeStatus>> {
         let len = self.len_bytes.saturating_sub(offset).min(self.status_bytes);
         let mut found = Vec::new();
@@ -195,8 +200,9 @@ impl Client {
         }
     }
 
-    /// Fills `into` from byte `offset` on. Errors: the server cannot read these bytes, does not
-    /// answer or breaks the protocol.
+    /// Fills `into` from byte `offset` of the disk on. Errors: [`Error::Protocol`] if `into` is
+    /// longer than 32 MiB, or if the server refuses, cannot read these bytes or breaks the
+    /// protocol; [`Error::Io`] if the server does not answer.
     pub fn read(&mut self, offset: u64, into: &mut [u8]) -> Result<()> {
         let len = u32::try_from(into.len())
             .ok()
@@ -236,11 +242,11 @@ impl Client {
     }
 
     /// Calls `take` with the blocks that have at least one byte in a range whose flags satisfy
-    /// `wanted`. Each call gets the number of the first block and consecutive whole blocks, at most
-    /// 1 MiB. Blocks come in rising order, each once. The server's ranges need not begin or end at
-    /// a block. If the disk ends within its last block, zeros fill the block.
+    /// `wanted`. Each call gets the number of the first block and the content of consecutive whole
+    /// blocks, at most 1 MiB. Blocks come in rising order, each once. The server's ranges need not
+    /// begin or end at a block. If the disk ends within its last block, zeros fill the block.
     ///
-    /// Errors: those of `take`; the server does not answer or breaks the protocol.
+    /// Errors: those of `take`, of [`Self::status`] and of [`Self::read`].
     pub fn each_block<E: From<Error>>(
         &mut self,
         wanted: fn(u32) -> bool,
@@ -283,7 +289,9 @@ impl Client {
         self.send(&u32::from(FIXED_NEWSTYLE | NO_ZEROES & flags).to_be_bytes())
     }
 
-    /// Sends an option and returns the answers before the acknowledgement.
+    /// Sends an option and returns the answers before the acknowledgement: kind and content.
+    /// Errors: [`Error::Protocol`] if the server refuses or breaks the protocol; [`Error::Io`] if
+    /// it does not answer.
     fn option(&mut self, option: u32, data: &[u8]) -> Result<Vec<(u32, Vec<u8>)>> {
         let mut message = IHAVEOPT.to_be_bytes().to_vec();
         message.extend(option.to_be_bytes());
@@ -326,7 +334,8 @@ impl Client {
         self.send(&message)
     }
 
-    /// Passes the chunks of one reply to `take`.
+    /// Passes the chunks of one reply to `take`. Errors: [`Error::Protocol`] if the server answers
+    /// with an error, or if a chunk is invalid; [`Error::Io`] if the server does not answer.
     fn replies(&mut self, take: Take<'_>) -> Result<()> {
         for _ in 0..CHUNKS_MAX {
             let header = self.take::<20>()?;

@@ -221,7 +221,8 @@ impl Transmission {
         self.done(request, done)
     }
 
-    /// Answers a write of any type. A FUA write is answered once it is durable.
+    /// Answers a write of any type, whose result is `done`. A FUA write is answered once it is
+    /// durable. Error: the connection failed.
     fn done(&mut self, request: &NbdRequest, done: Result<()>) -> Result<()> {
         match done {
             Ok(()) if request.flags & FLAG_FUA != 0 => self.flush(request.cookie),
@@ -230,7 +231,8 @@ impl Transmission {
         }
     }
 
-    /// Passes a flush to the second thread, which waits for the medium.
+    /// Passes a flush to the second thread, which waits for the medium. Errors: the connection
+    /// failed; the thread cannot be started.
     fn flush(&mut self, cookie: u64) -> Result<()> {
         self.shared.traffic.flushes.fetch_add(1, Ordering::Relaxed);
         match self.disk().flush_now() {

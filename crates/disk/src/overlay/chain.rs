@@ -24,7 +24,8 @@ use crate::{BLOCK, DiskBlock, DiskEpoch, Slot};
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 
-/// The largest number of epochs in flight. Each keeps a map in memory.
+/// The largest number of epochs whose maps are kept in memory: those in flight, and later ones that
+/// were released or given back, which wait for an older one.
 pub const EPOCHS_MAX: usize = 64;
 
 /// The number of owed blocks that one step looks up.
@@ -183,8 +184,8 @@ impl EpochChain {
         });
     }
 
-    /// Ends the current epoch and returns its number. Returns `None` if [`EPOCHS_MAX`] epochs are
-    /// in flight.
+    /// Ends the current epoch and returns its number. Returns `None` if the maps of [`EPOCHS_MAX`]
+    /// epochs are kept.
     pub fn cut(&mut self) -> Option<DiskEpoch> {
         if self.frozen.len() >= EPOCHS_MAX {
             return None;

@@ -3,13 +3,15 @@
 //! ```text
 //!   | header 64 | batch | batch | ... | batch | torn tail |
 //!
-//!   header:  magic 8 | version 4 | block bytes 4 | disk bytes 8 | salt 8 | covered 8 | zero 16 | check 8
+//!   header:  magic 8 | version 4 | block bytes 4 | disk bytes 8 | salt 8 | covered 8 | zero 16 |
+//!            check 8
 //!   batch:   magic 4 | records 4 | number 8 | covered 8 | check 8 | records
 //!   record:  block 8 | blocks 8 | slot 4 | kind 4     (kind 0: slots from `slot` on, 1: zero)
 //! ```
 //!
-//! Integers are little-endian. Checksums are XXH3-64; those of batches are seeded with salt, number
-//! and `covered`: the number of the last record in [`super::recent`] that the journal holds.
+//! Lengths are in bytes, and integers are little-endian. Checksums are XXH3-64; those of batches
+//! are seeded with the salt, the batch's number, its number of records, and `covered`: the number
+//! of the last record in [`super::recent`] that the journal holds.
 //!
 //! Invariants: a batch is written after its data was synced, and before the next batch. So an
 //! invalid batch at the end is the last one that was begun, and no flush has acknowledged it. If a
@@ -118,8 +120,9 @@ impl Journal {
     /// Opens the journal of the overlay in `folder` and reads it. If there is none, creates one for
     /// a disk of `disk_bytes` bytes, or fails if `disk_bytes` is `None`.
     ///
-    /// Errors: [`Error::Damaged`]; [`Error::Refused`] if it is of a disk of another size or in a
-    /// newer format; the files cannot be read or written.
+    /// Errors: [`Error::Damaged`] if it is damaged, or if there is none and `disk_bytes` is `None`;
+    /// [`Error::Refused`] if it is of a disk of another size or in a newer format; [`Error::Io`] if
+    /// the files cannot be read or written.
     pub fn open(
         folder: Arc<dyn OverlayFolder>,
         disk_bytes: Option<u64>,
@@ -220,7 +223,8 @@ impl Journal {
         (self.rewrite_at, self.rewrite_bytes_min) = (bytes, bytes);
     }
 
-    /// Reads batches up to the first invalid one.
+    /// Reads batches up to the first invalid one. Errors: [`Error::Damaged`] if a valid batch
+    /// follows that one, or if a record is impossible; [`Error::Io`].
     fn replay(&mut self, len: u64) -> Result<ExtentMap<BlockPlace>> {
         let mut map = ExtentMap::default();
         while let Some(batch) =
@@ -238,7 +242,8 @@ impl Journal {
         Ok(map)
     }
 
-    /// The batch at `at`, if it is valid.
+    /// The batch at byte `at` of the journal, which has `len` bytes. `None` if there is no valid
+    /// one. Error: the file cannot be read.
     fn batch_at(&self, at: u64, len: u64) -> Result<Option<Batch>> {
         let left = len.saturating_sub(at);
         if left < BATCH_HEADER_BYTES as u64 {
@@ -275,7 +280,8 @@ impl Journal {
         })
     }
 
-    /// Fails if a valid batch follows: it proves that a flush has acknowledged the invalid one.
+    /// Fails with [`Error::Damaged`] if a valid batch follows: it proves that a flush has
+    /// acknowledged the invalid one. Other error: the file cannot be read.
     fn nothing_good_behind(&self, len: u64) -> Result<()> {
         let mut at = self.end;
         let mut chunk = vec![0u8; 1 << 16];
@@ -308,8 +314,8 @@ impl Journal {
     /// Appends `records` and makes them durable. `covered` is the number of the last record of
     /// [`super::recent`] that the journal then holds.
     ///
-    /// Errors: the file cannot be written or synced; [`AppendError::retry`] tells whether the
-    /// caller may try again.
+    /// Error: the file cannot be written or synced. [`AppendError::retry`] tells whether the caller
+    /// may try again.
     pub fn append(&mut self, records: &[JournalRecord], covered: u64) -> Result<(), AppendError> {
         let mut chunks = records.chunks(BATCH_RECORDS_MAX).peekable();
         while let Some(records) = chunks.next() {

@@ -8,9 +8,9 @@
 //!   kind:    0 slots from `slot` on, 1 zero, 2 a sync has failed
 //! ```
 //!
-//! Integers are little-endian. The check is XXH3-64, seeded with the boot of the machine and the
-//! number, so a record of another boot is invalid. Numbers rise by one. The journal knows up to
-//! which number it holds all records.
+//! Lengths are in bytes, and integers are little-endian. The check is XXH3-64 of the bytes before
+//! it, seeded with the boot of the machine, so a record of another boot is invalid. The record
+//! numbers rise by one. The journal knows up to which number it holds all records.
 //!
 //! There are two such files. Each sync turns to the other one, if the journal holds all records in
 //! that, and writes it from its beginning. So neither grows beyond the records between two syncs.
@@ -63,7 +63,8 @@ pub struct Left {
 impl RecentLog {
     /// Opens the files in `folder`, or creates them. `covered` is the number of the last record
     /// that the journal holds. Returns the log, and the records that only the log holds. Errors:
-    /// [`Error::Damaged`] if a record is missing; the files cannot be read.
+    /// [`Error::Damaged`] if a record is missing; [`Error::Io`] if a file or the name of this boot
+    /// cannot be read.
     pub fn open(folder: &dyn OverlayFolder, covered: u64) -> Result<(Self, Left)> {
         let seed = folder.boot_seed()?;
         let mut found = Vec::new();
@@ -142,8 +143,9 @@ impl RecentLog {
     }
 }
 
-/// Reads consecutive records from the beginning of `file` into `found`. A record without blocks is
-/// the mark of a failed sync. Returns the end of the last one in bytes, and its number.
+/// Appends the consecutive records at the beginning of `file` to `found`, each with its number. The
+/// record is `None` for the mark of a failed sync. Returns the end of the last one in bytes, and
+/// its number; both are 0 if there is none. Error: the file cannot be read.
 fn read_run(
     file: &dyn OverlayFile,
     seed: u64,

@@ -6,7 +6,8 @@ use crate::{BLOCK, Error, Result, Slot};
 use std::fs::File;
 use std::path::Path;
 
-/// The data file of an overlay that another process serves. It reads the slots of epochs in flight.
+/// The data file of an overlay that another process serves, for reading the slots of epochs in
+/// flight.
 #[derive(Debug)]
 pub struct SlotFile {
     file: File,
@@ -14,7 +15,8 @@ pub struct SlotFile {
 }
 
 impl SlotFile {
-    /// Opens the data file of the overlay in the directory `dir`. Error: the file cannot be opened.
+    /// Opens the data file of the overlay in the directory `dir`, without a lock. Error:
+    /// [`Error::Io`] if the file cannot be opened.
     pub fn open(dir: &Path) -> Result<Self> {
         let path = dir.join(DATA);
         let name = path.display().to_string();
@@ -22,7 +24,8 @@ impl SlotFile {
     }
 
     /// Fills `buf` with the content of consecutive slots from `slot` on. The length of `buf` is a
-    /// multiple of 4096 bytes. Error: the file cannot be read.
+    /// multiple of 4096 bytes. Bytes past the end of the file are zero. Error: [`Error::Io`] if the
+    /// file cannot be read.
     pub fn read(&self, slot: Slot, buf: &mut [u8]) -> Result<()> {
         let at = u64::from(slot.0) * BLOCK;
         read_or_zero(&self.file, at, buf)

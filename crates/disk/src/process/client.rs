@@ -1,7 +1,7 @@
 //! The engine's handle to the process that serves the disks.
 
 use super::connection::{Connection, OPEN_TIMEOUT, is_done, unexpected};
-use super::supervisor::{ServerObserver, Shared, Supervisor};
+use super::supervisor::{ServerObserver, Shared, State, Supervisor};
 use super::{DiskRequest, DiskResponse, DiskSpec, ServerStats};
 use crate::{DiskBlock, DiskEpoch, Error, Extent, Result, SlotFile};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -25,6 +25,10 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// If the server ends without an order, it is started again on a thread of this handle. Until then
 /// requests fail with [`Error::ServerEnded`], and the guest's requests wait. The epochs of the old
 /// server are void: the next cut covers all blocks of the overlays.
+///
+/// A request that the server refuses fails with [`Error::Server`], or with [`Error::ServerFull`] if
+/// no space is left. A server that does not answer within 10 s (2 min if it opens or syncs) is
+/// killed, and the request fails with [`Error::ServerEnded`].
 ///
 /// The order of a checkpoint:
 ///
@@ -55,7 +59,9 @@ impl Disks {
     /// input. Starts it again whenever it ends without an order. Returns when the server listens on
     /// `socket`.
     ///
-    /// Errors: the socket or the process cannot be created; a disk of `specs` cannot be opened.
+    /// Errors: [`Error::Io`] if a file exists at `socket`, or if the socket, the process or a
+    /// thread cannot be created; [`Error::Server`] if a disk of `specs` cannot be opened;
+    /// [`Error::ServerEnded`].
     pub fn spawn(mut command: Command, socket: &Path, specs: &[DiskSpec]) -> Result<Self> {
         let name = socket.display().to_string();
         let listener = UnixListener::bind(socket).map_err(Error::io(&name, "listen on"))?;
@@ -75,8 +81,9 @@ impl Disks {
         Ok(Self { shared, specs: specs.to_vec(), disk_bytes, supervisor: Some((ours, thread)) })
     }
 
-    /// Registers the function `observer`. The handle calls it when the server has ended without an
-    /// order.
+    /// Registers the function `observer` in place of an earlier one. When the server has ended
+    /// without an order, a thread of the handle calls it: before each wait for the next attempt to
+    /// start a server, and once a new server serves the disks.
     pub fn observe(&self, observer: ServerObserver) {
         self.shared.lock().observer = Some(observer);
     }
@@ -97,7 +104,8 @@ impl Disks {
     }
 
     /// Makes written data durable while the guest runs, so that the pause has little to sync.
-    /// Errors: a sync failed; the server has ended or does not answer.
+    /// Errors: [`Error::Server`] or [`Error::ServerFull`] if a sync failed; the server has ended or
+    /// does not answer.
     pub fn prepare(&mut self) -> Result<()> {
         self.done(&DiskRequest::Prepare, SYNC_TIMEOUT)
     }
@@ -111,8 +119,8 @@ impl Disks {
     }
 
     /// Cuts all disks. Returns the epoch of each disk, in the order of [`Self::specs`]. The caller
-    /// has stopped the VM before. Errors: too many epochs are in flight; the server has ended or
-    /// does not answer.
+    /// has stopped the VM before, if the cut is for a checkpoint. Errors: [`Error::Server`] if too
+    /// many epochs are in flight or a sync failed earlier; the server has ended or does not answer.
     pub fn cut(&mut self) -> Result<Vec<DiskEpoch>> {
         let mut state = self.shared.lock();
         let connection = state.connection()?;
@@ -123,7 +131,8 @@ impl Disks {
     /// Sends the requests of [`Self::cut`] and [`Self::settled`] without waiting for the responses,
     /// so that the server works while the engine reads device state and RAM. [`Self::finish_cut`]
     /// returns the responses. Gives back the epochs of an earlier call whose responses were not
-    /// taken. Errors: the server has ended or does not answer.
+    /// taken. Errors: those of [`Self::give_back`]; the server has ended or does not take the
+    /// requests.
     pub fn begin_cut(&mut self) -> Result<()> {
         if let Some((Ok(epochs), _)) = self.finish_cut() {
             // The caller did not take these epochs, so the new cut covers their blocks.
@@ -136,9 +145,10 @@ impl Disks {
         connection.send(&DiskRequest::Settled, SYNC_TIMEOUT)
     }
 
-    /// Waits for the responses to [`Self::begin_cut`] and returns both: the epochs of the disks,
-    /// and the result of the sync. If the sync failed, the VM must not run. Returns `None` if there
-    /// was no [`Self::begin_cut`], or if its server has ended.
+    /// Waits for the responses to [`Self::begin_cut`] and returns both: the epochs of the disks
+    /// with the errors of [`Self::cut`], and the result of [`Self::settled`]. If the sync failed,
+    /// the VM must not run. Returns `None` if there was no [`Self::begin_cut`], or if the handle
+    /// knows already that its server has ended.
     pub fn finish_cut(&mut self) -> Option<CutAnswers> {
         // A server that has ended meanwhile has no answers.
         self.shared.lock().connection().ok()?.take_cut()
@@ -147,8 +157,9 @@ impl Disks {
     /// Waits until all data that was acknowledged since [`Self::pause`] is durable, and ends the
     /// pause. The caller calls this before it resumes the VM, also after a failed checkpoint.
     ///
-    /// Errors: the sync failed, and the VM must not run (the caller may try again once there is
-    /// space); the server has ended or does not answer.
+    /// Errors: [`Error::Server`] or [`Error::ServerFull`] if the sync failed, and the VM must not
+    /// run (after [`Error::ServerFull`] the caller may try again once there is space); the server
+    /// has ended or does not answer.
     pub fn settled(&mut self) -> Result<()> {
         self.done(&DiskRequest::Settled, SYNC_TIMEOUT)
     }
@@ -164,9 +175,8 @@ impl Disks {
     /// the guest runs again (see the module `nbd::affinity`). Errors: the server has ended or does
     /// not answer.
     pub fn answer_on(&mut self, core: u32) -> Result<()> {
-        self.done(&DiskRequest::AnswerOn { core }, ANSWER_TIMEOUT)?;
-        self.shared.lock().core = Some(core);
-        Ok(())
+        let request = DiskRequest::AnswerOn { core };
+        self.done_and(&request, ANSWER_TIMEOUT, |state| state.core = Some(core))
     }
 
     /// Returns all extents of `epoch` of the disk at `index` in [`Self::specs`], in rising order:
@@ -180,7 +190,9 @@ impl Disks {
     /// which to continue: `None` after the last one. It is for a caller that shares this handle
     /// with others.
     ///
-    /// Errors: no such disk or epoch; [`Error::CutLost`]; the server has ended or does not answer.
+    /// Errors: [`Error::Server`] if there is no such disk, or the epoch is not in flight;
+    /// [`Error::CutLost`] if the server that cut it has ended; the server has ended or does not
+    /// answer.
     pub fn pages_from(
         &mut self,
         index: usize,
@@ -198,7 +210,8 @@ impl Disks {
     }
 
     /// Opens the data file of the disk at `index` in [`Self::specs`], so that the caller reads
-    /// slots without a request to the server. Errors: no such disk; the file cannot be opened.
+    /// slots without a request to the server. Errors: [`Error::Protocol`] if there is no such disk;
+    /// [`Error::Io`] if the file cannot be opened.
     pub fn slot_file(&self, index: usize) -> Result<SlotFile> {
         let spec = self
             .specs
@@ -207,27 +220,28 @@ impl Disks {
         SlotFile::open(&spec.overlay)
     }
 
-    /// Checks that the server that cut `epochs` still serves the disks. The caller checks this
+    /// Checks that no server was started after the one that cut `epochs`. The caller checks this
     /// after it has read the slots of an epoch, because a new server may have reused them. Error:
-    /// [`Error::CutLost`].
+    /// [`Error::CutLost`] if the server that cut all of them is known to have ended.
     pub fn require_current(&self, epochs: &[DiskEpoch]) -> Result<()> {
         if self.shared.lock().are_void(epochs) { Err(Error::CutLost) } else { Ok(()) }
     }
 
     /// Releases the epochs of a sealed checkpoint, one of each disk. Does nothing if the server
-    /// that cut them has ended. Errors: no such epochs.
+    /// that cut them has ended. Error: [`Error::Server`] if one of them is not in flight.
     pub fn release(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
         self.unless_void(epochs, &DiskRequest::Release { epochs: epochs.into() })
     }
 
     /// Gives back the epochs of a failed checkpoint, one of each disk: the next cut covers their
     /// blocks too. Does nothing if the server that cut them has ended, because the next cut then
-    /// covers all blocks. Error: no such epochs.
+    /// covers all blocks. Error: [`Error::Server`] if one of them is not in flight.
     pub fn give_back(&mut self, epochs: &[DiskEpoch]) -> Result<()> {
         self.unless_void(epochs, &DiskRequest::GiveBack { epochs: epochs.into() })
     }
 
-    /// A server that has ended has no epochs, and the next cut covers all blocks.
+    /// Sends `request` about `epochs`. Does nothing if the server that cut them has ended: then it
+    /// has no epochs, and the next cut covers all blocks. Error: the server refuses the request.
     fn unless_void(&mut self, epochs: &[DiskEpoch], request: &DiskRequest) -> Result<()> {
         if self.shared.lock().are_void(epochs) {
             return Ok(());
@@ -239,31 +253,32 @@ impl Disks {
     }
 
     /// Opens the disks of `specs` without serving them, for a later [`Self::exchange`]. Their
-    /// exports and sizes must be those of the served disks. Errors: they are not; a disk cannot be
-    /// opened; the server has ended or does not answer.
+    /// exports and sizes must be those of the served disks, in the same order. Errors:
+    /// [`Error::Server`] if they are not, or if a disk cannot be opened; the server has ended or
+    /// does not answer.
     pub fn stage(&mut self, specs: &[DiskSpec]) -> Result<()> {
-        self.done(&DiskRequest::Stage { specs: specs.to_vec() }, OPEN_TIMEOUT)?;
-        self.shared.lock().staged = specs.to_vec();
-        Ok(())
+        let request = DiskRequest::Stage { specs: specs.to_vec() };
+        self.done_and(&request, OPEN_TIMEOUT, |state| state.staged = specs.to_vec())
     }
 
     /// Serves the staged disks, and stages those that were served. Clients stay connected and see
-    /// the new content. The VM must be paused. After an error no disk is exchanged. Errors: no
-    /// disks are staged, or an epoch is in flight; the server has ended or does not answer.
+    /// the new content. The VM must be paused. After an error no disk is exchanged. Errors:
+    /// [`Error::Server`] if no disks are staged, or an epoch is in flight; the server has ended or
+    /// does not answer.
     pub fn exchange(&mut self) -> Result<()> {
-        self.done(&DiskRequest::Exchange, ANSWER_TIMEOUT)?;
-        let mut state = self.shared.lock();
-        let state = &mut *state;
-        std::mem::swap(&mut state.specs, &mut state.staged);
-        self.specs.clone_from(&state.specs);
+        self.specs = self.done_and(&DiskRequest::Exchange, ANSWER_TIMEOUT, |state| {
+            std::mem::swap(&mut state.specs, &mut state.staged);
+            state.specs.clone()
+        })?;
         Ok(())
     }
 
-    /// Closes the staged disks, unlocks their overlays, and returns their specs. Errors: the server
-    /// has ended or does not answer.
+    /// Closes the staged disks, unlocks their overlays, and returns their specs, which are empty if
+    /// no disks were staged. Errors: the server has ended or does not answer.
     pub fn dismiss(&mut self) -> Result<Vec<DiskSpec>> {
-        self.done(&DiskRequest::Dismiss, ANSWER_TIMEOUT)?;
-        Ok(std::mem::take(&mut self.shared.lock().staged))
+        self.done_and(&DiskRequest::Dismiss, ANSWER_TIMEOUT, |state| {
+            std::mem::take(&mut state.staged)
+        })
     }
 
     /// Returns the counters of the server and its disks. Errors: the server has ended or does not
@@ -276,7 +291,8 @@ impl Disks {
     }
 
     /// Ends the server. The server disconnects the remaining clients, syncs all data, and unlocks
-    /// the overlays. Errors: a sync failed; the server does not answer; [`Error::ServerEnded`].
+    /// the overlays. Errors: [`Error::Server`] or [`Error::ServerFull`] if a sync failed;
+    /// [`Error::ServerEnded`] if the server has ended already or does not answer.
     pub fn end(mut self) -> Result<()> {
         self.end_supervision();
         let ended = self.done(&DiskRequest::End, SYNC_TIMEOUT);
@@ -304,6 +320,20 @@ impl Disks {
 
     fn done(&mut self, request: &DiskRequest, timeout: Duration) -> Result<()> {
         self.ask(request, timeout).and_then(is_done)
+    }
+
+    /// Sends a request that returns nothing, and calls `record` with the shared state once the
+    /// server has answered. The state stays locked in between: if the server ends just then, the
+    /// supervisor starts the next one by the changed state. Returns the result of `record`.
+    fn done_and<T>(
+        &mut self,
+        request: &DiskRequest,
+        timeout: Duration,
+        record: impl FnOnce(&mut State) -> T,
+    ) -> Result<T> {
+        let mut state = self.shared.lock();
+        state.connection()?.ask(request, timeout).and_then(is_done)?;
+        Ok(record(&mut state))
     }
 
     fn ask(&mut self, request: &DiskRequest, timeout: Duration) -> Result<DiskResponse> {

@@ -35,7 +35,8 @@ impl Connection {
     /// `socket`. The process numbers its epochs from `epochs_after` plus 1 on. Returns the
     /// connection, and the size of each disk in bytes.
     ///
-    /// Errors: the process cannot be started; a disk cannot be opened.
+    /// Errors: [`Error::Io`] if the process cannot be started; [`Error::Server`] or
+    /// [`Error::ServerFull`] if a disk cannot be opened; [`Error::ServerEnded`].
     pub fn start(
         command: &mut Command,
         (socket, listener): (&Path, &UnixListener),
@@ -76,8 +77,8 @@ impl Connection {
         let _ = self.child.wait();
     }
 
-    /// Returns the epochs of the response to a cut, one for each disk. Error: [`Error::Protocol`]
-    /// if it is another response.
+    /// Returns the epochs of `response`, the response to a cut: one for each disk. Error:
+    /// [`Error::Protocol`] if it is another response.
     pub fn epochs(&self, response: DiskResponse) -> Result<Vec<DiskEpoch>> {
         match response {
             DiskResponse::Cut { epochs } if epochs.len() == self.disks => Ok(epochs),
@@ -150,6 +151,8 @@ impl Connection {
     }
 }
 
+/// Checks that `response` is the one to a request that returns nothing. Error: [`Error::Protocol`]
+/// if it is another one.
 pub(super) fn is_done(response: DiskResponse) -> Result<()> {
     match response {
         DiskResponse::Done => Ok(()),
@@ -157,6 +160,7 @@ pub(super) fn is_done(response: DiskResponse) -> Result<()> {
     }
 }
 
+/// Returns the error for `response`, which does not belong to its request.
 pub(super) fn unexpected(response: &DiskResponse) -> Error {
     let mut response = format!("{response:?}");
     response.truncate(response.floor_char_boundary(100));

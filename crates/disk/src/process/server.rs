@@ -27,8 +27,9 @@ type OpenLayer<'a> = &'a dyn Fn(&str) -> Result<Box<dyn Layer>>;
 /// disconnected.
 ///
 /// `open_layer` opens the layer that a [`DiskSpec`] names. If a disk cannot be opened, the function
-/// tells the engine so and returns. Errors: a sync failed; the engine breaks the protocol with its
-/// first request; a response cannot be sent.
+/// tells the engine so and returns without an error. Errors: the last sync failed;
+/// [`Error::Protocol`] if the engine's first message is malformed; [`Error::Io`] if that message
+/// cannot be read, or if the response to it or to the request for the end cannot be sent.
 pub fn serve(
     control: &UnixStream,
     open_layer: impl Fn(&str) -> Result<Box<dyn Layer>>,
@@ -60,7 +61,8 @@ pub fn serve(
 }
 
 /// Makes durable what the process before has acknowledged, on a thread, because the guest waits for
-/// its disks. Only a flush that was acknowledged in a pause may not be durable yet.
+/// its disks. Only a flush that was acknowledged in a pause may not be durable yet. Error: the
+/// thread cannot be started.
 fn sync_recovered(exports: &[NbdExport]) -> Result<()> {
     let exports = exports.to_vec();
     let sync = move || {
@@ -235,7 +237,8 @@ impl Serving<'_> {
         specs.iter().zip(&self.exports).map(open).collect()
     }
 
-    /// Exchanges all disks, or none.
+    /// Exchanges all disks, or none. Error: [`Error::Protocol`] if an epoch is in flight, or if no
+    /// disks are staged.
     fn exchange(&mut self) -> Result<()> {
         let in_flight = self.exports.iter().any(|export| export.disk.size().in_flight > 0);
         let Some(staged) = self.staged.as_mut().filter(|_| !in_flight) else {
@@ -249,7 +252,8 @@ impl Serving<'_> {
         Ok(())
     }
 
-    /// Cuts all disks. If a cut fails, the epochs of the others are given back.
+    /// Cuts all disks. If a cut fails, the epochs of the others are given back. Errors: those of
+    /// [`Overlay::cut`](crate::Overlay::cut).
     fn cut(&self) -> Result<DiskResponse> {
         let mut epochs = Vec::with_capacity(self.exports.len());
         for export in &self.exports {

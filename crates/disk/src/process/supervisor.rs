@@ -30,6 +30,8 @@ const STEADY_AFTER: Duration = Duration::from_secs(10);
 const WAIT_MIN: Duration = Duration::from_millis(500);
 /// The longest wait between two starts.
 const WAIT_MAX: Duration = Duration::from_secs(30);
+/// How often a process is looked at whose end cannot be waited for.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// Each process numbers its epochs from a multiple of this on.
 const EPOCHS_OF_PROCESS: u64 = 1 << 32;
 
@@ -169,17 +171,41 @@ impl Supervisor {
 
     /// Waits for the end of the process. False if it is not supervised any more.
     fn process_ended(&self) -> bool {
-        let Some(process) = self.process() else { return false };
+        loop {
+            if let Some(ended) = self.wait_for_end() {
+                return ended;
+            }
+            // The kernel has no descriptor or no memory left for now.
+            if self.is_over(LOOK_EVERY) {
+                return false;
+            }
+            if self.has_ended() {
+                return true;
+            }
+        }
+    }
+
+    /// Returns what [`Self::process_ended`] does. Returns `None` if the process cannot be waited
+    /// for.
+    fn wait_for_end(&self) -> Option<bool> {
+        let process = self.process()?;
         loop {
             let mut fds =
                 [PollFd::new(&process, PollFlags::IN), PollFd::new(&self.until, PollFlags::IN)];
             match poll(&mut fds, None) {
-                Ok(_) if !fds[1].revents().is_empty() => return false,
-                Ok(_) if !fds[0].revents().is_empty() => return true,
+                Ok(_) if !fds[1].revents().is_empty() => return Some(false),
+                Ok(_) if !fds[0].revents().is_empty() => return Some(true),
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
-                Err(_) => return false,
+                Err(_) => return None,
             }
         }
+    }
+
+    /// Returns true if the process has ended.
+    fn has_ended(&self) -> bool {
+        let mut state = self.shared.lock();
+        let connection = state.connection.as_mut();
+        connection.is_some_and(|connection| !matches!(connection.child.try_wait(), Ok(None)))
     }
 
     fn process(&self) -> Option<OwnedFd> {
@@ -192,7 +218,11 @@ impl Supervisor {
         let limit =
             Timespec { tv_sec: wait.as_secs().cast_signed(), tv_nsec: wait.subsec_nanos().into() };
         let ended = poll(&mut [PollFd::new(&self.until, PollFlags::IN)], Some(&limit));
-        ended.is_ok_and(|count| count > 0)
+        let give_up = |_| {
+            std::thread::sleep(wait);
+            false
+        };
+        ended.map_or_else(give_up, |count| count > 0)
     }
 
     /// From here on the epochs of the process are void, before a new one reuses their slots.

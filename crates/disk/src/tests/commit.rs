@@ -200,6 +200,48 @@ fn no_corruption(path: &Path) {
     assert!(matches!(output.status.code(), Some(0 | 3)), "{}: {text}", output.status);
 }
 
+fn begin(bed: &Bed, source: &str) -> Result<()> {
+    InPlace::begin(&bed.path("base"), ImageFormat::Raw, DISK_BYTES as u64, source).map(drop)
+}
+
+#[test]
+fn the_mark_of_an_interrupted_commit_is_not_written_again() {
+    let bed = Bed::new();
+    base(&bed, ImageFormat::Raw);
+    let mark = bed.path("base.keyframe-commit");
+    // A mark that was not complete when its host failed counts for nothing.
+    std::fs::write(bed.path("base.keyframe-commit.new"), "the ov").unwrap();
+    Base::open(&bed.path("base"), ImageFormat::Raw).unwrap();
+    begin(&bed, "the overlay").unwrap();
+    assert_eq!(std::fs::read_to_string(&mark).unwrap(), "the overlay\n");
+    assert!(!bed.path("base.keyframe-commit.new").exists());
+    let then = std::time::UNIX_EPOCH + std::time::Duration::from_secs(1);
+    std::fs::File::options().write(true).open(&mark).unwrap().set_modified(then).unwrap();
+    begin(&bed, "the overlay").unwrap();
+    assert_eq!(std::fs::metadata(&mark).unwrap().modified().unwrap(), then);
+}
+
+/// The image may be half written.
+#[test]
+fn an_image_whose_mark_cannot_be_understood_is_neither_served_nor_written() {
+    let bed = Bed::new();
+    base(&bed, ImageFormat::Raw);
+    let mark = bed.path("base.keyframe-commit");
+    let refused = |what: &str| {
+        assert!(Base::open(&bed.path("base"), ImageFormat::Raw).is_err(), "{what}: it is served");
+        assert!(begin(&bed, "the overlay").is_err(), "{what}: it is written");
+    };
+    std::fs::write(&mark, b"\xff\xfe").unwrap();
+    refused("a mark that is no text");
+    std::fs::write(&mark, "").unwrap();
+    refused("an empty mark");
+    std::fs::remove_file(&mark).unwrap();
+    std::fs::create_dir(&mark).unwrap();
+    refused("a mark that cannot be read");
+    std::fs::remove_dir(&mark).unwrap();
+    begin(&bed, "the overlay").unwrap();
+}
+
 #[test]
 fn an_image_in_use_is_not_written() {
     let bed = Bed::new();

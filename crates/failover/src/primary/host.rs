@@ -15,7 +15,8 @@ use std::os::fd::OwnedFd;
 use std::sync::mpsc::Sender;
 
 /// The actions of the replication protocol on the primary's host. No method waits for QEMU or the
-/// network; answers come as events. Failures are reported to the host's event sink.
+/// network; answers of the witness and of the fence hook come as events. A method may wait for up
+/// to 5 s for the guard or the gate. Failures are reported to the host's event sink.
 pub trait HostControl: Send {
     /// Sets what the guard lets the VM do. If the permit does not let the VM run, the VM is stopped
     /// when this returns.
@@ -63,7 +64,7 @@ impl QemuHost {
         setup: FailoverSetup,
         sender: Sender<PrimaryEngineEvent>,
     ) -> Result<Self> {
-        let guard = match GuardRemote::spawn(qemu_pid) {
+        let guard = match GuardRemote::spawn(qemu_pid, RunPermit::Free) {
             Ok(guard) => Some(guard),
             Err(error) => {
                 // The VM is free at first. Another guard is started as soon as it is not.
@@ -91,24 +92,48 @@ impl QemuHost {
     fn ask_guard(&mut self, ask: impl FnOnce(&mut GuardRemote) -> Result<()>) -> Result<()> {
         self.guard.as_mut().map_or(Err(Error::GuardEnded), ask)
     }
+
+    /// Sends `signal` to QEMU. If QEMU has ended, the VM's thread tells.
+    fn signal_qemu(&self, signal: Signal) {
+        let _ = pidfd_send_signal(&self.qemu, signal);
+    }
+
+    /// Ends the guard, which does not answer, and starts another with the permit `permit`. While no
+    /// guard enforces a permit that may end, QEMU is stopped.
+    fn replace_guard(&mut self, permit: RunPermit) -> Result<()> {
+        let needs_guard = permit != RunPermit::Free;
+        if needs_guard {
+            self.signal_qemu(Signal::STOP);
+        }
+        if let Some(old) = self.guard.take() {
+            old.kill();
+        }
+        if needs_guard {
+            // The old guard may have let it run again.
+            self.signal_qemu(Signal::STOP);
+        }
+        match GuardRemote::spawn(self.qemu_pid, permit) {
+            Ok(fresh) => {
+                self.guard = Some(fresh);
+                Ok(())
+            }
+            Err(error) => {
+                // The old guard may have stopped a VM that may run without a guard now, and the new
+                // one may have let a VM run that may not.
+                self.signal_qemu(if needs_guard { Signal::STOP } else { Signal::CONT });
+                Err(error)
+            }
+        }
+    }
 }
 
 impl HostControl for QemuHost {
     fn set_run_permit(&mut self, permit: RunPermit) {
         let Err(error) = self.ask_guard(|guard| guard.set(permit)) else { return };
         self.tell(&FailoverEvent::GuardFailed { error, restarts: true });
-        match GuardRemote::spawn(self.qemu_pid) {
-            Ok(mut fresh) => {
-                let set = fresh.set(permit);
-                self.guard = Some(fresh);
-                if set.is_ok() {
-                    return;
-                }
-            }
-            Err(error) => self.tell(&FailoverEvent::GuardFailed { error, restarts: false }),
+        if let Err(error) = self.replace_guard(permit) {
+            self.tell(&FailoverEvent::GuardFailed { error, restarts: false });
         }
-        // No guard enforces the permit: the VM must not run.
-        let _ = pidfd_send_signal(&self.qemu, Signal::STOP);
     }
 
     fn vm_paused(&mut self) {
@@ -118,7 +143,7 @@ impl HostControl for QemuHost {
     }
 
     fn kill_vm(&mut self) {
-        let _ = pidfd_send_signal(&self.qemu, Signal::KILL);
+        self.signal_qemu(Signal::KILL);
     }
 
     fn hold_output(&mut self) {

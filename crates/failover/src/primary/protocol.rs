@@ -5,7 +5,7 @@
 
 use super::PrimaryEngineEvent;
 use super::host::HostControl;
-use crate::error::with_fix;
+use crate::error::{Error, with_fix};
 use crate::event::{FailoverEvent, SharedFailoverEventSink};
 use crate::links::{self, LinkEvent, SharedMachineFrame};
 use crate::notice_text::notice_text;
@@ -90,7 +90,10 @@ pub struct Protocol {
     /// The gate's cut at each captured epoch.
     gates: BTreeMap<Epoch, u64>,
     acknowledged: Option<Epoch>,
+    /// The VM was paused by its monitor, or may be.
     vm_stopped: bool,
+    /// The newest permit of the core.
+    permit: RunPermit,
     pub(super) status: SharedStatus,
     events: SharedFailoverEventSink,
     interrupted: Arc<AtomicBool>,
@@ -129,6 +132,7 @@ impl Protocol {
             gates: BTreeMap::new(),
             acknowledged: None,
             vm_stopped: false,
+            permit: RunPermit::Free,
             status: parts.status,
             events: parts.events,
             interrupted: parts.interrupted,
@@ -303,14 +307,7 @@ impl Protocol {
                 self.handle(PrimaryEvent::Captured { epoch });
             }
             ProtectedVmEvent::CaptureFailed(error) => {
-                let text = with_fix(&error);
-                if self.core.state() != PrimaryState::Solo
-                    && self.failed_epoch.as_ref() != Some(&text)
-                {
-                    self.tell(&FailoverEvent::EpochFailed(error));
-                    self.update(|status| status.note = format!("an epoch failed: {text}"));
-                    self.failed_epoch = Some(text);
-                }
+                self.tell_failed_epoch(error);
                 self.handle(PrimaryEvent::CaptureFailed);
             }
             ProtectedVmEvent::CaptureBlocked { reason } => {
@@ -325,12 +322,28 @@ impl Protocol {
                 self.host.vm_paused();
                 self.handle(PrimaryEvent::VmStopped);
             }
+            ProtectedVmEvent::StopFailed(error) => {
+                self.tell_failed_epoch(error);
+                // The guard is not told, so that it still stops the VM in time.
+                self.vm_stopped = true;
+                self.handle(PrimaryEvent::VmStopFailed);
+            }
             ProtectedVmEvent::Resumed => self.handle(PrimaryEvent::VmResumed),
             ProtectedVmEvent::Ended(exit) => {
                 self.exit = Some(exit);
                 self.handle(PrimaryEvent::VmEnded);
             }
             ProtectedVmEvent::EpochDone(report) => self.record_epoch(&report),
+        }
+    }
+
+    /// Tells why an epoch failed, unless that was told or the VM has no standby.
+    fn tell_failed_epoch(&mut self, error: Error) {
+        let text = with_fix(&error);
+        if self.core.state() != PrimaryState::Solo && self.failed_epoch.as_ref() != Some(&text) {
+            self.tell(&FailoverEvent::EpochFailed(error));
+            self.update(|status| status.note = format!("an epoch failed: {text}"));
+            self.failed_epoch = Some(text);
         }
     }
 
@@ -430,6 +443,8 @@ impl Protocol {
             }
             PrimaryAction::ResumeVm => {
                 if std::mem::take(&mut self.vm_stopped) {
+                    // The guard may know the VM as paused, and would let it run without a limit.
+                    self.host.set_run_permit(self.permit);
                     self.send_to_vm(VmAction::Resume);
                 } else {
                     return Some(PrimaryEvent::VmResumed);
@@ -490,6 +505,7 @@ impl Protocol {
     }
 
     fn set_run_permit(&mut self, permit: RunPermit) {
+        self.permit = permit;
         // During a switch-over the VM is paused by its monitor and must go on answering there.
         let is_switching = self.core.state() == PrimaryState::SwitchingOver;
         if permit != RunPermit::Stopped || !is_switching {

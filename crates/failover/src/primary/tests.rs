@@ -2,6 +2,7 @@
 //! a VM and a clock that exist only here. Links are connections of this process with itself.
 
 mod captures;
+mod switch_over;
 
 use super::PrimaryEngineEvent as EngineEvent;
 use super::host::HostControl;
@@ -148,6 +149,8 @@ struct Test {
     data_flows: bool,
     /// The VM's thread captures epochs.
     captures: bool,
+    /// The VM's monitor does not answer when it is to pause the VM.
+    fails_stop: bool,
     /// Actions of the VM's thread that are not a capture.
     others: Vec<&'static str>,
     activated: Option<Term>,
@@ -203,6 +206,7 @@ impl Test {
             session: 0,
             data_flows: true,
             captures: true,
+            fails_stop: false,
             others: Vec::new(),
             activated: None,
         }
@@ -313,7 +317,12 @@ impl Test {
             VmAction::Capture { .. } => self.capture(),
             VmAction::Stop => {
                 self.others.push("stop");
-                self.step(EngineEvent::Vm(ProtectedVmEvent::Stopped));
+                let event = if self.fails_stop {
+                    ProtectedVmEvent::StopFailed(Error::vm("pause the VM", "no answer"))
+                } else {
+                    ProtectedVmEvent::Stopped
+                };
+                self.step(EngineEvent::Vm(event));
             }
             VmAction::Resume => {
                 self.others.push("resume");
@@ -460,37 +469,6 @@ fn a_vm_that_ends_ends_the_loop_in_every_state() {
         assert_eq!(test.until_end(), End::Vm { has_failed });
         assert_eq!(test.activated, None);
     }
-}
-
-#[test]
-fn a_failover_is_refused_without_a_standby() {
-    let mut test = Test::new();
-    let response = test.ask(EngineRequest::FailOver { force: false });
-    assert!(matches!(response, EngineResponse::Failed(text) if text.contains("no standby")));
-}
-
-#[test]
-fn a_failover_during_a_capture_hands_the_vm_over_with_its_last_epoch() {
-    let mut test = Test::protected();
-    test.data_flows = false;
-    test.capture();
-    let in_flight = test.epoch;
-    let response = test.ask(EngineRequest::FailOver { force: false });
-    assert!(matches!(response, EngineResponse::Done(_)));
-    // The epoch in flight arrives, then the last one.
-    let (session, after) = (SessionId(test.session), test.held);
-    test.tell_standby(StandbyEvent::EpochComplete { session, epoch: in_flight, after });
-    test.data_flows = true;
-    while test.others.is_empty() {
-        assert!(test.pump());
-    }
-    assert_eq!(test.others, ["stop"]);
-    // The monitor has to answer for the last epoch: the guard does not stop QEMU.
-    let calls = test.host.calls();
-    assert!(calls.contains(&Call::Paused), "{calls:?}");
-    assert!(!calls.contains(&Call::Permit(RunPermit::Stopped)), "{calls:?}");
-    assert!(matches!(test.until_end(), End::Deposed { .. }));
-    assert!(test.held > Some(in_flight) && test.activated.is_some());
 }
 
 #[test]

@@ -9,6 +9,7 @@ use crate::{arbitration, links, resync, verify};
 use keyframe_replication::{Epoch, SessionId, StandbyAction, StandbyEvent};
 use keyframe_session::control::ReplicationRole;
 use std::collections::VecDeque;
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 
 impl StandbyEngine {
@@ -127,17 +128,25 @@ impl StandbyEngine {
         let (image, sender, checks) =
             (Arc::clone(&ready.image), self.sender.clone(), head.checks.clone());
         let ram_pages = ready.machine.ram.len_pages();
-        let work = move || {
+        let streams = Arc::clone(&ready.streams);
+        let apply = move || {
             let applied = image.apply(&pages).map_err(|e| format!("write the VM's pages: {e}"));
-            let result = applied.and_then(|()| match &*checks {
+            applied.and_then(|()| match &*checks {
                 [] => Ok(()),
                 checks => verify::compare(&*image, ram_pages, checks),
-            });
-            let _ = sender.send(StandbyEngineEvent::Applied { epoch, devices, result });
+            })
         };
-        if std::thread::Builder::new().name("apply".into()).spawn(work).is_err() {
+        let work = move || {
+            // All wait for its end, also if it panics.
+            let result = std::panic::catch_unwind(AssertUnwindSafe(apply))
+                .unwrap_or_else(|_| Err("the thread that writes the VM's pages has failed".into()));
+            let _ = sender.send(StandbyEngineEvent::Applied { streams, epoch, devices, result });
+        };
+        let Ok(thread) = std::thread::Builder::new().name("apply".into()).spawn(work) else {
+            ready.streams.applied();
             return failed("no thread can be started");
-        }
+        };
+        ready.apply_thread = Some(thread);
         (ready.applying, ready.blank) = (ready.applying + 1, false);
         self.update(|status| {
             status.reason.clone_from(&head.reason);

@@ -5,6 +5,7 @@ use super::super::settings::FailoverSetup;
 use super::{Refusals, StandbyEngineEvent};
 use crate::error::{Error, Result};
 use crate::event::FailoverEvent;
+use crate::links::limit_silence;
 use keyframe_link::{Channel, FrameBuffer};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
@@ -18,8 +19,8 @@ const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 const STRANGERS_MAX: usize = 32;
 const REBIND_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Listens at `address` and returns the socket. If another process still listens there, tries for 2
-/// s. Error: [`Error::Listen`].
+/// Listens at `address` and returns the socket. If another process still listens there, tries for
+/// 2 s. Error: [`Error::Listen`] if this host cannot listen there.
 pub fn bound(address: SocketAddr) -> Result<TcpListener> {
     let deadline = Instant::now() + REBIND_TIMEOUT;
     loop {
@@ -96,6 +97,7 @@ fn greeted(channel: Channel) -> Result<StandbyEngineEvent> {
     Ok(match greeting.purpose {
         Purpose::Control => {
             let machine = Box::new(parse::<MachineFrame>(&next(FrameKind::Machine)?)?);
+            limit_silence(&channel, machine.detection_ns);
             StandbyEngineEvent::Control { number, machine, channel: Arc::new(channel) }
         }
         Purpose::Beat => StandbyEngineEvent::Beat { number, channel: Arc::new(channel) },

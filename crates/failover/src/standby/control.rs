@@ -98,6 +98,7 @@ impl StandbyEngine {
     /// Reads a connection until it breaks.
     pub(super) fn read(&self, channel: Arc<Channel>, path: u8, number: u64) {
         let (sender, ends) = (self.sender.clone(), Arc::clone(&self.ends));
+        let unread = Arc::clone(&channel);
         let work = move || {
             let mut input = FrameBuffer::default();
             while !ends.load(Ordering::Relaxed) {
@@ -133,8 +134,10 @@ impl StandbyEngine {
             channel.close();
             let _ = sender.send(StandbyEngineEvent::Broken { path, number });
         };
-        // Without a thread the path stays silent, and counts as lost.
-        let _ = std::thread::Builder::new().name("link".into()).spawn(work);
+        if std::thread::Builder::new().name("link".into()).spawn(work).is_err() {
+            unread.close();
+            let _ = self.sender.send(StandbyEngineEvent::Broken { path, number });
+        }
     }
 
     pub(super) fn show(&mut self) {

@@ -1,20 +1,22 @@
 //! The VM as of the epoch that a standby applied last.
 //!
 //! ```text
-//!   page space   | main RAM: the memory of the QEMU that waits | small blocks: here | disk 0: DIR/disks/0-NAME.raw | ...
+//!   pages of main RAM       the memory of the QEMU that waits
+//!   pages of small blocks   here
+//!   pages of disk 0, ...    DIR/disks/0-NAME.raw, ...
 //! ```
 //!
 //! Invariant: an epoch is applied as a whole or not at all. If a page cannot be written, the pages
 //! before it get their old content back.
 
 use super::super::frames::MachineFrame;
+use crate::directory_lock::lock_directory;
 use crate::error::{Error, Result};
 use keyframe_locks::IgnorePoison;
 use keyframe_qemu::restore::{PreparedRam, RamSource};
 use keyframe_session::run_dir::name_from;
 use keyframe_transfer::{EpochBuffer, EpochImage};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, ZERO_PAGE};
-use rustix::fs::{FlockOperation, flock};
 use std::collections::HashMap;
 use std::fs::File;
 use std::io;
@@ -40,18 +42,9 @@ pub struct StandbyImage {
 
 /// Locks the directory `folder` of a standby, which it creates if it does not exist. Returns the
 /// lock file: the lock lasts until it is closed. Errors: [`Error::DirectoryInUse`] if another
-/// standby uses the directory; the lock file cannot be created.
+/// standby uses the directory; [`Error::Io`] if the lock file cannot be created or locked.
 pub fn own(folder: &Path) -> Result<File> {
-    let path = folder.join("lock");
-    let failed = |e: io::Error| Error::file("lock", &path, e);
-    std::fs::create_dir_all(folder).map_err(failed)?;
-    let file =
-        File::options().create(true).truncate(false).write(true).open(&path).map_err(failed)?;
-    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-        Ok(()) => Ok(file),
-        Err(rustix::io::Errno::WOULDBLOCK) => Err(Error::DirectoryInUse(folder.to_owned())),
-        Err(e) => Err(failed(e.into())),
-    }
+    lock_directory(folder)?.ok_or_else(|| Error::DirectoryInUse(folder.to_owned()))
 }
 
 /// Returns the paths of the files for the machine's disks in `folder`, in the order of the disks.
@@ -63,7 +56,8 @@ pub fn disk_paths(folder: &Path, machine: &MachineFrame) -> Vec<PathBuf> {
 }
 
 /// Creates the files for the machine's disks in `folder`, each as long as its disk, and returns
-/// their paths. Existing files keep their content. Error: a file cannot be created or extended.
+/// their paths. Existing files keep their content up to that length. Error: [`Error::Io`] if a file
+/// cannot be created, or its length cannot be set.
 pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>> {
     let failed = |path: &Path, e: io::Error| Error::file("make", path, e);
     let paths = disk_paths(folder, machine);
@@ -77,7 +71,8 @@ pub fn make_disks(folder: &Path, machine: &MachineFrame) -> Result<Vec<PathBuf>>
 
 impl StandbyImage {
     /// Creates the image of the RAM `ram` of a QEMU that waits, and of the existing disk files
-    /// `paths`. Error: a file cannot be opened.
+    /// `paths`, in the order of the disks of `machine`. Error: [`Error::Io`] if a file cannot be
+    /// opened.
     pub fn new(ram: PreparedRam, machine: &MachineFrame, paths: &[PathBuf]) -> Result<Self> {
         let ram_pages = machine.ram.len_pages();
         let (mut at, mut disks) = (ram_pages, Vec::new());
@@ -124,7 +119,8 @@ impl StandbyImage {
         Ok(())
     }
 
-    /// Writes all old pages back, even after one of them fails.
+    /// Writes all old pages back, even after one of them fails. Error: a page has another content
+    /// than the old one afterwards.
     fn undo(&self, undo: &[(PageIndex, Box<Page>)]) -> io::Result<()> {
         let mut result = Ok(());
         for (page, old) in undo.iter().rev() {

@@ -20,6 +20,7 @@ use keyframe_vm_disks::overlay_directory::OverlayDirectory;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::thread::JoinHandle;
 
 /// The description and the device state of an epoch that is arriving. The pages of the epoch arrive
 /// over the streams.
@@ -60,6 +61,8 @@ pub struct PreparedVm {
     pub marks: Vec<Option<(u64, Epoch)>>,
     /// The number of epochs that are being applied.
     pub applying: u32,
+    /// The thread that applies the newest of them. `None` before the first one.
+    pub apply_thread: Option<JoinHandle<()>>,
     /// True if no epoch was ever applied.
     pub blank: bool,
     /// The session whose primary waits for the hashes of this standby's pages. `None` if there is
@@ -75,7 +78,8 @@ struct WaitingQemu {
     gate: Gate,
 }
 
-/// The settings of this host's standby, which follow the primary's.
+/// The settings of this host's standby, which follow the primary's. Errors: [`Error::Group`] if the
+/// primary's group is no number; [`Error::Random`].
 fn replication_config(
     machine: &MachineFrame,
     arbitration: Arbitration,
@@ -93,8 +97,12 @@ fn replication_config(
 }
 
 impl StandbyEngine {
-    /// Starts a QEMU that waits for the VM of this machine. A QEMU that waits for another VM ends,
-    /// unless this host may be allowed to take that VM over: then it fails.
+    /// Starts a QEMU that waits for the VM of this machine. A QEMU that waits for another VM ends.
+    ///
+    /// Errors: [`Error::ArbitersDiffer`]; [`Error::HoldsAnotherVm`] if this host may have to take
+    /// over the VM for which a QEMU waits already; the files of the disks or the processes cannot
+    /// be created; the VM could not be checkpointed on this host. After the last two of these the
+    /// standby has no QEMU.
     pub(super) fn prepare(&mut self, machine: MachineFrame) -> Result<()> {
         let setup = self.options.setup.clone();
         if machine.arbiter != setup.arbiter() {
@@ -102,7 +110,10 @@ impl StandbyEngine {
             return Err(Error::ArbitersDiffer { primary, standby });
         }
         if self.ready.as_ref().is_some_and(|ready| {
-            matches!(ready.core.state(), StandbyState::Armed | StandbyState::Asking)
+            matches!(
+                ready.core.state(),
+                StandbyState::Armed | StandbyState::Asking | StandbyState::Active
+            )
         }) {
             return Err(Error::HoldsAnotherVm);
         }
@@ -110,7 +121,8 @@ impl StandbyEngine {
         let paths = make_disks(&self.options.folder, &machine)?;
         let WaitingQemu { prepared, memory, served, gate } = self.start_qemu(&machine, &paths)?;
         let image = Arc::new(StandbyImage::new(memory, &machine, &paths)?);
-        let streams = Arc::new(Streams::new(machine.streams.clamp(1, 64), Arc::clone(&image)));
+        let streams = machine.streams.clamp(1, 64);
+        let streams = Arc::new(Streams::new(streams, image.len_pages(), image.clone()));
         let config = replication_config(&machine, setup.arbitration)?;
         let core = Standby::new(config, Term(0), None);
         let (marks, blank) = (vec![None; streams.len()], image.disks_are_blank());
@@ -129,6 +141,7 @@ impl StandbyEngine {
             coming: None,
             marks,
             applying: 0,
+            apply_thread: None,
             blank,
             resync_session: None,
         });
@@ -136,7 +149,8 @@ impl StandbyEngine {
     }
 
     /// Starts the gate, the disks' server and the QEMU, in this order. If one fails, the ones
-    /// before it end.
+    /// before it end. Errors: a process cannot be started; the VM could not be checkpointed on this
+    /// host.
     fn start_qemu(&self, machine: &MachineFrame, paths: &[PathBuf]) -> Result<WaitingQemu> {
         let words = machine.spec.user_command.get(1..).unwrap_or_default();
         let gated = net_gate(words, self.run_dir.path()).map_err(keyframe_qemu::Error::from)?;
@@ -170,7 +184,8 @@ impl StandbyEngine {
         Ok(WaitingQemu { prepared, memory, served, gate })
     }
 
-    /// Starts the QEMU alone, with its RAM in files that this process has mapped.
+    /// Starts the QEMU alone, with its RAM in files that this process has mapped. Errors: no
+    /// command line for it can be made; it cannot be started; its RAM cannot be mapped.
     fn start_incoming(
         &self,
         machine: &MachineFrame,
@@ -186,7 +201,8 @@ impl StandbyEngine {
         Ok((prepared, memory))
     }
 
-    /// Serves the replicated disks to the QEMU on `socket`; `None` if the VM has no disks.
+    /// Serves the replicated disks to the QEMU on `socket`; `None` if the VM has no disks. Errors:
+    /// the overlays cannot be created; the server cannot be started.
     fn serve(
         &self,
         machine: &MachineFrame,
@@ -217,6 +233,10 @@ impl StandbyEngine {
     /// Ends the machine that waits.
     pub(super) fn discard(&mut self) {
         let Some(ready) = self.ready.take() else { return };
+        // The next machine may use the same files of disks.
+        if let Some(thread) = ready.apply_thread {
+            let _ = thread.join();
+        }
         drop(ready.prepared);
         if let Some(served) = ready.served {
             let _ = served.end(false);

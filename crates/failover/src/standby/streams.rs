@@ -1,17 +1,19 @@
 //! The data streams of a standby: batches in, whole epochs out.
 //!
 //! ```text
-//!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──taken, all streams at once──▶ applied ─▶ next batch
+//!   channel s ─▶ thread: Batch ─▶ building ──Mark──▶ done ──all streams are done──▶ taken
+//!                  ▲                                                                  │
+//!                  └─────────────────────── next Batch ◀────── applied ◀──────────────┘
 //! ```
 //!
 //! Invariants: an epoch is decoded after the epoch before it is applied, since its patches are
-//! against that one. Data of a session that arrives before the session's start waits for it.
+//! against that one. This also holds if the connection breaks while an epoch is applied: what a new
+//! connection brings waits. Data of a session that arrives before the session's start waits for it.
 
 use super::super::frames::{FrameKind, unmarked};
-use super::image::StandbyImage;
 use keyframe_link::{Channel, FrameBuffer};
 use keyframe_locks::IgnorePoison;
-use keyframe_transfer::{EpochBuffer, EpochDecoder};
+use keyframe_transfer::{EpochBuffer, EpochDecoder, EpochImage};
 use keyframe_units::{Epoch, error_chain};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -53,6 +55,9 @@ struct State {
     dropped: u64,
     building: Vec<EpochBuffer>,
     done: Vec<Option<CompleteBuffer>>,
+    /// The epoch that [`Streams::take`] returned last is being applied: the image is between two
+    /// epochs.
+    is_applying: bool,
 }
 
 /// The streams that carry a primary's pages. The pages of one epoch are kept until all streams have
@@ -60,12 +65,14 @@ struct State {
 pub struct Streams {
     state: Mutex<State>,
     applied: Condvar,
-    image: Arc<StandbyImage>,
+    /// The number of pages of `image`.
+    pages: u64,
+    image: Arc<dyn EpochImage + Send + Sync>,
 }
 
 impl Streams {
-    /// Creates `streams` streams for the pages of `image`.
-    pub fn new(streams: usize, image: Arc<StandbyImage>) -> Self {
+    /// Creates `streams` streams for the `pages` pages of `image`.
+    pub fn new(streams: usize, pages: u64, image: Arc<dyn EpochImage + Send + Sync>) -> Self {
         let state = State {
             session: None,
             past: VecDeque::new(),
@@ -73,8 +80,9 @@ impl Streams {
             dropped: 0,
             building: (0..streams).map(|_| EpochBuffer::default()).collect(),
             done: (0..streams).map(|_| None).collect(),
+            is_applying: false,
         };
-        Self { state: Mutex::new(state), applied: Condvar::new(), image }
+        Self { state: Mutex::new(state), applied: Condvar::new(), pages, image }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -108,7 +116,8 @@ impl Streams {
         self.applied.notify_all();
     }
 
-    /// Drops received data that [`Self::take`] has not returned.
+    /// Drops received data that [`Self::take`] has not returned. The streams still wait for
+    /// [`Self::applied`] if it has returned an epoch.
     pub fn discard(&self) {
         let mut state = self.lock();
         state.dropped += 1;
@@ -118,26 +127,29 @@ impl Streams {
     }
 
     /// Returns the pages of an epoch that has arrived on all streams, one buffer for each stream.
-    /// Returns `None` if it has not.
+    /// Until [`Self::applied`], the streams decode nothing. Returns `None` if the epoch has not
+    /// arrived, or if another one is being applied.
     pub fn take(&self, session: u64, epoch: Epoch) -> Option<Vec<EpochBuffer>> {
         let mut state = self.lock();
         let is = |done: &Option<CompleteBuffer>| {
             done.as_ref().is_some_and(|d| (d.session, d.epoch) == (session, epoch))
         };
-        if !state.done.iter().all(is) {
+        if state.is_applying || !state.done.iter().all(is) {
             return None;
         }
-        // The places stay taken until it is applied.
+        state.is_applying = true;
         let take = |done: &mut Option<CompleteBuffer>| {
             done.as_mut().map(|done| std::mem::take(&mut done.buffer)).unwrap_or_default()
         };
         Some(state.done.iter_mut().map(take).collect())
     }
 
-    /// Records that the epoch of the last [`Self::take`] is applied, so that the streams may decode
-    /// the next one.
+    /// Records that the epoch of the last [`Self::take`] is applied, or will not be, so that the
+    /// streams may decode the next one.
     pub fn applied(&self) {
-        self.lock().done.iter_mut().for_each(|done| *done = None);
+        let mut state = self.lock();
+        state.is_applying = false;
+        state.done.iter_mut().for_each(|done| *done = None);
         self.applied.notify_all();
     }
 
@@ -153,7 +165,7 @@ impl Streams {
     ) {
         let streams = Arc::clone(self);
         let work = move || {
-            let decoder = EpochDecoder::new(streams.image.len_pages());
+            let decoder = EpochDecoder::new(streams.pages);
             let mut input = FrameBuffer::default();
             while !ends.load(Ordering::Relaxed) {
                 match channel.receive(&mut input, READ_WAIT) {
@@ -206,7 +218,8 @@ impl Streams {
         }
         let waits = |state: &mut State| {
             let counts = state.session == Some(session) && state.connection == connection;
-            counts && state.done.get(stream).is_some_and(Option::is_some)
+            let is_taken = state.done.get(stream).is_some_and(Option::is_some);
+            counts && (state.is_applying || is_taken)
         };
         let waited = self.applied.wait_timeout_while(state, APPLY_WAIT, waits);
         let (mut state, late) = waited.ignore_poison();
@@ -228,9 +241,11 @@ impl Streams {
                 drop(state);
                 let decoded = decoder.decode(rest, &mut own, &*self.image);
                 let mut state = self.lock();
-                if state.dropped == dropped
-                    && let Some(building) = state.building.get_mut(stream)
-                {
+                if state.dropped != dropped {
+                    // The image may have changed meanwhile, so an error means nothing either.
+                    return Ok(None);
+                }
+                if let Some(building) = state.building.get_mut(stream) {
                     *building = own;
                 }
                 decoded.map_err(|e| error_chain(&e))?;
@@ -247,5 +262,58 @@ impl Streams {
             }
             _ => Err("a message that belongs elsewhere".into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::frames::marked;
+    use keyframe_units::{Page, PageIndex, ZERO_PAGE};
+    use std::sync::mpsc::{RecvTimeoutError, channel};
+
+    const SESSION: u64 = 7;
+    const PAGES: u64 = 4;
+    /// Long enough for a thread that does not wait.
+    const BRIEFLY: Duration = Duration::from_millis(200);
+
+    /// An image of zeros.
+    struct BlankImage;
+
+    impl EpochImage for BlankImage {
+        fn read(&self, _: PageIndex, into: &mut Page) -> std::io::Result<()> {
+            *into = ZERO_PAGE;
+            Ok(())
+        }
+    }
+
+    /// Has stream 0 of a connection receive the end of an epoch.
+    fn mark(
+        streams: &Streams,
+        connection: u64,
+        epoch: u64,
+    ) -> Result<Option<(u64, Epoch)>, String> {
+        let (payload, decoder) = (marked(SESSION, epoch), EpochDecoder::new(PAGES));
+        streams.take_in((0, connection), FrameKind::Mark as u8, &payload, &decoder)
+    }
+
+    /// Patches of the next epoch are against the one that is being applied.
+    #[test]
+    fn a_link_that_breaks_while_an_epoch_is_applied_keeps_the_next_one_waiting() {
+        let streams = Streams::new(1, PAGES, Arc::new(BlankImage));
+        streams.receive(SESSION);
+        streams.connected(1);
+        assert_eq!(mark(&streams, 1, 5), Ok(Some((SESSION, Epoch(5)))));
+        assert!(streams.take(SESSION, Epoch(5)).is_some());
+        streams.connected(2);
+        let (sender, marks) = channel();
+        std::thread::scope(|scope| {
+            scope.spawn(|| sender.send(mark(&streams, 2, 6)).unwrap());
+            assert_eq!(marks.recv_timeout(BRIEFLY), Err(RecvTimeoutError::Timeout));
+            streams.applied();
+            assert_eq!(marks.recv().unwrap(), Ok(Some((SESSION, Epoch(6)))));
+        });
+        assert!(streams.take(SESSION, Epoch(6)).is_some());
+        assert!(streams.take(SESSION, Epoch(6)).is_none(), "two epochs are applied at once");
     }
 }

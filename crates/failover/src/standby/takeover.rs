@@ -20,7 +20,9 @@ use std::sync::atomic::AtomicBool;
 const EPOCH_GAP: u64 = 1 << 20;
 
 impl StandbyEngine {
-    /// Runs the VM from the epoch that is held, with this host as its primary.
+    /// Runs the VM from the epoch that is held, with this host as its primary, until the VM has
+    /// ended here. Returns how this host's part ended. Errors: [`Error::NothingHeld`]; QEMU does
+    /// not load the epoch; a process or a thread cannot be started; those of the primary's engine.
     pub(super) fn take_over(
         mut self,
         Activation { epoch, term, forced }: Activation,

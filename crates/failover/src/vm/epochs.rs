@@ -180,10 +180,13 @@ impl<V: ProtectedVm> VmLoop<V> {
                 self.wire.resume(self.next_epoch);
             }
             VmAction::Stop => {
-                if let Err(error) = self.vm.pause() {
-                    self.tell(ProtectedVmEvent::CaptureFailed(error));
-                }
-                self.tell(ProtectedVmEvent::Stopped);
+                // From here on the protocol alone lets the VM run.
+                (self.may_capture, self.suspended_at_ns) = (false, None);
+                let event = match self.vm.pause() {
+                    Ok(()) => ProtectedVmEvent::Stopped,
+                    Err(error) => ProtectedVmEvent::StopFailed(error),
+                };
+                self.tell(event);
             }
             VmAction::Resume => {
                 self.resume();
@@ -240,7 +243,11 @@ impl<V: ProtectedVm> VmLoop<V> {
                 Duration::ZERO
             }
             ReplicationDecision::Suspend => {
-                self.suspended_at_ns = self.vm.pause().is_ok().then_some(now_ns);
+                match self.vm.pause() {
+                    Ok(()) => self.suspended_at_ns = Some(now_ns),
+                    // It may be paused nevertheless, and no capture would resume it.
+                    Err(_) => self.resume(),
+                }
                 LOOK_EVERY
             }
         }

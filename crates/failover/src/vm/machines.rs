@@ -7,7 +7,9 @@ use crate::gate::GatedMachines;
 use crate::sending::{EpochLabel, SentEpoch, SharedWire, WireSink};
 use crate::vcpu_time::VcpuTime;
 use crate::verify::{Checks, Verifier};
-use keyframe_capture::{BoxError, CaptureError, EncodeError, EncodeReport, SettledReport};
+use keyframe_capture::{
+    BoxError, CaptureCycle, CaptureError, EncodeError, EncodeReport, SettledReport,
+};
 use keyframe_disk::nbd::client::Client;
 use keyframe_machine::MachineSpec;
 use keyframe_net::GateRemote;
@@ -187,7 +189,9 @@ impl CapturedMachines {
         member.vm.qemu().map_err(|e| Error::vm("look at the machine", e))
     }
 
-    /// Begins the capture of the RAM as it is now.
+    /// Begins the capture of the RAM as it is now. Ends an earlier capture first, also if this one
+    /// fails. Errors: the RAM cannot be captured; QEMU does not answer; the encoder's thread cannot
+    /// be started.
     fn begin_capture(&mut self) -> Result<()> {
         if let Some(before) = self.capturing.take() {
             before.end();
@@ -220,7 +224,8 @@ impl CapturedMachines {
         Ok(())
     }
 
-    /// Returns the machine of the original command line followed by `words`.
+    /// Returns the machine of the original command line followed by `words`. Error: QEMU does not
+    /// answer.
     fn spec_with(&mut self, words: &[String]) -> Result<MachineSpec> {
         let mut spec = self.original.clone();
         if !words.is_empty() {
@@ -261,7 +266,8 @@ impl CapturedMachines {
         Ok(())
     }
 
-    /// Sends the blocks with data, and the holes between them as zeros.
+    /// Sends the blocks with data, and the holes between them as zeros. Errors: the disk cannot be
+    /// read; the blocks cannot be sent.
     fn send_disk(&self, number: usize, client: &mut Client) -> Result<(), BoxError> {
         let blocks = client.len_bytes().div_ceil(PAGE_BYTES as u64);
         let mut done = 0;
@@ -274,6 +280,35 @@ impl CapturedMachines {
             },
         )?;
         self.wire.put_hole(number, done, blocks - done)
+    }
+
+    /// Tries to capture epoch `epoch`. Returns the number of the capture, or the reason why it
+    /// failed. Error: no checkpoints are taken, or the disks cannot be prepared.
+    fn try_to_capture(
+        &mut self,
+        epoch: Epoch,
+        reason: &'static str,
+    ) -> Result<std::result::Result<u64, CaptureError>> {
+        let Capturing { ram, encoding } = self.capturing.as_mut().ok_or(Error::NotCaptured)?;
+        let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
+        let cut = cut.map_err(|e| Error::vm("prepare the VM's disks", e))?;
+        let checks = self.verify.then(Checks::default);
+        self.verifier.checks.clone_from(&checks);
+        let label = EpochLabel { epoch, reason, cut, checks };
+        let strategy = ram.strategies.get(Strategy::Auto)?;
+        let captured = ram.cycle.capture(
+            &mut self.gated,
+            &mut self.verifier,
+            strategy,
+            encoding.queue(),
+            label,
+        );
+        keyframe_kernel::priority::lower_current_thread();
+        let seq = captured.as_ref().ok().copied();
+        if let Some((disks, vms)) = self.gated.machines.storage() {
+            disks.captured(seq, vms);
+        }
+        Ok(captured)
     }
 }
 
@@ -313,24 +348,11 @@ impl ProtectedVm for CapturedMachines {
     }
 
     fn capture(&mut self, epoch: Epoch, reason: &'static str) -> Result<CapturedEpoch> {
-        let Capturing { ram, encoding } = self.capturing.as_mut().ok_or(Error::NotCaptured)?;
-        let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
-        let cut = cut.map_err(|e| Error::vm("prepare the VM's disks", e))?;
-        let checks = self.verify.then(Checks::default);
-        self.verifier.checks.clone_from(&checks);
-        let label = EpochLabel { epoch, reason, cut, checks };
-        let strategy = ram.strategies.get(Strategy::Auto)?;
-        let captured = ram.cycle.capture(
-            &mut self.gated,
-            &mut self.verifier,
-            strategy,
-            encoding.queue(),
-            label,
-        );
-        keyframe_kernel::priority::lower_current_thread();
-        let seq = captured.as_ref().ok().copied();
-        if let Some((disks, vms)) = self.gated.machines.storage() {
-            disks.captured(seq, vms);
+        let mut captured = self.try_to_capture(epoch, reason)?;
+        let cycle = self.capturing.as_ref().map(|capturing| &capturing.ram.cycle);
+        if captured.is_err() && cycle.is_some_and(CaptureCycle::wants_another_try) {
+            // The VM ran meanwhile, so the disks are cut anew.
+            captured = self.try_to_capture(epoch, reason)?;
         }
         let seq = captured.inspect_err(|error| {
             self.has_other_ram |= matches!(error, CaptureError::OtherRam);

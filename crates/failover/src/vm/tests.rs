@@ -239,6 +239,7 @@ impl Test {
                 format!("unblocked{}", if machine.is_some() { ", changed" } else { "" })
             }
             ProtectedVmEvent::Stopped => "stopped".into(),
+            ProtectedVmEvent::StopFailed(error) => format!("not stopped: {error}"),
             ProtectedVmEvent::Resumed => "resumed".into(),
             ProtectedVmEvent::Ended(_) => "ended".into(),
             ProtectedVmEvent::EpochDone(report) => {
@@ -337,8 +338,8 @@ fn a_lost_monitor_is_told_and_the_loop_goes_on() {
     let mut test = Test::new();
     test.vm.state().is_monitor_lost = true;
     test.step(VmAction::Stop);
-    // The protocol's thread must not wait for a pause that never comes.
-    assert_eq!(test.told(), ["failed: pause the VM", "stopped"]);
+    // The protocol's thread must not wait for a pause that never comes, nor take the VM for paused.
+    assert_eq!(test.told(), ["not stopped: pause the VM"]);
     assert_eq!(test.failed_looks.0.load(Ordering::Relaxed), 1);
     test.vm.state().exit = Some(ExitStatus::from_raw(9));
     test.vm_loop.step(None);
@@ -407,6 +408,36 @@ fn a_suspended_vm_runs_again_after_the_epoch_or_when_it_may_not_be_captured() {
     test.vm_loop.step(None);
     test.step(VmAction::MayCapture(false));
     assert_eq!(test.vm.calls(), [Call::Capture(2), Call::Pause, Call::Resume]);
+}
+
+#[test]
+fn a_suspension_whose_outcome_is_unknown_is_ended() {
+    let mut test = Test::new();
+    test.step(VmAction::MayCapture(true));
+    test.vm.state().is_monitor_lost = true;
+    test.decide(ReplicationDecision::Suspend);
+    test.vm_loop.step(None);
+    assert_eq!(test.vm.calls(), [Call::Pause, Call::Resume]);
+}
+
+/// The standby may run the VM that was stopped for it.
+#[test]
+fn a_suspended_vm_that_is_stopped_runs_only_when_the_protocol_says_so() {
+    let mut test = Test::new();
+    test.step(VmAction::MayCapture(true));
+    test.step(CAPTURE);
+    test.decide(ReplicationDecision::Suspend);
+    test.vm_loop.step(None);
+    test.decide(ReplicationDecision::Suspend);
+    test.step(VmAction::Stop);
+    test.step(VmAction::MayCapture(false));
+    test.step(sent(1));
+    test.step(VmAction::Acknowledged { epoch: Epoch(1) });
+    test.step(VmAction::Capture { last: true });
+    let calls = test.vm.calls();
+    assert!(!calls.contains(&Call::Resume), "{calls:?}");
+    test.step(VmAction::Resume);
+    assert_eq!(test.vm.calls(), [Call::Resume]);
 }
 
 #[test]

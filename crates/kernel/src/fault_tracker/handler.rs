@@ -62,6 +62,7 @@ pub(super) struct Segment {
 }
 
 impl Segment {
+    /// Makes the segment of a stretch of which the handler has not removed any protection yet.
     pub fn new(stretch: MappedRange) -> Self {
         let pages = stretch.range.len_bytes / stretch.page_bytes;
         Self { stretch, opened: vec![0; pages.div_ceil(64) as usize] }

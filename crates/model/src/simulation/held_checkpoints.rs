@@ -19,8 +19,8 @@ pub struct HeldCheckpoints {
 }
 
 impl TransferSizes {
-    /// Computes the sizes of the checkpoints of `intervals`. `transfer` is the part of each that is
-    /// sent.
+    /// Computes the sizes in bytes of the checkpoints of `intervals`. `transfer` is the part of
+    /// each that is sent.
     pub fn new(intervals: &[SimulatedInterval], transfer: Transfer) -> Self {
         let mut sums = vec![0.0];
         let mut sum = 0.0;

@@ -60,7 +60,7 @@ impl SimulationOutcome {
         sequential_s / self.makespan_s
     }
 
-    /// Returns the speed-up divided by `slots`.
+    /// Returns the speed-up (see [`Self::speed_up`]) divided by the number of slots.
     pub fn efficiency(&self, sequential_s: f64, slots: usize) -> f64 {
         self.speed_up(sequential_s) / slots.max(1) as f64
     }

@@ -8,9 +8,6 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 
-/// Longer than any line that the kernel takes.
-const LINE_BYTES_MAX: usize = 8 << 20;
-
 /// A running QEMU: its binary and its command line.
 pub struct Running {
     /// The words of its command line, the binary first.
@@ -21,7 +18,9 @@ pub struct Running {
 }
 
 impl Running {
-    /// Reads binary, command line and name of process `pid`. Error: [`Error::Attach`] with a fix.
+    /// Reads binary, command line and name of process `pid`. Errors: [`Error::Attach`] if the
+    /// process has no binary or command line that this user may read; [`Error::Io`] if reading
+    /// fails.
     pub fn read(pid: u32) -> Result<Self> {
         let fail = |problem: String, fix: &str| Error::Attach { pid, problem, fix: fix.into() };
         let binary = binary(pid).map_err(|e| match e.kind() {
@@ -33,7 +32,7 @@ impl Running {
         let path = format!("/proc/{pid}/cmdline");
         let bytes = std::fs::read(&path).map_err(Error::io(format!("read {path}")))?;
         let words = words(&bytes)?;
-        if words.is_empty() || bytes.len() > LINE_BYTES_MAX {
+        if words.is_empty() {
             return Err(fail("it has no command line".into(), crate::lifetime::FIND));
         }
         // A line that cannot be taken apart is no QEMU's.
@@ -42,8 +41,8 @@ impl Running {
         Ok(Self { words, binary, vm_name })
     }
 
-    /// Checks that the process is the QEMU of libvirt's `domain`, a name or a UUID. Error:
-    /// [`Error::Attach`].
+    /// Checks that the process, which has the id `pid`, is the QEMU of libvirt's `domain`, a name
+    /// or a UUID. Error: [`Error::Attach`] if it is not.
     pub fn check_domain(&self, pid: u32, domain: &str) -> Result<()> {
         let uuid =
             self.words.windows(2).any(|w| w[0] == "-uuid" && w[1].eq_ignore_ascii_case(domain));
@@ -74,7 +73,7 @@ fn binary(pid: u32) -> std::io::Result<PathBuf> {
     Ok(name.strip_suffix(" (deleted)").map_or_else(|| path.clone(), PathBuf::from))
 }
 
-/// Returns true if `pid` runs something by QEMU's name.
+/// Returns true if the name of the binary of process `pid` contains `qemu`.
 pub fn is_qemu(pid: u32) -> bool {
     binary(pid).is_ok_and(|path| {
         path.file_name().is_some_and(|name| name.to_string_lossy().contains("qemu"))

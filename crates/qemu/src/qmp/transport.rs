@@ -73,7 +73,8 @@ impl Transport {
         Self { mid_line: true, ..Self::over(socket, name) }
     }
 
-    /// Returns a second descriptor of the socket, for another process. Error: [`Error::Io`].
+    /// Returns a second descriptor of the socket, for another process. Error: [`Error::Io`] if this
+    /// process has no free descriptor.
     pub fn duplicate(&self) -> Result<OwnedFd> {
         rustix::io::fcntl_dupfd_cloexec(&self.socket, 3)
             .map_err(Error::io(format!("duplicate the connection to QEMU's monitor {}", self.name)))

@@ -124,9 +124,9 @@ impl Virsh {
         &self.name
     }
 
-    /// Sends a request, and `passed` along with it. A descriptor that is not among those of
-    /// [`Self::connect`] needs a virsh of its own, which takes some tens of milliseconds. Error:
-    /// virsh cannot be started, does not answer, or has ended.
+    /// Sends a request, and along with it the descriptor `passed`, if there is one. A descriptor
+    /// that is not among those of [`Self::connect`] needs a virsh of its own, which takes some tens
+    /// of milliseconds. Error: virsh cannot be started, does not answer, or has ended.
     pub fn send(
         &mut self,
         message: &Value,
@@ -299,8 +299,8 @@ impl Virsh {
     }
 }
 
-/// Returns the description of `domain` at libvirt's `uri`, or at virsh's default, as XML. Errors:
-/// virsh cannot be started, or does not know the domain.
+/// Returns the description of `domain` at libvirt's `uri` as XML; `None` for virsh's default.
+/// Errors: virsh cannot be started, or does not know the domain.
 pub fn domain_xml(domain: &str, uri: Option<&str>) -> Result<String> {
     let mut command = virsh(uri);
     command.args(["dumpxml", "--domain", domain]);

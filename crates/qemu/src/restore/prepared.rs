@@ -147,7 +147,8 @@ impl Prepared {
     }
 
     /// Returns the properties of the waiting machine for which it could not be checkpointed once it
-    /// runs here. `disks` is the socket of the server of its disks. Error: QEMU does not answer.
+    /// runs here. `disks` is the socket of the server of its disks; `None` if no server serves
+    /// them. Error: QEMU does not answer.
     pub fn refusals(&mut self, disks: Option<&Path>) -> Result<Vec<AuditFinding>> {
         let qmp = self.qmp.as_mut().ok_or_else(activated_twice)?;
         let machine_type = machine_type(qmp)?;

@@ -17,15 +17,17 @@ pub struct RestoreOptions {
     /// checkpoint could already consume events of the log that come after it.
     pub replays: Option<ReplayStart>,
     /// Makes QEMU count instructions, each of which takes two to this power nanoseconds of guest
-    /// time (`-icount shift=N`). Under TCG only.
+    /// time (`-icount shift=N`). Under TCG only. `None` adds no such option.
     pub icount_shift: Option<u32>,
     /// An accelerator other than the command line's, for which the device state is converted.
+    /// `None` for that of the command line.
     pub accelerator: Option<Accelerator>,
     /// The server of the disks that the guest can write to; `None` if there is none.
     pub disks: Option<DiskServer>,
-    /// The checkpoint's identity, for the VM's next engine ([`crate::Vm::lineage`]).
+    /// The checkpoint's identity, for the VM's next engine ([`crate::Vm::lineage`]). `None` leaves
+    /// it out.
     pub lineage: Option<Lineage>,
-    /// The path at which QEMU makes the socket of one more monitor.
+    /// The path at which QEMU makes the socket of one more monitor. `None` for no further monitor.
     pub monitor: Option<PathBuf>,
     /// The file to which QEMU's standard error is appended. `None` for this process's standard
     /// error.
@@ -34,7 +36,7 @@ pub struct RestoreOptions {
     /// packet gate.
     pub added: Vec<String>,
     /// A function that is called in the calling thread as soon as QEMU is started. A caller that
-    /// needs its rights only for the start gives them up there.
+    /// needs its rights only for the start gives them up there. `None` for no call.
     pub spawned: Option<fn()>,
     /// True for a restore by [`super::start_lazy`].
     pub lazy: bool,

@@ -12,6 +12,7 @@ pub(super) struct SocketPair {
 }
 
 impl SocketPair {
+    /// Makes the pair. Error: [`Error::Io`] if the kernel refuses.
     pub fn new() -> Result<Self> {
         let kind = (AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC);
         let (ours, theirs) = rustix::net::socketpair(kind.0, kind.1, kind.2, None)
@@ -19,8 +20,8 @@ impl SocketPair {
         Ok(Self { ours, theirs: Some(theirs) })
     }
 
-    /// Gives QEMU's end away. `what` names the socket in the error, which says that it was given away
-    /// before.
+    /// Gives QEMU's end away. `what` names the socket in the error. Error: [`Error::Io`] if the end
+    /// was given away before.
     pub fn give_away(&mut self, what: &str) -> Result<OwnedFd> {
         self.theirs.take().ok_or_else(|| {
             let source = io::Error::other("it was given away already");

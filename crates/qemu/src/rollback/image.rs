@@ -27,7 +27,8 @@ pub const SNAPSHOT: &str = "keyframe";
 const SNAPSHOT_ID: &str = "1";
 
 /// Writes a qcow2 image with one snapshot into the empty `file`. `state` writes the content of the
-/// snapshot. Errors: those of `state`; [`Error::Io`].
+/// snapshot. Errors: those of `state`; [`Error::Io`] if `file` cannot be written, or if the content
+/// exceeds 512 GiB.
 pub fn write(file: &mut File, state: impl FnOnce(&mut dyn Write) -> Result<()>) -> Result<()> {
     let operation = "write the machine's state to a temporary image";
     file.seek(SeekFrom::Start(HEAD_CLUSTERS * CLUSTER_BYTES)).map_err(Error::io(operation))?;

@@ -279,3 +279,15 @@ fn a_watchdog_that_has_died_is_noticed_before_the_vm_is_paused() {
     assert!(engine("exit 0").is_err(), "one that never was ready");
     assert!(engine("read x; echo what; read y").is_err(), "one that talks nonsense");
 }
+
+#[test]
+fn an_overdue_watchdog_gives_up_after_two_minutes() {
+    let (mut dog, began) = (Dog::default(), Instant::now());
+    dog.obey(Order::Arm(Duration::ZERO), began);
+    assert!(dog.is_due(began));
+    assert!(dog.is_due(began + RESCUE_MAX) && dog.patience(began).is_some());
+    assert!(dog.is_due(began + RESCUE_MAX + LAST_STOP));
+    assert_eq!(dog.patience(began), None, "it would undo a later pause of the user");
+    dog.obey(Order::Arm(Duration::ZERO), began + RESCUE_MAX * 2);
+    assert!(dog.is_due(began + RESCUE_MAX * 2) && dog.patience(began).is_some());
+}

@@ -43,8 +43,10 @@ pub struct Watched {
     /// The monitor by which it resumes the VM.
     pub monitor: WatchedMonitor,
     /// The read end of the pipe for which QEMU waits in a one-command pause. It does not block.
+    /// `None` for a VM without one.
     pub pipe: Option<OwnedFd>,
-    /// The ends of the guest at which QEMU is held as long as the engine lives.
+    /// The ends of the guest at which QEMU is held as long as the engine lives. `None` if QEMU is
+    /// not held.
     pub hold: Option<EndHold>,
 }
 
@@ -260,7 +262,8 @@ impl Reach {
         }
     }
 
-    /// Takes the engine's connection for itself, after the engine has ended. Error: [`Error::Io`].
+    /// Takes the engine's connection for itself, after the engine has ended. Error: [`Error::Io`]
+    /// if this process has no free descriptor.
     pub fn take_over(&mut self) -> Result<()> {
         if let Self::Shared(shared) = self {
             let socket = rustix::io::fcntl_dupfd_cloexec(&shared.socket, 3)
@@ -300,7 +303,10 @@ impl Reach {
             Ok(false) => fleece::sweep(qmp).map(drop),
             Err(error) => Err(error),
         };
-        let forgot = set.map_or(Ok(()), |set| statefile::forget(qmp, set));
+        let forgot = match set {
+            Some(set) => statefile::forget(qmp, *set),
+            None => statefile::forget_ended(qmp),
+        };
         match swept.and(forgot) {
             Err(Error::Gone { .. }) => Ok(()),
             other => other,

@@ -54,8 +54,8 @@ impl PeerMessage {
         }
     }
 
-    /// Decodes one message, which must be all of `bytes`. Error: the bytes are malformed, or of
-    /// another version.
+    /// Decodes one message, which must be all of `bytes`. Errors: [`DecodeError::Version`] if they
+    /// are of another version of the protocol; another [`DecodeError`] if they are malformed.
     pub fn decode(bytes: &[u8]) -> Result<Self, DecodeError> {
         let mut reader = ByteReader::new(bytes);
         read_version(&mut reader, PROTOCOL_VERSION)?;

@@ -3,8 +3,8 @@
 //! ```text
 //!   not exposed, or manual: at once
 //!   witness: asks for Solo until the state is Solo in this term, newer than each requested pairing
-//!   fencing: while the lease lasts, sends heartbeats with pairing 0 until the standby answers one with
-//!            pairing 0; after the lease, runs the fence hook
+//!   fencing: while the lease lasts, sends heartbeats with pairing 0 until the standby answers one
+//!            with pairing 0; after the lease, runs the fence hook
 //! ```
 
 use super::{Exposure, Handing, OpenRequest, Phase, Primary, PrimaryAction};

@@ -39,9 +39,9 @@ pub enum RunPermit {
 pub enum PrimaryEvent {
     /// Time has passed.
     Tick,
-    /// A path is connected, for the first time or again.
+    /// The path with this number is connected, for the first time or again.
     PathUp(u8),
-    /// A path is no longer connected.
+    /// The path with this number is no longer connected.
     PathDown(u8),
     /// The peer sent a message.
     Peer {
@@ -71,15 +71,17 @@ pub enum PrimaryEvent {
     CaptureUnblocked,
     /// The VM is paused, by [`PrimaryAction::StopVm`] or by the guard.
     VmStopped,
+    /// [`PrimaryAction::StopVm`] has failed: the VM may run, or be paused.
+    VmStopFailed,
     /// The VM runs.
     VmResumed,
     /// The fence hook ended: true if the other host is certainly off.
     Fenced(bool),
     /// A user asks for a switch-over to the standby.
     SwitchOver,
-    /// A user vouches that the other node is off: this one goes on alone.
+    /// A user guarantees that the other node is off: this one goes on alone.
     GoSolo,
-    /// The VM has shut down in good order.
+    /// The VM has ended, and no other node is to continue it.
     VmEnded,
 }
 
@@ -97,7 +99,7 @@ pub enum PrimaryAction {
     AskWitness(WitnessRequest),
     /// Give the guard this permit, before the actions that follow.
     SetRunPermit(RunPermit),
-    /// Pause the VM, then report [`PrimaryEvent::VmStopped`].
+    /// Pause the VM, then report [`PrimaryEvent::VmStopped`] or [`PrimaryEvent::VmStopFailed`].
     StopVm,
     /// Let the VM run, unless the permit has ended by now.
     ResumeVm,
@@ -128,7 +130,7 @@ pub enum PrimaryAction {
         /// The newest epoch that arrived whole; `None` if none of this session did.
         after: Option<Epoch>,
     },
-    /// Allow the scheduler to take epochs, or forbid it.
+    /// Allow the scheduler to take epochs (true), or forbid it (false).
     MayCapture(bool),
     /// Switch the standby's host off, then report [`PrimaryEvent::Fenced`].
     Fence,

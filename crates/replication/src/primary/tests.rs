@@ -264,6 +264,22 @@ fn what_was_handed_over_does_not_run_on_a_lease() {
     }
 }
 
+/// The standby must not get a VM that may still run here.
+#[test]
+fn a_vm_that_cannot_be_stopped_is_not_handed_over() {
+    let mut test = Test::protect(Arbitration::Fencing);
+    assert!(test.after(1, PrimaryEvent::SwitchOver).contains(&PrimaryAction::StopVm));
+    let outputs = test.after(1, PrimaryEvent::VmStopFailed);
+    assert!(matches!(outputs[0], PrimaryAction::SetRunPermit(RunPermit::Until(_))), "{outputs:?}");
+    assert!(outputs.contains(&PrimaryAction::Notify(Notice::SwitchOverFailed)), "{outputs:?}");
+    assert!(outputs.contains(&PrimaryAction::ResumeVm), "{outputs:?}");
+    assert_eq!(test.primary.state(), PrimaryState::Protected);
+    // It can be tried again.
+    test.after(1, PrimaryEvent::SwitchOver);
+    let outputs = test.after(1, PrimaryEvent::VmStopped);
+    assert_eq!(outputs, [PrimaryAction::Capture { last: true }]);
+}
+
 #[test]
 fn without_arbiter_the_vm_never_stops() {
     let mut test = Test::protect(Arbitration::Manual);

@@ -2,7 +2,7 @@
 //! in both.
 //!
 //! ```text
-//!   send ─▶ a delay ─▶ cut? ─▶ waits until it is healed, or the connection breaks ─▶ in order, or never
+//!   send ─▶ a delay ─▶ cut? ─▶ waits until the cut or the connection ends ─▶ in order, or never
 //! ```
 //!
 //! Half of the requests on a broken connection to the witness still arrive, late: the witness had

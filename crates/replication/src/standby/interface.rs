@@ -7,9 +7,9 @@ use crate::{Epoch, Notice, PeerMessage, SessionId, Term, WitnessReply, WitnessRe
 pub enum StandbyEvent {
     /// Time has passed.
     Tick,
-    /// A path is connected, for the first time or again.
+    /// The path with this number is connected, for the first time or again.
     PathUp(u8),
-    /// A path is no longer connected.
+    /// The path with this number is no longer connected.
     PathDown(u8),
     /// The peer sent a message.
     Peer {
@@ -45,11 +45,17 @@ pub enum StandbyEvent {
         /// The reason, for users.
         reason: String,
     },
+    /// Received data cannot be used, so no later epoch of this session arrives whole. Epochs that
+    /// are being applied go on, and each is reported.
+    DataFailed {
+        /// The reason, for users.
+        reason: String,
+    },
     /// The fence hook ended: true if the other host is certainly off.
     Fenced(bool),
     /// A user asks this node to take over although no failure was seen.
     FailOver {
-        /// True if the user vouches that the primary is off.
+        /// True if the user guarantees that the primary is off.
         force: bool,
     },
     /// A user asks for a switch-over to this node.

@@ -1,8 +1,9 @@
 //! How a standby finds that the primary is lost, and obtains the right to run the VM.
 //!
 //! ```text
-//!   witness: the generation of the pairing ─▶ TakeOver ─▶ a state of the next term, owned by this node
-//!   fencing: armed ─▶ the fence hook      handed over: at once      manual: a user forces it
+//!   witness   the generation of the pairing ─▶ TakeOver ─▶ the next term, owned by this node
+//!   fencing   armed ─▶ the fence hook; at once if the VM was handed over
+//!   manual    a user forces it; at once if the VM was handed over
 //! ```
 
 use super::{Phase, Standby, StandbyAction};

@@ -182,6 +182,21 @@ fn it_does_not_take_over_in_the_middle_of_an_epoch() {
     assert!(outputs.contains(&activation(2, false)), "{outputs:?}");
 }
 
+/// The thread that applies the epoch still writes the VM's pages.
+#[test]
+fn data_that_fails_in_the_middle_of_an_epoch_does_not_end_that_epoch() {
+    let mut test = Test::following(Arbitration::Fencing);
+    test.beat(1);
+    test.after(1, complete(2));
+    let outputs = test.after(1, StandbyEvent::DataFailed { reason: "malformed".into() });
+    assert!(outputs.contains(&StandbyAction::DiscardPartial), "{outputs:?}");
+    assert!(test.silence(700).contains(&StandbyAction::Fence));
+    assert_eq!(test.after(1, StandbyEvent::Fenced(true)), []);
+    let outputs = test.after(1, StandbyEvent::Applied { epoch: Epoch(2) });
+    let activation = StandbyAction::Activate { epoch: Epoch(2), term: Term(2), forced: false };
+    assert!(outputs.contains(&activation), "{outputs:?}");
+}
+
 #[test]
 fn the_hook_is_for_who_is_armed() {
     let mut test = Test::following(Arbitration::Fencing);

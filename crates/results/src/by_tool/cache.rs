@@ -58,6 +58,9 @@ fn each_row(results: &AnalysisResults, mut take: impl FnMut(LevelRow)) -> Result
     })
 }
 
+/// Returns the table of each level's accesses and misses in all, and that of their counts by
+/// interval, with `top` rows at most. Error: the result file is missing, cannot be read or is
+/// damaged.
 pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
     let header = ["interval", "first instruction", "level", "accesses", "misses", "percent"];
     let bounds = ["least misses", "most misses"];
@@ -94,6 +97,8 @@ pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>>
     Ok(vec![all, by_interval])
 }
 
+/// Returns the picture of the misses and of the miss rate of each level, by interval. Error: the
+/// result file is missing, cannot be read or is damaged.
 pub fn timeline(results: &AnalysisResults) -> Result<Timeline> {
     // Accesses and misses of each level, by interval.
     let mut levels: Vec<[Vec<u64>; 2]> = Vec::new();

@@ -8,6 +8,9 @@ use std::cmp::Reverse;
 /// The most functions that are sorted.
 const FUNCTIONS_MAX: usize = 1 << 22;
 
+/// Returns the table of the code that ran in all, and if there are symbols, that of the functions
+/// with most bytes that ran, with `top` rows at most. Error: a result file is missing, cannot be
+/// read or is damaged.
 pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
     let (mut ranges, mut bytes, mut instructions) = (0_u64, 0_u64, 0_u64);
     let path = results.file("coverage.csv");

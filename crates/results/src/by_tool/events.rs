@@ -16,7 +16,7 @@ const NAMES_MAX: usize = 1 << 20;
 /// The caller of a system call if the analysis did not find it.
 const UNKNOWN_CALLER: &str = "(unknown caller)";
 
-/// The results of a tool that lists events.
+/// Describes the results of a tool that lists single events, such as system calls.
 pub struct Events {
     file: &'static str,
     /// What the events are, in the plural.
@@ -81,6 +81,9 @@ fn instruction_name([symbol, pc, _]: [&str; 3]) -> Result<String, String> {
 }
 
 impl Events {
+    /// Returns tables that count the events by name, the most frequent first, with `top` rows at
+    /// most each. Leaves out a table whose callers are all unknown. Error: the result file is
+    /// missing, cannot be read or is damaged.
     pub fn tables(&self, results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
         let mut tables = Vec::new();
         for (title, column, parts) in self.counted {
@@ -118,6 +121,8 @@ impl Events {
         Ok(counts)
     }
 
+    /// Returns the picture of the events of each interval: those of the most frequent names, and
+    /// all others. Error: the result file is missing, cannot be read or is damaged.
     pub fn timeline(&self, results: &AnalysisResults) -> Result<Timeline> {
         let Some(&(_, _, parts)) = self.counted.first() else {
             return Ok(results.timeline_of(self.picture, Vec::new()));

@@ -14,6 +14,9 @@ const FUNCTIONS_DRAWN: usize = 12;
 const FUNCTIONS_MAX: usize = 4096;
 const BY_INTERVAL: &str = "hot-functions-by-interval.csv";
 
+/// Returns the tables of the functions (if there are symbols) and of the blocks that executed most
+/// instructions, and of the most used pages, each with `top` rows at most. Error: a result file is
+/// missing, cannot be read or is damaged.
 pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
     let all = results.instructions();
     let header = ["executed", "percent", "address", "symbol"];
@@ -59,6 +62,10 @@ pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>>
     Ok(functions.into_iter().chain([blocks, pages]).collect())
 }
 
+/// Returns the picture of the functions that executed most instructions, by interval.
+///
+/// Errors: [`Error::NoPicture`] if the results name no functions; the result file is missing,
+/// cannot be read or is damaged.
 pub fn timeline(results: &AnalysisResults) -> Result<Timeline> {
     let path = results.file(BY_INTERVAL);
     if !path.exists() && results.file("hot-blocks.csv").exists() {

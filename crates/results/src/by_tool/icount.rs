@@ -9,6 +9,9 @@ use keyframe_plot::Timeline;
 const FILE: &str = "icount.csv";
 const COLUMNS: [&str; 4] = ["interval", "start_icount", "user", "kernel"];
 
+/// Returns the table of the instructions of user programs and of the kernel in all, and that of
+/// their numbers by interval, with `top` rows at most. Error: the result file is missing, cannot be
+/// read or is damaged.
 pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
     let header =
         ["interval", "first instruction", "instructions", "user", "kernel", "percent user"];
@@ -34,6 +37,8 @@ fn row(counts: [u64; 2]) -> [Cell; 4] {
     [Cell::Count(both), Cell::Count(user), Cell::Count(kernel), Cell::share(user, Some(both))]
 }
 
+/// Returns the picture of the instructions of user programs and of the kernel, by interval. Error:
+/// the result file is missing, cannot be read or is damaged.
 pub fn timeline(results: &AnalysisResults) -> Result<Timeline> {
     let (mut user, mut kernel) = (results.zeros(), results.zeros());
     CsvRows::open(&results.file(FILE))?.each(COLUMNS, |[interval, _, in_user, in_kernel]| {

@@ -4,6 +4,8 @@ use crate::error::{Error, Result};
 use crate::{AnalysisResults, Cell, ResultTable};
 use keyframe_analysis::parquet_table::{ParquetSummary, summary};
 
+/// Returns the table of the trace's size, and that of the size of each of its columns. Errors:
+/// [`Error::NoResult`] if there is no trace; the footer of its file cannot be read.
 pub fn tables(results: &AnalysisResults) -> Result<Vec<ResultTable>> {
     let path = results.file("memtrace.parquet");
     if !path.exists() {

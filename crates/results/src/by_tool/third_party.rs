@@ -8,6 +8,11 @@ use std::path::PathBuf;
 /// The most files that are shown.
 const FILES_MAX: usize = 100;
 
+/// Returns a table for each CSV file in the directory of the results, sorted by name, with `top`
+/// rows at most each.
+///
+/// Errors: [`Error::NoResult`] if there is no such file; the directory or a file cannot be read; a
+/// file is damaged.
 pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
     let failed = |source| Error::File { path: results.dir.clone(), source };
     let mut paths: Vec<PathBuf> = Vec::new();

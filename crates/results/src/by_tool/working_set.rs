@@ -30,6 +30,9 @@ fn each_row(results: &AnalysisResults, mut take: impl FnMut(usize, [u64; 8])) ->
     })
 }
 
+/// Returns the table of the memory that the intervals touch in all, and that of the pages by
+/// interval, with `top` rows at most. Error: the result file is missing, cannot be read or is
+/// damaged.
 pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>> {
     let header = [
         "interval",
@@ -62,6 +65,8 @@ pub fn tables(results: &AnalysisResults, top: usize) -> Result<Vec<ResultTable>>
     Ok(vec![all, by_interval])
 }
 
+/// Returns the picture of the memory that each interval touches, and that was touched so far, in
+/// MiB. Error: the result file is missing, cannot be read or is damaged.
 pub fn timeline(results: &AnalysisResults) -> Result<Timeline> {
     let [mut touched, mut read, mut written, mut so_far] = [(); 4].map(|()| results.zeros());
     let mut sum = 0_u64;

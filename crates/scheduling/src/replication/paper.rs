@@ -37,7 +37,8 @@ use super::{
 /// The time between looks while packets are held and a checkpoint is in flight.
 const WATCH_NS: u64 = 1_000_000;
 
-/// The constants of the paper's algorithm. The defaults are the printed ones.
+/// The constants of the adaptive scheduler of Gerofi & Ishikawa 2011. The defaults are those that
+/// the paper prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PaperParameters {
     /// The dirty page set counts as reached when it grows by less than this between two counts, in
@@ -63,7 +64,7 @@ impl Default for PaperParameters {
     }
 }
 
-/// The scheduler of figure 6 of the paper that the module's documentation names.
+/// The adaptive scheduler of Gerofi & Ishikawa 2011, section IV, figure 6.
 #[derive(Clone, Debug)]
 pub struct PaperPolicy {
     parameters: PaperParameters,
@@ -85,8 +86,9 @@ impl PaperPolicy {
         }
     }
 
-    /// Returns the paper's `vm_stop_threshold` in pages; `None` until a checkpoint that moved bytes
-    /// has been acknowledged. Until then the VM is not suspended.
+    /// Returns the number of dirty pages above which a VM with held packets is suspended while a
+    /// checkpoint is in flight: `vm_stop_threshold` of Gerofi & Ishikawa 2011. `None` until a
+    /// checkpoint that moved bytes has been acknowledged; until then the VM is not suspended.
     pub fn vm_stop_threshold_pages(&self) -> Option<u64> {
         let pages =
             self.bandwidth_bytes_per_ns.0? * self.pause_ns.0? / self.bytes_per_page.0?.max(1.0);

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, VecDeque};
 /// Checkpoints of a VM that are kept.
 pub const KEPT: usize = 240;
 
-/// A checkpoint, or an epoch of a replication.
+/// One checkpoint of a VM, or one epoch of its replication, as a status showed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HistoryPoint {
     /// Its number.
@@ -35,25 +35,27 @@ impl HistoryPoint {
 /// The VM's name, with its engine's answer or the reason why there is none.
 pub type StatusAnswer = (String, Result<EngineStatus, String>);
 
-/// One VM.
+/// The history of one VM: the newest status of its engine, and its last checkpoints or epochs.
 #[derive(Debug)]
 pub struct VmHistory {
     /// What its engine said last.
     pub status: EngineStatus,
-    /// Why it did not answer the last time.
+    /// Why it did not answer the last time. `None` if it did.
     pub silent: Option<String>,
     /// What was seen, the oldest first.
     pub points: VecDeque<HistoryPoint>,
 }
 
-/// All of them.
+/// The history of all VMs whose engines answer: what the answers of the engines over time have
+/// shown.
 #[derive(Debug, Default)]
 pub struct History {
     vms: BTreeMap<String, VmHistory>,
 }
 
 impl History {
-    /// Adds the answers of engines. A VM without an answer has ended.
+    /// Adds the answers of engines, all of the same time. A VM without an answer has ended, and is
+    /// removed.
     pub fn take(&mut self, answers: Vec<StatusAnswer>) {
         self.vms.retain(|name, _| answers.iter().any(|(answered, _)| answered == name));
         for (name, answer) in answers {
@@ -82,7 +84,7 @@ impl History {
         }
     }
 
-    /// The VMs, by name.
+    /// Returns the VMs with their names, sorted by name.
     pub fn vms(&self) -> impl ExactSizeIterator<Item = (&str, &VmHistory)> {
         self.vms.iter().map(|(name, vm)| (name.as_str(), vm))
     }

@@ -9,8 +9,8 @@
 //!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      beside the image, so that backing files are found by the same names
 //! ```
 //!
-//! After a disk's size was changed, and if a disk was unplugged or plugged in again, the next checkpoint
-//! is the first of another run.
+//! After a disk's size was changed, and if a disk was unplugged or plugged in again, the next
+//! checkpoint is the first of another run.
 //!
 //! Invariant: a checkpoint names its clone only when the clone is durable, and no clone that a
 //! checkpoint names is removed.
@@ -224,7 +224,11 @@ impl Drop for ClonedDiskCapture {
 }
 
 impl ClonedCut {
-    /// Makes the clones durable, and the bases of the checkpoint in progress of `run`.
+    /// Makes the clones durable, and makes them the bases of the disks in the checkpoint in
+    /// progress of `run`. Calls `fault` before each clone.
+    ///
+    /// Errors: that of `fault`; the disks were not cut; a clone cannot be written to its medium or
+    /// described; the run refuses a base.
     pub fn put(
         &self,
         run: &mut Run,

@@ -13,9 +13,9 @@
 //! QEMU goes back to no internal snapshot (`loadvm`) of a disk that has a bitmap, and leaves the VM
 //! paused. So a disk with such snapshots has none: each of its checkpoints is complete.
 //!
-//! After an external snapshot, a mirror, a commit or a change of a disk's size by another client, the
-//! next checkpoint is complete. After a change of the size, and if a disk was unplugged or plugged in
-//! again, it is the first of another run.
+//! After an external snapshot, a mirror, a commit or a change of a disk's size by another client,
+//! the next checkpoint is complete. After a change of the size, and if a disk was unplugged or
+//! plugged in again, it is the first of another run.
 //!
 //! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no
 //! complete checkpoint sealed or under way, the next one is complete.
@@ -47,6 +47,9 @@ const DETACH_TIMEOUT: Duration = Duration::from_secs(10);
 /// The free bytes that scratch files need at least: a guest's write fails if QEMU cannot save the
 /// old content.
 const FREE_BYTES_MIN: u64 = 1 << 30;
+/// A capture is given up if less than this much space is left while it is read, or less than a
+/// quarter of the disks.
+const RELIEVED_BYTES: u64 = 256 << 20;
 
 /// The shortest range that QEMU tells apart by allocation: the smallest cluster of an image.
 const ALLOCATED_BYTES_MIN: u64 = 512;
@@ -110,6 +113,8 @@ pub struct FleecedDiskCapture {
     /// What another client has changed of the disks and the present run does not have.
     changes: DiskChanges,
     open: Option<Open>,
+    /// Whether the newest capture's scratch files are gone.
+    has_closed: bool,
     in_flight: BTreeMap<u64, Pending>,
     events: SharedEventSink,
 }
@@ -152,6 +157,7 @@ impl FleecedDiskCapture {
             has_captured: false,
             changes: DiskChanges::default(),
             open: None,
+            has_closed: false,
             in_flight,
             events,
         })
@@ -180,6 +186,7 @@ impl FleecedDiskCapture {
         self.have_snapshots = require_same(&self.disks.present, members)?.have_snapshots;
         self.require_space()?;
         let cut = FleecedCut(Arc::default());
+        self.has_closed = false;
         self.open = Some(Open { cut: cut.clone(), pending: None });
         let added = self.add_scratch(members);
         if added.is_err() {
@@ -215,14 +222,36 @@ impl FleecedDiskCapture {
     /// Checks that the file system has room for scratch files: a guest's write fails if QEMU cannot
     /// save the old content.
     fn require_space(&self) -> Result<(), BoxError> {
-        let stat = rustix::fs::statvfs(&self.folder)?;
-        let free = stat.f_bavail.saturating_mul(stat.f_frsize);
-        let all: u64 = self.captured_disks().map(|(_, disk)| disk.node.disk_bytes).sum();
-        if free < all.min(FREE_BYTES_MIN) {
+        let free = self.free_bytes()?;
+        if free < self.disk_bytes().min(FREE_BYTES_MIN) {
             let folder = self.folder.clone();
             return Err(DiskError::NoScratchSpace { folder, free_bytes: free }.into());
         }
         Ok(())
+    }
+
+    /// Returns the free bytes of the file system of the scratch files.
+    fn free_bytes(&self) -> std::io::Result<u64> {
+        let stat = rustix::fs::statvfs(&self.folder)?;
+        Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
+    }
+
+    /// Returns the bytes of all captured disks.
+    fn disk_bytes(&self) -> u64 {
+        self.captured_disks().map(|(_, disk)| disk.node.disk_bytes).sum()
+    }
+
+    /// Gives up the capture that is being read if the file system of its scratch files has hardly
+    /// any room left, or if QEMU has stopped a guest for want of room. The encoder's next read
+    /// fails then, and with it the checkpoint; its blocks are owed. Returns true, once for each
+    /// capture, if a guest is stopped and the capture's scratch files are gone.
+    pub fn relieve(&mut self, is_stopped: bool, members: &mut [Member]) -> bool {
+        let needed = (self.disk_bytes() / 4).min(RELIEVED_BYTES);
+        let is_short = || self.free_bytes().is_ok_and(|free| free < needed);
+        if self.open.is_some() && (is_stopped || is_short()) {
+            self.close(members);
+        }
+        is_stopped && std::mem::take(&mut self.has_closed)
     }
 
     fn add_scratch(&self, members: &mut [Member]) -> Result<(), BoxError> {
@@ -382,6 +411,7 @@ impl FleecedDiskCapture {
         if self.open.take().is_none() {
             return;
         }
+        self.has_closed = true;
         for member in members {
             let Ok(vm) = member.vm.qemu() else { continue };
             let taken = fleece::take_away(vm.qmp());
@@ -437,7 +467,11 @@ impl FleecedCut {
         self.0.done.load(Ordering::Acquire) || Arc::strong_count(&self.0) == 1
     }
 
-    /// Writes the cut blocks into the checkpoint in progress of `run`.
+    /// Writes the cut blocks into the checkpoint in progress of `run`, and ends the cut. Calls
+    /// `fault` during the copy.
+    ///
+    /// Errors: that of `fault`; the disks were not cut; QEMU's export cannot be read; the run does
+    /// not take the blocks.
     pub fn put(
         &self,
         run: &mut Run,

@@ -7,8 +7,8 @@
 //! | `bitmap` | QEMU writes to its images, and is asked what changed | the same |
 //! | `auto` | served | reflink where it is cheap, else bitmap |
 //!
-//! Under `run`, `auto` never depends on the file system: whether an image is written is nothing to
-//! find out afterwards.
+//! Under `run`, `auto` never depends on the file system. A user must know beforehand whether QEMU
+//! writes to the images.
 
 use super::qemu_disk::QemuDisk;
 use super::{ClonedDiskCapture, DiskCapture, FleecedDiskCapture};
@@ -35,19 +35,18 @@ pub enum DiskMethod {
     /// QEMU writes to its images. Its dirty bitmaps tell the written blocks, which are read after
     /// the pause.
     Bitmap,
-    /// QEMU writes to its images. Its dirty bitmaps tell the written blocks, which are read after
-    /// the pause.
+    /// QEMU writes to its images. The file system clones them in each pause (btrfs, XFS).
     Reflink,
 }
 
-/// Disks that are to stay out of checkpoints, by name; `all`.
+/// The names of the disks that checkpoints leave out. The name `all` stands for all disks.
 #[derive(Clone, Debug, Default)]
 pub struct ExcludedDisks(pub Vec<String>);
 
 impl ExcludedDisks {
     /// Returns the names that the disks `drives` have on the command line of a VM, whose disks have
-    /// the prefix `prefix` in checkpoints. The id of a device stands for its disk, unless a disk has
-    /// that name.
+    /// the prefix `prefix` in checkpoints. The id of a device stands for its disk, unless a disk
+    /// has that name.
     pub fn in_line(&self, prefix: &str, drives: &[LineDrive]) -> DiskNames {
         if self.0.iter().any(|name| name == "all") {
             return DiskNames::All;
@@ -70,8 +69,8 @@ impl ExcludedDisks {
     }
 }
 
-/// Resolves the method `way` for the disks of VMs that are about to be launched. Fails if a disk
-/// does not allow it.
+/// Resolves the method `way` for the disks of VMs that are about to be launched. Error: a disk does
+/// not allow it.
 pub fn for_launch(way: DiskMethod, drives: &[Drive]) -> Result<DiskMethod> {
     match way {
         DiskMethod::Auto | DiskMethod::Served => Ok(DiskMethod::Served),
@@ -276,8 +275,8 @@ fn disks_of(vm: &mut Vm, directory: &Path, member: usize, prefix: &str) -> Resul
     Ok(disks)
 }
 
-/// The numbers of the disks that `name` stands for: the disk of that name, or those of the device of
-/// that name.
+/// The numbers of the disks that `name` stands for: the disk of that name, or those of the device
+/// of that name.
 fn named(name: &str, disks: &[QemuDisk]) -> Vec<usize> {
     let which = |is: &dyn Fn(&QemuDisk) -> bool| -> Vec<usize> {
         disks.iter().enumerate().filter(|(_, disk)| is(disk)).map(|(number, _)| number).collect()

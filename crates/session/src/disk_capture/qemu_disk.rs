@@ -22,7 +22,8 @@ pub struct QemuDisk {
     pub aliases: Vec<String>,
     /// The id of its device, and the name that libvirt gives it.
     pub device_names: Vec<String>,
-    /// The reason why no server could open it, so that no restore could bring it back.
+    /// The reason why no server could open it, so that no restore could bring it back. `None` if a
+    /// server can open it.
     pub refused: Option<CommandLineError>,
     /// The image.
     pub image: PathBuf,
@@ -39,7 +40,7 @@ pub struct QemuDisk {
 }
 
 impl QemuDisk {
-    /// Returns its name with the names of its device, for the user.
+    /// Returns the disk's name with the names of its device, for the user.
     pub fn all_names(&self) -> String {
         match &self.device_names[..] {
             [] => self.meta.name.clone(),
@@ -48,14 +49,14 @@ impl QemuDisk {
     }
 }
 
-/// The captured disks at one time.
+/// The properties of the captured disks at one time.
 #[derive(Clone, Copy, Debug)]
 pub struct DisksNow {
     /// True if any of them has internal snapshots.
     pub have_snapshots: bool,
 }
 
-/// The disks of a capture that has begun.
+/// The disks of a capture that has begun: the present ones and those that were unplugged since.
 #[derive(Debug)]
 pub struct QemuDisks {
     /// Those that the guests have now, in the order of the checkpoints' disks.
@@ -66,20 +67,20 @@ pub struct QemuDisks {
     have_direct_io: bool,
 }
 
-/// What another client has changed of the disks.
+/// The changes that another client of QEMU has made to the disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskChanges {
     /// A disk is over another image: after an external snapshot, a mirror or a commit.
     pub have_other_image: bool,
     /// A disk has another size.
     pub have_other_size: bool,
-    /// A disk was unplugged or plugged in again, or has direct I/O for the first time: then RAM has to
-    /// be scanned in pauses.
+    /// A disk was unplugged or plugged in again, or has direct I/O for the first time: then RAM has
+    /// to be scanned in pauses.
     have_come_or_gone: bool,
 }
 
 impl DiskChanges {
-    /// Returns these changes and `later` ones.
+    /// Returns these changes together with `later` ones.
     #[must_use]
     pub fn and(self, later: Self) -> Self {
         Self {
@@ -94,7 +95,8 @@ impl DiskChanges {
         self.have_other_size || self.have_come_or_gone
     }
 
-    /// Returns the error of the capture that found changes for which another run has to begin.
+    /// Checks that the checkpoints of the present run can describe the disks. Error: another run
+    /// has to begin, because of a disk that has come, gone or changed its size.
     pub fn require_same_run(self) -> Result<(), DiskError> {
         match (self.have_come_or_gone, self.have_other_size) {
             (true, _) => Err(DiskError::OtherDisks),
@@ -104,7 +106,7 @@ impl DiskChanges {
     }
 }
 
-/// Whether a capture goes on with a disk that has another image.
+/// The rule whether a capture goes on with a disk that has got another image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OtherImages {
     /// Yes: after an external snapshot, a mirror or a commit, QEMU has the whole disk.
@@ -114,20 +116,22 @@ pub enum OtherImages {
 }
 
 impl QemuDisks {
-    /// The disks `present`, of which none was unplugged yet.
+    /// Makes the value from the disks `present`, of which none was unplugged yet.
     pub fn new(present: Vec<QemuDisk>) -> Self {
         let have_direct_io = present.iter().any(|disk| disk.node.is_direct);
         Self { present, unplugged: Vec::new(), have_direct_io }
     }
 
-    /// The descriptions of the present disks.
+    /// Returns the descriptions of the present disks.
     pub fn metas(&self) -> Vec<DiskMeta> {
         self.present.iter().map(|disk| disk.meta.clone()).collect()
     }
 
-    /// Follows the disks of VMs that another client gave another image or another size, unplugged,
-    /// or plugged in again. A disk whose device was plugged in after the VM's start gets no other
-    /// image: it may be another disk.
+    /// Updates the disks whose VM has changed them: another client gave a disk another image or
+    /// another size, unplugged it, or plugged it in again. Returns what has changed. A disk whose
+    /// device was plugged in after the VM's start gets no other image: it may be another disk.
+    ///
+    /// Error: QEMU does not answer. Nothing has changed then.
     pub fn follow(
         &mut self,
         members: &mut [Member],
@@ -188,8 +192,8 @@ impl QemuDisks {
         Ok(Look { nodes, from_start, has_direct_io })
     }
 
-    /// Parts the disks of VM `member` into those that it has and those that it has not. Returns true
-    /// if that differs from before. A disk that comes back has the same image.
+    /// Parts the disks of VM `member` into those that it has and those that it has not. Returns
+    /// true if that differs from before. A disk that comes back has the same image.
     fn follow_places(&mut self, member: usize, nodes: &[WritableNode]) -> bool {
         let is_gone = |disk: &QemuDisk| {
             disk.member == member
@@ -234,9 +238,11 @@ fn other_state<'a>(
     }
 }
 
-/// Requires that each VM has the writable disks that it had, on the same nodes over the same images.
+/// Checks that each VM has the writable disks that it had, on the same nodes over the same images.
 /// If another client plugged a disk in or put a snapshot above one, the captured disks would not be
 /// those that the guest sees. Returns the present state of the captured disks.
+///
+/// Errors: a VM has another disk, or lacks one; QEMU does not answer.
 pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<DisksNow, BoxError> {
     let mut have_snapshots = false;
     for (number, member) in members.iter_mut().enumerate() {

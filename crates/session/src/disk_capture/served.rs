@@ -90,6 +90,7 @@ pub struct ServedDiskReader(Arc<Shared>);
 
 impl ServedDiskCapture {
     /// Makes the capture of served disks. The disks' server ends a pause after `pause_limit`.
+    /// `events` learns when the server was started again, and when that failed.
     pub fn new(served: ServedDisks, pause_limit: Duration, events: SharedEventSink) -> Self {
         let metas = served.metas.clone();
         let state = Mutex::new(State { served: Some(served), pausing: false });
@@ -193,8 +194,12 @@ impl ServedDiskCapture {
             // Once more: space may have come free.
             settled.or_else(|_| disks.settled())
         });
-        if let (Some(epochs), Some(current)) = (epochs, &self.current) {
-            current.set(epochs?).map_err(|_| DiskError::CutTwice)?;
+        if let (Some(epochs), Some(current)) = (epochs, &self.current)
+            && let Err(second) = current.set(epochs?)
+        {
+            // No checkpoint would hold the blocks of the second cut.
+            self.shared.ask(|disks| disks.give_back(&second))?;
+            return Err(DiskError::CutTwice.into());
         }
         settled
     }
@@ -294,7 +299,7 @@ impl ServedDiskCapture {
     }
 
     /// Leaves the server running with the VMs, until they end. Returns the directory of the guests'
-    /// writes.
+    /// writes; `None` if the server has ended.
     pub fn keep(self) -> Option<PathBuf> {
         let served = self.shared.lock().served.take();
         served.map(|served| served.directory.path().to_owned())

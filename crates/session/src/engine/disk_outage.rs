@@ -50,6 +50,13 @@ impl Engine<'_> {
 
     /// Resumes VMs that QEMU has stopped for want of space, once the store has some again.
     pub(super) fn look_for_space(&mut self) {
+        let is_stopped = self.machines.wait_for_space();
+        let relieved = self.machines.storage().map(|(disks, vms)| disks.relieve(is_stopped, vms));
+        if relieved == Some(true) {
+            // Once only: the image's own file system may be the full one.
+            let resumed = self.machines.repeat_writes();
+            tell_failed(&*self.options.events, Step::RepeatWrites, resumed);
+        }
         let are_served = self.machines.disks.as_ref().is_some_and(|disks| disks.are_in_store());
         if !are_served || !self.machines.wait_for_space() {
             // A VM that stops again at once is resumed only after some time.

@@ -154,6 +154,25 @@ impl Engine<'_> {
         Ok(self.vm()?.vm_mut().run_state().map_err(Error::from)?)
     }
 
+    /// Fails if the VM runs, or another client has resumed it since its stop.
+    fn require_still(&mut self) -> Result<(), RollbackError> {
+        let ran = self.vm()?.vm_mut().ran_meanwhile().map_err(Error::from)?;
+        if ran || self.run_state()? == RunState::Running {
+            return Err(RollbackError::Resumed);
+        }
+        Ok(())
+    }
+
+    /// Stops a VM that another client resumed while its state was exchanged, and fails then: what
+    /// it has executed is of no checkpoint.
+    fn keep_still(&mut self) -> Result<(), RollbackError> {
+        if self.run_state()? == RunState::Running {
+            self.vm()?.vm_mut().stop().map_err(Error::from)?;
+            return Err(RollbackError::Resumed);
+        }
+        Ok(())
+    }
+
     /// Fails if an operation of the VM's user is in the way of a rollback.
     fn check_vm(&mut self, target: &LoadedCheckpoint) -> Result<(), RollbackError> {
         let checked = self.vm()?.vm_mut().check_rollback(&target.device_state);
@@ -235,6 +254,11 @@ impl Engine<'_> {
         let forbidden =
             forbidden.and_then(|vm| vm.forbid_running().map_err(step("tell the watchdog")));
         forbidden.map_err(FailedRollback::Unharmed)?;
+        if let Err(resumed) = self.require_still() {
+            // Nothing of it is exchanged yet.
+            self.allow_running();
+            return Err(FailedRollback::Unharmed(resumed));
+        }
         let mut exchanged = false;
         let became = self.exchange_disks().and_then(|()| {
             exchanged = true;
@@ -360,9 +384,11 @@ impl Engine<'_> {
         let file = tempfile::tempfile_in(&directory)
             .map_err(|e| Error::file("make a temporary file in", &directory, e))?;
         self.vm()?.vm_mut().roll_back(&target, file).map_err(Error::from)?;
+        self.keep_still()?;
         let mut wrong = 0;
         for _ in 0..COMPARISONS {
             let others = self.write_wrong_pages(to)?;
+            self.keep_still()?;
             if others.is_empty() {
                 pages.sort_unstable();
                 pages.dedup();

@@ -47,6 +47,9 @@ pub enum RollbackError {
         /// The reason.
         source: BoxError,
     },
+    /// Another client has resumed the VM, which must stand still until it is complete.
+    #[error("another client has resumed the VM during the rollback")]
+    Resumed,
     /// Pages of RAM differ from the checkpoint although they were loaded.
     #[error("{pages} pages of its RAM are not those of checkpoint {checkpoint}")]
     PagesDiffer {
@@ -161,6 +164,9 @@ impl RollbackError {
             }
             Self::Lost { checkpoint, .. } => {
                 format!("end it (keyframe stop) and restore: keyframe restore {checkpoint}")
+            }
+            Self::Resumed => {
+                "roll back again, and let no other client resume the VM meanwhile".into()
             }
             Self::FirmwareWrote => "restore the checkpoint as a new VM: keyframe restore".into(),
             Self::Unharmed(why) => return why.fix(),

@@ -53,6 +53,7 @@ impl std::fmt::Debug for FileCipher {
 }
 
 impl FileCipher {
+    /// Makes the cipher from the key of a store's files.
     pub fn new(key: &DataKey) -> Self {
         Self(XChaCha20Poly1305::new((&*key.0).into()))
     }

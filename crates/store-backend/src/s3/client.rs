@@ -11,6 +11,8 @@
 //!   under the same key, so the order of arrival does not matter.
 //! - A conditional put that was sent twice reads the object before it reports that another process
 //!   was faster.
+//! - A writer's request is sent, and sent again, only while its lock is held ([`MaySend`]): another
+//!   process may have written the object meanwhile.
 
 use super::failure::{between, summary};
 use super::location::S3Location;
@@ -57,6 +59,9 @@ pub struct S3Client {
     pub faults: super::faults::S3Faults,
 }
 
+/// Asked before each time that a request is sent. Error: the request must not be sent any more.
+pub type MaySend<'a> = &'a dyn Fn() -> Result<()>;
+
 /// The condition under which an object is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Precondition<'a> {
@@ -94,7 +99,9 @@ pub struct ReadObject {
 pub struct ListedObject {
     /// Its key, without the store's prefix.
     pub name: String,
+    /// Its length in bytes.
     pub len_bytes: u64,
+    /// Its entity tag, which another content does not have; empty if the server gave none.
     pub tag: String,
 }
 
@@ -160,8 +167,20 @@ impl S3Client {
         bytes: &[u8],
         condition: Precondition<'_>,
     ) -> Result<S3PutOutcome> {
+        self.put_while(&|| Ok(()), name, bytes, condition)
+    }
+
+    /// Writes an object as [`Self::put`] does, as long as `may_send` allows. Errors: that of
+    /// `may_send`; the service refuses or cannot be reached.
+    pub fn put_while(
+        &self,
+        may_send: MaySend<'_>,
+        name: &str,
+        bytes: &[u8],
+        condition: Precondition<'_>,
+    ) -> Result<S3PutOutcome> {
         if bytes.len() > PIECE_BYTES && condition == Precondition::Always {
-            return self.put_in_pieces(name, bytes);
+            return self.put_in_pieces(may_send, name, bytes);
         }
         let key = self.key(name);
         let mut action =
@@ -181,7 +200,7 @@ impl S3Client {
             }
             request.send(bytes)
         };
-        let (answer, attempts) = self.attempt("put", name, &send)?;
+        let (answer, attempts) = self.attempt("put", name, may_send, &send)?;
         match answer.status() {
             StatusCode::PRECONDITION_FAILED | StatusCode::NOT_FOUND
                 if condition != Precondition::Always =>
@@ -198,11 +217,16 @@ impl S3Client {
     }
 
     /// Uploads a large object in pieces. It appears whole when the last piece has arrived.
-    fn put_in_pieces(&self, name: &str, bytes: &[u8]) -> Result<S3PutOutcome> {
+    fn put_in_pieces(
+        &self,
+        may_send: MaySend<'_>,
+        name: &str,
+        bytes: &[u8],
+    ) -> Result<S3PutOutcome> {
         let key = self.key(name);
         let (bucket, credentials) = (&self.location.bucket, Some(&self.location.credentials));
         let create = CreateMultipartUpload::new(bucket, credentials, &key);
-        let begun = self.text("begin an upload", name, &|| {
+        let begun = self.text("begin an upload", name, may_send, &|| {
             self.agent.post(create.sign(SIGNED_FOR).as_str()).send_empty()
         })?;
         let upload = CreateMultipartUpload::parse_response(&begun)
@@ -211,7 +235,7 @@ impl S3Client {
         for (number, piece) in (1u16..).zip(bytes.chunks(PIECE_BYTES)) {
             let part = UploadPart::new(bucket, credentials, &key, number, upload.upload_id());
             let send = || self.agent.put(part.sign(SIGNED_FOR).as_str()).send(piece);
-            let (answer, _) = self.attempt("upload a part of", name, &send)?;
+            let (answer, _) = self.attempt("upload a part of", name, may_send, &send)?;
             if !answer.status().is_success() {
                 return Err(self.refused("upload a part of", name, answer));
             }
@@ -222,7 +246,7 @@ impl S3Client {
             CompleteMultipartUpload::new(bucket, credentials, &key, upload.upload_id(), all);
         let url = complete.sign(SIGNED_FOR);
         let body = complete.body();
-        let done = self.text("complete the upload of", name, &|| {
+        let done = self.text("complete the upload of", name, may_send, &|| {
             self.agent.post(url.as_str()).send(body.as_str())
         })?;
         // The server sends this status before it knows the outcome: the body can be an error.
@@ -232,8 +256,9 @@ impl S3Client {
         Ok(S3PutOutcome::Done(between(&done, "<ETag>", "</ETag>").unwrap_or_default().to_owned()))
     }
 
-    /// Reads the object `name`, or the byte range `range` of it: at most `len_bytes_max` bytes.
-    /// Errors: kind `NotFound` if it does not exist; the service refuses or cannot be reached.
+    /// Reads the object `name`, or the byte range `range` of it (`None` for all): at most
+    /// `len_bytes_max` bytes. Errors: kind `NotFound` if it does not exist; the service refuses or
+    /// cannot be reached.
     pub fn get(
         &self,
         name: &str,
@@ -252,7 +277,7 @@ impl S3Client {
         };
         let mut left = self.attempts;
         loop {
-            let (answer, attempts) = self.attempt("get", name, &send)?;
+            let (answer, attempts) = self.attempt("get", name, &|| Ok(()), &send)?;
             if answer.status() == StatusCode::RANGE_NOT_SATISFIABLE
                 && range.is_some_and(|r| r.start == 0)
             {
@@ -307,10 +332,16 @@ impl S3Client {
     /// Removes the object `name`. It is no error if it does not exist. Errors: the service refuses
     /// or cannot be reached.
     pub fn delete(&self, name: &str) -> Result<()> {
+        self.delete_while(&|| Ok(()), name)
+    }
+
+    /// Removes an object as [`Self::delete`] does, as long as `may_send` allows. Errors: that of
+    /// `may_send`; the service refuses or cannot be reached.
+    pub fn delete_while(&self, may_send: MaySend<'_>, name: &str) -> Result<()> {
         let key = self.key(name);
         let action =
             DeleteObject::new(&self.location.bucket, Some(&self.location.credentials), &key);
-        let (answer, _) = self.attempt("remove", name, &|| {
+        let (answer, _) = self.attempt("remove", name, may_send, &|| {
             self.agent.delete(action.sign(SIGNED_FOR).as_str()).call()
         })?;
         if answer.status().is_success() {
@@ -347,7 +378,7 @@ impl S3Client {
             if let Some(token) = &token {
                 action.with_continuation_token(token.as_str());
             }
-            let text = self.text("list", folder, &|| {
+            let text = self.text("list", folder, &|| Ok(()), &|| {
                 self.agent.get(action.sign(SIGNED_FOR).as_str()).call()
             })?;
             let page = ListObjectsV2::parse_response(&text)
@@ -373,9 +404,10 @@ impl S3Client {
         &self,
         operation: &'static str,
         name: &str,
+        may_send: MaySend<'_>,
         send: &dyn Fn() -> Result<Response<Body>, ureq::Error>,
     ) -> Result<String> {
-        let (answer, _) = self.attempt(operation, name, send)?;
+        let (answer, _) = self.attempt(operation, name, may_send, send)?;
         if !answer.status().is_success() {
             return Err(self.refused(operation, name, answer));
         }
@@ -383,16 +415,19 @@ impl S3Client {
         text.map_err(|e| self.unreached(operation, name, &e))
     }
 
-    /// Sends a request until it is answered; returns the answer and the number of attempts.
+    /// Sends a request until it is answered, as long as `may_send` allows; returns the answer and
+    /// the number of attempts.
     fn attempt(
         &self,
         operation: &'static str,
         name: &str,
+        may_send: MaySend<'_>,
         send: &dyn Fn() -> Result<Response<Body>, ureq::Error>,
     ) -> Result<(Response<Body>, u32)> {
         let begun = Instant::now();
         let mut pause = self.pause;
         for attempt in 1.. {
+            may_send()?;
             #[cfg(any(test, feature = "testing"))]
             let send = || self.faults.send(send);
             let answer = match send() {

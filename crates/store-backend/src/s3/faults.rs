@@ -3,7 +3,7 @@
 use super::client::S3Client;
 use super::location::S3Location;
 use super::part_cache::PartCache;
-use super::{PRUNE_LOCK, S3Backend, lease};
+use super::{LOCK, PRUNE_LOCK, S3Backend, lease};
 use crate::Result;
 use crate::testing::s3_server::{KEY, S3Server};
 use keyframe_locks::IgnorePoison;
@@ -131,8 +131,9 @@ impl S3Backend {
     /// Removes the locks of a dead writer and of a dead prune before their leases end. Error: the
     /// server does not answer.
     pub fn break_locks(&self) -> Result<()> {
-        self.break_lock()?;
-        lease::break_lease(&self.shared.client, PRUNE_LOCK)?;
+        for name in [LOCK, PRUNE_LOCK] {
+            lease::break_lease(&self.shared.client, name, true)?;
+        }
         Ok(())
     }
 }

@@ -14,6 +14,10 @@
 //!   prefix of the appended bytes. Everything that `sync` confirmed is in it.
 //! - After a failed put nothing is appended, because the failed request may still arrive.
 
+mod rewrite;
+
+pub use rewrite::rewrite;
+
 use super::Shared;
 use super::client::{ListDepth, ListedObject, Precondition, S3PutOutcome};
 use crate::random_bytes;
@@ -98,8 +102,7 @@ pub fn create(
 ) -> Result<(Arc<UploadedPack>, Box<dyn AppendFile>)> {
     let object = begun(name);
     let token = to_hex(&random_bytes::<16>()?);
-    if shared.client.put(&object, token.as_bytes(), Precondition::Absent)? == S3PutOutcome::Refused
-    {
+    if shared.put(&object, token.as_bytes(), Precondition::Absent)? == S3PutOutcome::Refused {
         let source = io::Error::from(io::ErrorKind::AlreadyExists);
         return Err(Error::Io {
             object: shared.client.describe(name),
@@ -120,7 +123,7 @@ pub fn remove(shared: &Shared, name: &str) -> Result<()> {
     for object in
         objects.iter().rev().filter(|o| !is_begun(o)).chain(objects.iter().filter(|o| is_begun(o)))
     {
-        shared.client.delete(&format!("{name}/{}", object.name))?;
+        shared.delete(&format!("{name}/{}", object.name))?;
     }
     Ok(())
 }
@@ -141,9 +144,8 @@ impl PackWriter {
 
     /// Puts one part at offset `at`.
     fn put(&self, at: u64, bytes: &[u8]) -> Result<PackPart> {
-        self.shared.check_leases()?;
         let name = part_name(&self.open.name, at);
-        let tag = match self.shared.client.put(&name, bytes, Precondition::Always)? {
+        let tag = match self.shared.put(&name, bytes, Precondition::Always)? {
             S3PutOutcome::Done(tag) => tag,
             S3PutOutcome::Refused => String::new(),
         };
@@ -195,7 +197,7 @@ impl PackWriter {
         let old: Vec<PackPart> = state.parts.splice(first.., [part]).collect();
         drop(state);
         for part in old.iter().skip(1).rev() {
-            let _ = self.shared.client.delete(&part.object.name);
+            let _ = self.shared.delete(&part.object.name);
         }
     }
 }
@@ -243,12 +245,12 @@ impl AppendFile for PackWriter {
         let cut = state.parts.split_off(first);
         drop(state);
         for part in cut.iter().skip(1).rev() {
-            self.shared.client.delete(&part.object.name)?;
+            self.shared.delete(&part.object.name)?;
         }
         let Some(part) = cut.first() else { return Ok(()) };
         let keep = (len_bytes - part.at) as usize;
         if keep == 0 {
-            return self.shared.client.delete(&part.object.name);
+            return self.shared.delete(&part.object.name);
         }
         let bytes = part_bytes(&self.shared, part)?;
         let part = self.put(part.at, bytes.get(..keep).unwrap_or_default())?;
@@ -263,8 +265,8 @@ impl Drop for PackWriter {
         let is_whole = !state.is_given_up && state.tail.is_empty();
         drop(state);
         // Saves readers a listing. Nothing depends on it.
-        if is_whole && self.shared.check_leases().is_ok() {
-            let _ = self.shared.client.put(&closed(&self.open.name), b"", Precondition::Always);
+        if is_whole {
+            let _ = self.shared.put(&closed(&self.open.name), b"", Precondition::Always);
         }
     }
 }
@@ -286,8 +288,8 @@ struct PackListing {
 }
 
 impl PackReader {
-    /// Opens the pack `name`. `open` is the pack if this process writes it. Errors: kind `NotFound`
-    /// if it does not exist; the service refuses or cannot be reached.
+    /// Opens the pack `name`. `open` is the pack if this process writes it, and otherwise `None`.
+    /// Errors: kind `NotFound` if it does not exist; the service refuses or cannot be reached.
     pub fn new(shared: &Arc<Shared>, name: &str, open: Option<Arc<UploadedPack>>) -> Result<Self> {
         let this = Self { shared: shared.clone(), name: name.into(), open, seen: Mutex::default() };
         this.look()?;

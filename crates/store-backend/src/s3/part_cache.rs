@@ -18,8 +18,8 @@ pub struct PartCache {
 }
 
 impl PartCache {
-    /// Creates the cache in the directory `folder` for the store at `place`, a name that means the
-    /// same store on all hosts.
+    /// Creates the cache in the directory `folder`, or with `None` in memory alone. `place` is a
+    /// name of the store that is the same on all hosts.
     pub fn new(folder: Option<PathBuf>, place: &str) -> Self {
         let limits = CacheLimits::of_environment(DISK_BYTES_MAX, MEMORY_BYTES_MAX);
         Self { pieces: cache::PieceCache::new(folder, FOLDER, limits), place: place.to_owned() }

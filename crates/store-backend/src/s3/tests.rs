@@ -3,10 +3,24 @@
 use super::faults::{BUCKET, S3TestOptions, running_server, test_backend, test_location};
 use super::*;
 use crate::testing::conformance::{check_backend, check_encrypted_backend, pattern};
+use std::cell::Cell;
 use std::time::Duration;
 
 fn at(endpoint: &str, prefix: &str, lease_s: u64) -> S3Backend {
     test_backend(endpoint, prefix, S3TestOptions { lease_s, ..S3TestOptions::default() })
+}
+
+/// Allows a request to be sent `times` times. After that, the lock is lost.
+fn allow(times: u32) -> impl Fn() -> Result<()> {
+    let asked = Cell::new(0);
+    move || {
+        asked.set(asked.get() + 1);
+        if asked.get() <= times {
+            Ok(())
+        } else {
+            Err(Error::Locked { holder: "the successor".into() })
+        }
+    }
 }
 
 /// Waits until `is_so` returns true, at most two minutes.
@@ -57,6 +71,83 @@ fn a_large_file_is_put_in_pieces_and_read_by_ranges() {
     let mut part = vec![0; 1000];
     file.read_at(33 << 20, &mut part).unwrap();
     assert!(part == bytes[33 << 20..(33 << 20) + 1000]);
+    // A writer that loses its lock between two pieces does not complete the upload.
+    let name = "maps/0000000002.map";
+    let lost = s3.shared.client.put_while(&allow(3), name, &bytes, Precondition::Always);
+    assert!(matches!(lost, Err(Error::Locked { .. })), "{lost:?}");
+    assert!(s3.open(name).unwrap_err().is_not_found());
+}
+
+#[test]
+fn a_pack_that_is_put_whole_keeps_its_parts_and_readers_see_it() {
+    let Some(server) = running_server() else { return };
+    let s3 = at(&server.endpoint(), "rewritten", 60);
+    let name = "packs/00000001.pack";
+    let mut bytes = pattern(9 << 20, 1);
+    let mut growing = s3.create(name).unwrap();
+    growing.append(&bytes).unwrap();
+    growing.sync().unwrap();
+    drop(growing);
+    let objects = || s3.shared.client.list(&format!("{name}/"), ListDepth::Here, None).unwrap();
+    let before = objects();
+    let assert_read = |expected: &[u8]| {
+        let reader = at(&server.endpoint(), "rewritten", 60);
+        assert!(reader.read(name, 1 << 30).unwrap() == expected);
+        assert_eq!(reader.list("packs").unwrap(), ["00000001.pack"]);
+    };
+    bytes[5 << 20] ^= 1;
+    s3.put(name, &bytes).unwrap();
+    assert_read(&bytes);
+    let after = objects();
+    assert_eq!(before.len(), after.len(), "{before:?} {after:?}");
+    let changed = before.iter().zip(&after).filter(|(before, after)| before != after).count();
+    assert_eq!(changed, 1, "{before:?} {after:?}");
+    bytes.truncate(6 << 20);
+    s3.put(name, &bytes).unwrap();
+    assert_read(&bytes);
+    bytes.extend(pattern(70 << 20, 2));
+    s3.put(name, &bytes).unwrap();
+    assert_read(&bytes);
+    s3.remove(name).unwrap();
+    assert!(s3.open(name).unwrap_err().is_not_found());
+    assert!(s3.list("packs").unwrap().is_empty());
+}
+
+#[test]
+fn a_request_is_not_sent_again_after_the_lock_is_lost() {
+    let mut client = S3Client::new(test_location("http://127.0.0.1:1", "p", 60));
+    client.hasten(5, 3);
+    let large = pattern(9 << 20, 1);
+    let put = |bytes: &[u8], condition| client.put_while(&allow(2), "tags/a", bytes, condition);
+    for lost in [
+        put(b"x", Precondition::Always).map(drop),
+        put(b"x", Precondition::Absent).map(drop),
+        put(&large, Precondition::Always).map(drop),
+        client.delete_while(&allow(2), "tags/a"),
+    ] {
+        assert!(matches!(lost, Err(Error::Locked { .. })), "{lost:?}");
+    }
+    // A reader needs no lock.
+    assert!(matches!(client.get("tags/a", None, 9), Err(Error::Io { .. })));
+}
+
+#[test]
+fn a_lock_is_freed_only_if_it_is_the_one_that_was_meant() {
+    let Some(server) = running_server() else { return };
+    let endpoint = server.endpoint();
+    let (one, other) = (at(&endpoint, "freed", 600), at(&endpoint, "freed", 600));
+    let held = one.lock("the first").unwrap();
+    assert_eq!(other.unlock(false).unwrap(), UnlockOutcome::Held("the first".into()));
+    assert_eq!(other.unlock(true).unwrap(), UnlockOutcome::Removed("the first".into()));
+    assert_eq!(other.unlock(true).unwrap(), UnlockOutcome::Nothing);
+    let successor = other.lock("the successor").unwrap();
+    // The first holder does not know yet that its lock was broken.
+    drop(held);
+    assert_eq!(one.lock_holder().unwrap().as_deref(), Some("the successor"));
+    assert_eq!(one.unlock(false).unwrap(), UnlockOutcome::Held("the successor".into()));
+    drop(successor);
+    assert_eq!(one.lock_holder().unwrap(), None);
+    drop(one.lock("the third").unwrap());
 }
 
 #[test]
@@ -102,7 +193,7 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     // After its lock was broken, it writes nothing more and removes nothing of its successor's.
     let mut growing = one.create("packs/00000001.pack").unwrap();
     growing.append(b"records").unwrap();
-    assert_eq!(other.break_lock().unwrap().as_deref(), Some("the living"));
+    assert_eq!(other.unlock(true).unwrap(), UnlockOutcome::Removed("the living".into()));
     let successor = other.lock("the successor").unwrap();
     eventually(|| one.put("tags/b", b"until it knows").is_err());
     assert!(
@@ -114,5 +205,5 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     assert_eq!(one.lock_holder().unwrap().as_deref(), Some("the successor"));
     assert_eq!(other.read("tags/a", 9).unwrap(), b"x");
     drop(successor);
-    assert_eq!(other.break_lock().unwrap(), None);
+    assert_eq!(other.unlock(true).unwrap(), UnlockOutcome::Nothing);
 }

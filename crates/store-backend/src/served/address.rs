@@ -10,10 +10,11 @@
 //! The token is not part of the address, because messages show addresses.
 
 use super::wire::TOKEN_BYTES_MAX;
-use crate::{Error, Result};
+use crate::{Error, FileRefusal, Result};
 use keyframe_tls::Fingerprint;
 use std::fmt;
 use std::io::{self, Read};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use zeroize::Zeroizing;
 
@@ -31,9 +32,13 @@ const CA: &str = "KEYFRAME_SERVE_CA";
 pub struct ServerAddress {
     /// The name in messages: `kf://HOST:PORT`.
     pub name: String,
+    /// The host's name or IP address.
     pub host: String,
+    /// The TCP port.
     pub port: u16,
+    /// The way in which the client recognises the server.
     pub trust: Trust,
+    /// The token with which the client identifies itself.
     pub token: Zeroizing<Vec<u8>>,
 }
 
@@ -103,8 +108,8 @@ impl ServerAddress {
     }
 }
 
-/// Reads a token from a file, without white space at its ends. Errors: the file cannot be read; the
-/// token is empty or longer than 512 bytes.
+/// Reads a token from a file, without white space at its ends. Errors: the file cannot be read;
+/// others than its owner may access it; the token is empty or longer than 512 bytes.
 pub fn read_token(file: &Path) -> Result<Zeroizing<Vec<u8>>> {
     let failed = |source| Error::Io {
         object: file.display().to_string(),
@@ -113,6 +118,18 @@ pub fn read_token(file: &Path) -> Result<Zeroizing<Vec<u8>>> {
     };
     let mut bytes = Zeroizing::new(Vec::new());
     let opened = std::fs::File::open(file).map_err(failed)?;
+    let mode = opened.metadata().map_err(failed)?.mode();
+    // systemd lets a service read its credentials by an access control list, which shows as the
+    // rights of the group.
+    let credentials = std::env::var_os("CREDENTIALS_DIRECTORY");
+    let is_credential = credentials.is_some_and(|folder| file.starts_with(folder));
+    let others = if is_credential { 0o037 } else { 0o077 };
+    if mode & others != 0 {
+        let problem = format!("others may read or write it (mode {:03o})", mode & 0o777);
+        let fix = format!("chmod 600 {}", file.display());
+        let refusal = FileRefusal { problem, fix };
+        return Err(failed(io::Error::new(io::ErrorKind::PermissionDenied, refusal)));
+    }
     opened.take(TOKEN_BYTES_MAX as u64 + 1).read_to_end(&mut bytes).map_err(failed)?;
     let token = bytes.trim_ascii();
     if token.is_empty() || token.len() > TOKEN_BYTES_MAX {
@@ -168,6 +185,8 @@ fn invalid(object: &str, problem: &str) -> Error {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+    use std::fs::{Permissions, set_permissions};
+    use std::os::unix::fs::PermissionsExt;
 
     const PRINT: &str = "00:01:02:03:04:05:06:07:08:09:0a:0b:0c:0d:0e:0f:10:11:12:13:14:15:16:17:18:19:1a:1b:1c:1d:1e:1F";
 
@@ -221,10 +240,17 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_what_the_file_holds_without_its_line_end() {
+    fn a_token_is_what_the_file_of_its_owner_holds_without_its_line_end() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("token");
         std::fs::write(&file, "secret words\n").unwrap();
+        for mode in [0o640, 0o604, 0o620, 0o644] {
+            set_permissions(&file, Permissions::from_mode(mode)).unwrap();
+            let error = read_token(&file).unwrap_err();
+            assert!(error.to_string().contains("others may read or write it"), "{error}");
+            assert_eq!(error.fix(), Some(format!("chmod 600 {}", file.display())));
+        }
+        set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
         assert_eq!(read_token(&file).unwrap().as_slice(), b"secret words");
         for bad in [" \n".to_owned(), "x".repeat(600)] {
             std::fs::write(&file, bad).unwrap();

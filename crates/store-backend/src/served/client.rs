@@ -9,16 +9,15 @@
 //! once if an earlier request waited in vain. All requests only read, so repeating them is safe.
 
 use super::address::ServerAddress;
-use super::connection::{self, Connection, ConnectionError};
+use super::connection::{self, ANCHOR_BYTES, ClientTls, Connection, ConnectionError};
 use super::wire::{Answer, RefusalCode, Request};
 use super::{FETCH_COUNTERS, io_error};
 use crate::RemoteFailure;
 use crate::{Error, Result};
 use keyframe_locks::IgnorePoison;
-use rustls::ClientConfig;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Requests in flight on one connection. They fit into any socket buffer, so sending never blocks
@@ -34,8 +33,9 @@ const PAUSE_MAX: Duration = Duration::from_secs(1);
 /// A client of a checkpoint server, with the connections of this process to it.
 #[derive(Debug)]
 pub struct ServeClient {
+    /// The address of the server.
     pub address: ServerAddress,
-    config: OnceLock<Arc<ClientConfig>>,
+    tls: OnceLock<ClientTls>,
     idle: Mutex<Vec<Connection>>,
     /// The id of the store that it serves, once known.
     store: OnceLock<[u8; 16]>,
@@ -50,7 +50,7 @@ impl ServeClient {
     pub fn new(address: ServerAddress) -> Self {
         Self {
             address,
-            config: OnceLock::new(),
+            tls: OnceLock::new(),
             idle: Mutex::default(),
             store: OnceLock::new(),
             has_met: AtomicBool::new(false),
@@ -78,6 +78,22 @@ impl ServeClient {
         }
         self.ask("connect to", "", Request::State).map(drop)?;
         Ok(self.store.get().copied().unwrap_or_default())
+    }
+
+    /// Returns a hash of what the server must prove to be the one of the address: see
+    /// [`ClientTls::anchor`].
+    pub fn anchor(&self) -> [u8; ANCHOR_BYTES] {
+        // After an error there is no connection, and nothing is received.
+        self.tls().map(|tls| tls.anchor).unwrap_or_default()
+    }
+
+    /// How this client recognises the server; read at the first call.
+    fn tls(&self) -> Result<&ClientTls, ConnectionError> {
+        if let Some(tls) = self.tls.get() {
+            return Ok(tls);
+        }
+        let made = connection::client_tls(&self.address)?;
+        Ok(self.tls.get_or_init(|| made))
     }
 
     /// Sends one request and returns its answer. `operation` and `name` are for the text of an
@@ -156,15 +172,7 @@ impl ServeClient {
         if let Some(link) = self.idle.lock().ignore_poison().pop() {
             return Ok((link, true));
         }
-        if self.config.get().is_none() {
-            let made = connection::client_config(&self.address)?;
-            let _ = self.config.set(made);
-        }
-        // It was set just now, or before.
-        let Some(config) = self.config.get() else {
-            return Err(io::Error::from(io::ErrorKind::NotFound).into());
-        };
-        let link = Connection::new(&self.address, config)?;
+        let link = Connection::new(&self.address, &self.tls()?.config)?;
         if *self.store.get_or_init(|| link.store) != link.store {
             let problem = "the server serves another store than before".to_owned();
             let fix = Some("run the command again".into());

@@ -47,25 +47,49 @@ impl From<io::Error> for ConnectionError {
     }
 }
 
-/// Returns the TLS configuration that trusts only the server of `address`. Errors: the file of
-/// certificates cannot be read or is invalid.
-pub fn client_config(address: &ServerAddress) -> Result<Arc<ClientConfig>, ConnectionError> {
+/// The length of a [`ClientTls::anchor`] in bytes.
+pub const ANCHOR_BYTES: usize = 16;
+
+/// How a client recognises its server.
+#[derive(Debug)]
+pub struct ClientTls {
+    /// The configuration that trusts only that server.
+    pub config: Arc<ClientConfig>,
+    /// A hash of what the server must prove: the pinned fingerprint, or the authorities with the
+    /// host and port that the certificate must be for. Servers that cannot take each other's place
+    /// have different ones.
+    pub anchor: [u8; ANCHOR_BYTES],
+}
+
+/// Returns how a client recognises the server of `address`. Errors: the file of certificates cannot
+/// be read or is invalid.
+pub fn client_tls(address: &ServerAddress) -> Result<ClientTls, ConnectionError> {
     let bad = |problem: String| {
         let fix = "KEYFRAME_SERVE_CA must name a file of certificates in PEM format";
         fatal(io::ErrorKind::InvalidData, problem, fix)
     };
+    let mut hasher = blake3::Hasher::new();
     let trust = match &address.trust {
-        Trust::Pinned(fingerprint) => ServerTrust::Pinned(*fingerprint),
+        Trust::Pinned(fingerprint) => {
+            hasher.update(b"fingerprint ").update(fingerprint);
+            ServerTrust::Pinned(*fingerprint)
+        }
         Trust::Authority(file) => {
             let said = |e: &dyn std::fmt::Display| bad(format!("{}: {e}", file.display()));
+            hasher.update(format!("authority {}:{} ", address.host, address.port).as_bytes());
             let mut roots = RootCertStore::empty();
             for certificate in CertificateDer::pem_file_iter(file).map_err(|e| said(&e))? {
-                roots.add(certificate.map_err(|e| said(&e))?).map_err(|e| said(&e))?;
+                let certificate = certificate.map_err(|e| said(&e))?;
+                hasher.update(&certificate);
+                roots.add(certificate).map_err(|e| said(&e))?;
             }
             ServerTrust::Authorities(Arc::new(roots))
         }
     };
-    keyframe_tls::client_config(trust, None).map_err(|e| bad(e.to_string()))
+    let mut anchor = [0; ANCHOR_BYTES];
+    hasher.finalize_xof().fill(&mut anchor);
+    let config = keyframe_tls::client_config(trust, None).map_err(|e| bad(e.to_string()))?;
+    Ok(ClientTls { config, anchor })
 }
 
 impl Connection {

@@ -3,16 +3,19 @@
 //! ```text
 //!   range ─▶ its pieces, each:
 //!     cached for this state of the file       ─▶ used
-//!     cached for another state of the file    ─▶ requested with its hash ─▶ "same" ─▶ used
+//!     cached for another state, or received
+//!     from another server                     ─▶ requested with its hash ─▶ "same" ─▶ used
 //!     being fetched by another thread         ─▶ waited for, then looked up again
 //!     not cached                              ─▶ requested, up to 64 at once ─▶ cached, used
 //!
-//!   a cached piece: 8 identity, 8 modified (the state of the file) │ the bytes
+//!   a cached piece: 8 identity, 8 modified (the state of the file), 16 its server │ the bytes
 //! ```
 //!
 //! A pack only grows, except that a crash of its writer may cut its end. So most pieces of an
-//! earlier state are unchanged, and a hash proves it.
+//! earlier state are unchanged, and a hash proves it. A server can claim any store's id and any
+//! state of a file, so a piece says from which server it came.
 
+use super::connection::ANCHOR_BYTES;
 use super::wire::{self, Answer, FileStat, Request, STATS_MAX};
 use super::{FETCH_COUNTERS, Shared, is_pack};
 use crate::cache::PieceKey;
@@ -35,7 +38,7 @@ pub const PIECE_BYTES: u64 = 128 << 10;
 const PIECES_MAX: usize = 64;
 /// The most pieces that are read ahead of a sequential reader.
 const AHEAD_MAX: u64 = 8;
-const STAMP_BYTES: usize = 16;
+const STAMP_BYTES: usize = 16 + ANCHOR_BYTES;
 /// A thread fetches a piece, or gives up, within this time.
 const WAIT_MAX: Duration = Duration::from_secs(60);
 
@@ -160,7 +163,7 @@ impl ServedFile {
         Ok(seen.clone())
     }
 
-    /// The state of the file, as cached pieces record it.
+    /// The state of the file and its server, as cached pieces record them.
     fn stamp_of(&self, stat: &FileStat) -> [u8; STAMP_BYTES] {
         let modified = if stat.modified != 0 {
             stat.modified
@@ -171,11 +174,9 @@ impl ServedFile {
             let place = std::ptr::from_ref(&*self.shared) as u64;
             u64::MAX ^ process ^ place ^ self.shared.generation.load(Ordering::Acquire)
         };
+        let state = stat.identity.to_le_bytes().into_iter().chain(modified.to_le_bytes());
         let mut out = [0; STAMP_BYTES];
-        for (to, from) in out
-            .iter_mut()
-            .zip(stat.identity.to_le_bytes().into_iter().chain(modified.to_le_bytes()))
-        {
+        for (to, from) in out.iter_mut().zip(state.chain(self.shared.client.anchor())) {
             *to = from;
         }
         out
@@ -410,5 +411,31 @@ impl Drop for FetchClaim<'_> {
         }
         drop(busy);
         self.shared.done.notify_all();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ServedBackend;
+    use std::path::Path;
+
+    /// Another server may claim the id of the store and the same state of its files.
+    #[test]
+    fn a_cached_piece_tells_from_which_server_it_came() {
+        let stat = FileStat { identity: 1, modified: 2, len_bytes: 3, head: Vec::new() };
+        let stamp = |digits: &str| {
+            let url = format!("kf://node1?fingerprint={}", digits.repeat(32));
+            let served = ServedBackend::open_in(Path::new(&url), &|_| None).unwrap();
+            let file = ServedFile {
+                shared: served.shared.clone(),
+                name: "packs/00000001.pack".into(),
+                seen: Mutex::new(stat.clone()),
+                streak: Mutex::default(),
+            };
+            file.stamp_of(&stat)
+        };
+        assert_eq!(stamp("ab"), stamp("ab"));
+        assert_ne!(stamp("ab"), stamp("ac"));
     }
 }

@@ -48,7 +48,8 @@ pub fn check_pack(
 ) -> Findings {
     let opened = inner.open_pack(number).and_then(|pack| {
         let len_bytes = pack.file.len_bytes()?;
-        let ending = pack.ending(len_bytes);
+        let ending =
+            pack.ending(len_bytes).unwrap_or_else(|error| PackEnding::Damaged(error.to_string()));
         Ok((pack, len_bytes, ending))
     });
     let (pack, len_bytes, ending) = match opened {
@@ -60,7 +61,7 @@ pub fn check_pack(
     let mut walk = Walk { inner, pack: &pack, good: Vec::new(), problems, stale, told: 0, tell };
     if matches!(ending, PackEnding::Closed { .. })
         && pack.is_dense()
-        && let Err(problem) = pack.dictionary()
+        && let Some(problem) = dictionary_problem(&pack)
     {
         // The walk below finds the affected records.
         findings.harmless.push((pack.object.clone(), problem));
@@ -98,6 +99,11 @@ pub fn check_pack(
     findings
 }
 
+/// What is wrong with the dictionary of a dense pack.
+fn dictionary_problem(pack: &PackFile) -> Option<String> {
+    pack.dictionary().unwrap_or_else(|error| Err(error.to_string())).err()
+}
+
 /// The findings about a pack that cannot be opened.
 fn unreadable_pack(inner: &OpenStore, number: u32, wanted: &[u64], error: Error) -> Findings {
     let mut findings = Findings::default();
@@ -129,9 +135,10 @@ impl Walk<'_> {
     /// the number of skipped bytes that no offset in `resume` points to.
     fn run(&mut self, start: u64, end: u64, resume: &[u64]) -> u64 {
         let (mut at, mut skipped) = (start, 0);
+        let pack = self.pack;
         loop {
             let Self { good, problems, stale, told, tell, .. } = self;
-            let mut visit = |held: Result<PackEntry, (u64, String)>| match held {
+            let mut visit = |held: Result<PackEntry, (u64, Error)>| match held {
                 Ok(entry) => {
                     good.push(entry);
                     if entry.offset() - *told > TELL_BYTES {
@@ -139,16 +146,16 @@ impl Walk<'_> {
                         tell(*told);
                     }
                 }
-                Err((at, problem)) => {
+                Err((at, error)) => {
                     stale.insert(at);
-                    problems.insert(at, problem);
+                    problems.insert(at, problem_of(pack, at, error));
                 }
             };
-            let Some((stop, problem)) = self.pack.walk(self.inner, at, end, &mut visit) else {
+            let Some((stop, error)) = pack.walk(self.inner, at, end, &mut visit) else {
                 return skipped;
             };
             let is_known = resume.binary_search(&stop).is_ok();
-            self.problems.insert(stop, problem);
+            self.problems.insert(stop, problem_of(pack, stop, error));
             let next = resume.get(resume.partition_point(|known| *known <= stop)).copied();
             let next = next.filter(|next| *next < end);
             if !is_known {
@@ -213,6 +220,18 @@ impl Walk<'_> {
             }
             read.is_ok()
         });
+    }
+}
+
+/// The problem of the record at `at`. Names another object only if the error is about that.
+fn problem_of(pack: &PackFile, at: u64, error: Error) -> String {
+    match error {
+        Error::Damaged { object, problem }
+            if object == format!("{} at offset {at}", pack.object) =>
+        {
+            problem
+        }
+        other => other.to_string(),
     }
 }
 

@@ -16,9 +16,9 @@
 //!
 //! Invariants: it holds the locks of writer and prune. A checkpoint that could be read before can
 //! be read after, and at every instant: each file is written as a whole, and a pack goes when no
-//! map of a remaining checkpoint refers to it. Nothing is deleted: it is in `quarantine/`. Numbers
-//! are not used again. The next repair completes an interrupted one. Repairing an intact store
-//! changes nothing.
+//! map of a remaining checkpoint refers to it. Nothing is deleted: it is in `quarantine/`. An error
+//! that does not show damage, such as that of a network, ends the repair. Numbers are not used
+//! again. The next repair completes an interrupted one. Repairing an intact store changes nothing.
 //!
 //! Left out: `store.json`, whose key is nowhere else; overlays of disks; working sets, which are
 //! advice.
@@ -28,6 +28,7 @@ use crate::files::StoreFile;
 use crate::open_store::OpenStore;
 use crate::pack_file::{PackEnding, PackFile};
 use crate::pack_shape::{PackShape, places};
+use crate::pack_walk::WalkedRecords;
 use crate::prune::{Copier, Live, rewrite_maps};
 use crate::tuning::Tuning;
 use crate::writer::Writer;
@@ -97,8 +98,9 @@ impl Store {
     /// Saves the intact parts of a damaged store, and returns a report that lists the lost ones.
     /// Calls `progress` now and then.
     ///
-    /// Errors: [`Error::Locked`] if a run or a prune is at work; [`Error::OtherVersion`];
-    /// [`Error::Damaged`] if `store.json` is damaged, because its key is nowhere else.
+    /// Errors: [`Error::Locked`] if a run or a prune is at work; [`Error::OtherVersion`] if
+    /// `store.json` has another version of the format; [`Error::Damaged`] if `store.json` is
+    /// damaged, because its key is nowhere else; the store cannot be read or written.
     pub fn repair(&self, progress: &mut dyn FnMut(CheckProgress)) -> Result<RepairReport> {
         let inner = self.inner();
         let options = CheckOptions { read_data: true };
@@ -164,6 +166,8 @@ impl Repair<'_> {
         for id in self.inner.checkpoint_ids()? {
             match self.inner.read_checkpoint(id) {
                 Ok(file) => chains.push((id, file.meta)),
+                // Forgotten since the listing.
+                Err(Error::UnknownCheckpoint { .. }) => {}
                 Err(error) => drop(lost.insert(id, damage(error)?)),
             }
         }
@@ -220,16 +224,15 @@ impl Repair<'_> {
             Ok::<_, Error>(())
         };
         for place in touched(self.inner, &mut Live::find(self.inner)?, &moves.victims)? {
-            match read_record(self.inner, place) {
-                Ok(content) => keep(place, content)?,
-                Err(Error::Damaged { .. } | Error::Io { .. }) => bad.push(place),
-                Err(error) => return Err(error),
+            match unless_damaged(read_record(self.inner, place))? {
+                Some(content) => keep(place, content)?,
+                None => bad.push(place),
             }
         }
         let mut lost = BTreeSet::new();
         let twins = Twins::of(self.inner, &bad)?;
         for place in bad {
-            match twins.read(self.inner, place) {
+            match twins.read(self.inner, place)? {
                 Some(content) => {
                     keep(place, content)?;
                     self.report.relinked_records += 1;
@@ -306,11 +309,16 @@ impl Repair<'_> {
     }
 }
 
-/// The problem of a damaged file. Returns errors that are not damage.
+/// The problem of a damaged file. Returns errors that do not show damage.
 fn damage(error: Error) -> Result<String> {
-    match error {
-        Error::OtherVersion { .. } => Err(error),
-        other => Ok(other.to_string()),
+    if error.is_damage() { Ok(error.to_string()) } else { Err(error) }
+}
+
+/// What was read; `None` if it is damaged. Returns errors that do not show damage.
+fn unless_damaged<T>(read: Result<T>) -> Result<Option<T>> {
+    match read {
+        Err(error) if error.is_damage() => Ok(None),
+        other => other.map(Some),
     }
 }
 
@@ -325,6 +333,9 @@ fn touched(
         touched.extend(places(*number, live.offsets(*number)));
     }
     for number in inner.pack_numbers()?.into_iter().filter(|number| !victims.contains(number)) {
+        if live.offsets(number).is_empty() {
+            continue;
+        }
         let Some(shape) = PackShape::of(inner, number)? else { continue };
         let composed = live.close(inner, &shape)?;
         let refers = |to: &[PageRef]| to.iter().any(|to| victims.contains(&to.pack()));
@@ -336,14 +347,12 @@ fn touched(
 /// Reads one record and compares its content with its hash.
 fn read_record(inner: &OpenStore, place: PageRef) -> Result<(PageHash, RecordKind, Box<Page>)> {
     let pack = inner.pack(place.pack())?;
-    let damaged =
-        |problem| Error::damaged(format!("{} at offset {}", pack.object, place.offset()), problem);
     let left = pack.file.len_bytes()?.saturating_sub(place.offset());
     let mut bytes = vec![0; left.min(RECORD_BYTES_MAX as u64) as usize];
     pack.file.read_at(place.offset(), &mut bytes)?;
-    let record = pack.parse(&bytes, place).map_err(damaged)?;
+    let record = pack.parse(&bytes, place)?;
     let mut page = Box::new(ZERO_PAGE);
-    inner.restore(&record, place, &mut page).map_err(damaged)?;
+    inner.restore(&record, place, &mut page)?;
     Ok((record.hash, record.kind, page))
 }
 
@@ -359,20 +368,11 @@ impl Twins {
         let mut twins = Self { possible: BTreeMap::new(), places: BTreeMap::new() };
         for of_pack in bad.chunk_by(|a, b| a.pack() == b.pack()) {
             let Some(number) = of_pack.first().map(|place| place.pack()) else { continue };
-            let shape = if inner.len_of(&layout::pack(number)) > 0 {
-                PackShape::of(inner, number)?
-            } else {
-                None
-            };
-            let entries = shape.map_or_else(Vec::new, |shape| shape.entries);
+            let entries = shape_of(inner, number)?.map_or_else(Vec::new, |shape| shape.entries);
             for place in of_pack {
                 let indexed = entries.binary_search_by_key(&place.offset(), PackEntry::offset).ok();
                 let indexed = indexed.and_then(|at| entries.get(at)).map(|entry| entry.hash);
-                let own = inner.pack(number).ok().and_then(|pack| {
-                    let mut bytes = [0; HASH_BYTES];
-                    pack.file.read_at(place.offset() + HASH_AT, &mut bytes).ok()?;
-                    Some(PageHash::from_bytes(bytes))
-                });
+                let own = unless_damaged(own_hash(inner, *place))?;
                 twins.possible.insert(*place, indexed.into_iter().chain(own).collect());
             }
         }
@@ -383,7 +383,7 @@ impl Twins {
             return Ok(twins);
         }
         for number in inner.pack_numbers()? {
-            for entry in PackShape::of(inner, number)?.iter().flat_map(|shape| &shape.entries) {
+            for entry in shape_of(inner, number)?.iter().flat_map(|shape| &shape.entries) {
                 if let Some(places) = twins.places.get_mut(&entry.hash) {
                     places.push(PageRef::new(number, entry.offset()));
                 }
@@ -392,17 +392,34 @@ impl Twins {
         Ok(twins)
     }
 
-    /// The content of a bad record, from an intact one.
-    fn read(&self, inner: &OpenStore, bad: PageRef) -> Option<(PageHash, RecordKind, Box<Page>)> {
-        let hashes = self.possible.get(&bad)?.iter();
-        let others = hashes
-            .flat_map(|hash| self.places.get(hash).into_iter().flatten().map(move |at| (hash, at)));
-        let read = |(hash, at): (&PageHash, &PageRef)| {
-            let content = read_record(inner, *at).ok()?;
-            (content.0 == *hash).then_some(content)
-        };
-        others.filter(|(_, at)| **at != bad).find_map(read)
+    /// The content of a bad record, from an intact one; `None` if there is none.
+    fn read(
+        &self,
+        inner: &OpenStore,
+        bad: PageRef,
+    ) -> Result<Option<(PageHash, RecordKind, Box<Page>)>> {
+        for hash in self.possible.get(&bad).into_iter().flatten() {
+            for place in self.places.get(hash).into_iter().flatten().filter(|at| **at != bad) {
+                let content = unless_damaged(read_record(inner, *place))?;
+                if let Some(content) = content.filter(|content| content.0 == *hash) {
+                    return Ok(Some(content));
+                }
+            }
+        }
+        Ok(None)
     }
+}
+
+/// The records of a pack that can be read; `None` if its header is damaged.
+fn shape_of(inner: &OpenStore, number: u32) -> Result<Option<PackShape>> {
+    Ok(unless_damaged(PackShape::of(inner, number))?.flatten())
+}
+
+/// The hash in the header of a record.
+fn own_hash(inner: &OpenStore, place: PageRef) -> Result<PageHash> {
+    let mut bytes = [0; HASH_BYTES];
+    inner.pack(place.pack())?.file.read_at(place.offset() + HASH_AT, &mut bytes)?;
+    Ok(PageHash::from_bytes(bytes))
 }
 
 /// Writes headers and trailers of packs again if the records allow it.
@@ -412,17 +429,9 @@ fn fix_packs(inner: &OpenStore, rebuilt: &mut Vec<String>) -> Result<()> {
         if inner.len_of(&name) > REBUILT_BYTES_MAX {
             continue;
         }
-        // A pack that cannot be read whole cannot be written again.
-        let bytes = || inner.backend.read(&name, REBUILT_BYTES_MAX).ok();
-        let fixed = match inner.open_pack(number) {
-            Err(Error::Damaged { .. }) => {
-                bytes().and_then(|bytes| with_header(inner, number, bytes))
-            }
-            other => {
-                let pack = other?;
-                let end = records_end(inner, &pack, pack.file.len_bytes()?);
-                end.and_then(|end| Some(with_trailer(inner, &pack, end, bytes()?)))
-            }
+        let fixed = match unless_damaged(inner.open_pack(number))? {
+            Some(pack) => with_trailer(inner, &name, &pack)?,
+            None => whole(inner, &name)?.and_then(|bytes| with_header(inner, number, bytes)),
         };
         if let Some(fixed) = fixed {
             inner.backend.put(&name, &fixed)?;
@@ -432,30 +441,30 @@ fn fix_packs(inner: &OpenStore, rebuilt: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-fn with_trailer(inner: &OpenStore, pack: &PackFile, end: u64, mut bytes: Vec<u8>) -> Vec<u8> {
-    let mut entries = Vec::new();
-    pack.walk(inner, pack.first, end, &mut |held| entries.extend(held));
+/// The bytes of a pack; `None` if some cannot be read, so that it cannot be written again.
+fn whole(inner: &OpenStore, name: &str) -> Result<Option<Vec<u8>>> {
+    unless_damaged(inner.backend.read(name, REBUILT_BYTES_MAX))
+}
+
+/// The pack with the trailer that it must have had; `None` if its trailer is not its only damage.
+fn with_trailer(inner: &OpenStore, name: &str, pack: &PackFile) -> Result<Option<Vec<u8>>> {
+    let len_bytes = pack.file.len_bytes()?;
+    if matches!(pack.ending(len_bytes)?, PackEnding::Closed { .. } | PackEnding::Unfinished) {
+        return Ok(None);
+    }
+    let WalkedRecords { entries, wrong, stop } = pack.walk_records(inner, pack.first, len_bytes)?;
+    let Some(end) = stop.filter(|_| wrong == 0) else { return Ok(None) };
+    let index_end = end + (entries.len() * ENTRY_BYTES) as u64;
+    let trailer_end = index_end.next_multiple_of(FOOTER_BYTES as u64) + FOOTER_BYTES as u64;
+    if trailer_end != len_bytes {
+        return Ok(None);
+    }
+    let Some(mut bytes) = whole(inner, name)? else { return Ok(None) };
     let trailer = encode_trailer(&pack.header, &entries, end);
     bytes.truncate(end as usize);
     bytes.extend_from_slice(&trailer.index);
     bytes.extend_from_slice(&trailer.footer);
-    bytes
-}
-
-/// The end of the records of a pack whose only damage is its trailer.
-fn records_end(inner: &OpenStore, pack: &PackFile, len_bytes: u64) -> Option<u64> {
-    if matches!(pack.ending(len_bytes), PackEnding::Closed { .. } | PackEnding::Unfinished) {
-        return None;
-    }
-    let (mut records, mut bad) = (0, false);
-    let mut visit = |held: Result<_, _>| {
-        records += 1;
-        bad |= held.is_err();
-    };
-    let end = pack.walk(inner, pack.first, len_bytes, &mut visit)?.0;
-    let index_end = end + records * ENTRY_BYTES as u64;
-    let trailer_end = index_end.next_multiple_of(FOOTER_BYTES as u64) + FOOTER_BYTES as u64;
-    (!bad && trailer_end == len_bytes).then_some(end)
+    Ok(Some(bytes))
 }
 
 /// The pack with the header that it must have had; `None` if neither a record nor a trailer shows
@@ -493,7 +502,7 @@ fn with_dense_header(inner: &OpenStore, number: u32, mut bytes: Vec<u8>) -> Opti
 fn is_closed(number: u32, bytes: &[u8], header: [u8; PACK_HEADER_BYTES]) -> bool {
     let file = StoreFile::of_bytes(bytes.to_vec());
     let pack = PackFile::with_header(number, String::new(), file, header, PACK_HEADER_BYTES as u64);
-    matches!(pack.ending(bytes.len() as u64), PackEnding::Closed { .. })
+    matches!(pack.ending(bytes.len() as u64), Ok(PackEnding::Closed { .. }))
 }
 
 /// The highest number of a checkpoint or a map.

@@ -1,17 +1,17 @@
 //! The kinds of records, read from the packs. A list of all kinds would not fit into memory, and
 //! few are needed.
 
-use crate::Result;
-use crate::pack_file::{PackEnding, PageContent};
+use crate::pack_file::{PackEnding, PackFile, PageContent};
 use crate::pack_writer::open_pack::OpenPack;
 use crate::pack_writer::writer::PackWriter;
+use crate::{Error, Result};
 use keyframe_store_format::pack::PackEntry;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_store_format::record::{KIND_AT, RecordKind};
 
 impl PackWriter {
     /// Removes all records that are not derived from `records`, which are in rising order. Also
-    /// removes those of packs that cannot be read. Error: the store cannot be listed.
+    /// removes damaged ones, of which a later read reports the damage. Error: the backend fails.
     pub fn keep_derived_of(&self, records: &mut Vec<PageRef>) -> Result<()> {
         let mut derived = Vec::new();
         for of_pack in records.chunk_by(|a, b| a.pack() == b.pack()) {
@@ -21,19 +21,14 @@ impl PackWriter {
                 derived.extend(derived_in(&own.entries, of_pack));
                 continue;
             }
-            let Ok(pack) = self.inner.pack(first.pack()) else { continue };
-            match pack.ending(pack.file.len_bytes()?) {
+            let pack = match self.inner.pack(first.pack()) {
+                Err(Error::Damaged { .. }) => continue,
+                other => other?,
+            };
+            match pack.ending(pack.file.len_bytes()?)? {
                 PackEnding::Closed { entries, .. } => derived.extend(derived_in(&entries, of_pack)),
                 PackEnding::Unfinished | PackEnding::Damaged(_) => {
-                    let wanted: Vec<_> = of_pack.iter().map(|at| (*at, ())).collect();
-                    let read =
-                        pack.read_records(&wanted, &mut Vec::new(), &mut |at, (), content| {
-                            derived
-                                .extend(matches!(content, PageContent::Derived(_)).then_some(at));
-                            Ok::<_, crate::Error>(())
-                        });
-                    // A later read of the records reports the error.
-                    drop(read);
+                    derived.extend(intact_derived_of(&pack, of_pack)?);
                 }
             }
         }
@@ -53,6 +48,34 @@ impl PackWriter {
         };
         kind.is_none_or(RecordKind::is_of_ram)
     }
+}
+
+/// The derived ones among `records`, which are in rising order and all of one pack without an
+/// index. Leaves out damaged ones.
+fn intact_derived_of(pack: &PackFile, records: &[PageRef]) -> Result<Vec<PageRef>> {
+    match derived_of(pack, records) {
+        // The damage must not hide the records after it.
+        Err(Error::Damaged { .. }) => {}
+        other => return other,
+    }
+    let mut derived = Vec::new();
+    for record in records.chunks(1) {
+        match derived_of(pack, record) {
+            Err(Error::Damaged { .. }) => {}
+            other => derived.extend(other?),
+        }
+    }
+    Ok(derived)
+}
+
+fn derived_of(pack: &PackFile, records: &[PageRef]) -> Result<Vec<PageRef>> {
+    let wanted: Vec<_> = records.iter().map(|at| (*at, ())).collect();
+    let mut derived = Vec::new();
+    pack.read_records(&wanted, &mut Vec::new(), &mut |at, (), content| {
+        derived.extend(matches!(content, PageContent::Derived(_)).then_some(at));
+        Ok::<_, Error>(())
+    })?;
+    Ok(derived)
 }
 
 fn kind_in(entries: &[PackEntry], record: PageRef) -> Option<RecordKind> {

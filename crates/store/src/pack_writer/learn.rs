@@ -15,8 +15,8 @@ impl PackWriter {
     /// that are not in it, the newest first, as long as there is room. Reads unfinished packs whole
     /// and syncs them, because their records may be in the page cache only.
     ///
-    /// Leaves out the victims of `moves`, and unfinished packs while a prune is at work or after a
-    /// sync of them has failed. Error: a pack cannot be read or synced.
+    /// Leaves out the victims of `moves`, if a prune is at work, and unfinished packs while a prune
+    /// is at work or after a sync of them has failed. Error: a pack cannot be read or synced.
     pub fn new(inner: Arc<OpenStore>, tuning: Tuning, moves: Option<&Moves>) -> Result<Self> {
         let mut this = Self::empty(inner, tuning)?;
         this.index = Index::new(tuning.index_bytes, this.inner.index_folder());
@@ -52,14 +52,14 @@ impl PackWriter {
             Err(error) => return Err(error),
         };
         let len_bytes = pack.file.len_bytes()?;
-        let ending = pack.ending(len_bytes);
+        let ending = pack.ending(len_bytes)?;
         let is_closed = matches!(ending, PackEnding::Closed { .. });
         let entries = match ending {
             PackEnding::Closed { entries, .. } => entries,
             PackEnding::Unfinished | PackEnding::Damaged(_) if closed_only => Vec::new(),
             PackEnding::Unfinished | PackEnding::Damaged(_) => {
-                let mut entries = Vec::new();
-                pack.walk(&self.inner, pack.first, len_bytes, &mut |entry| entries.extend(entry));
+                let walked = pack.walk_records(&self.inner, pack.first, len_bytes)?;
+                let entries = walked.entries;
                 if !entries.is_empty() {
                     self.inner.rely_on_packs(|| self.inner.backend.sync(&layout::pack(number)))?;
                 }

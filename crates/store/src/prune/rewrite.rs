@@ -33,6 +33,7 @@ pub struct Copier {
     tuning: Tuning,
     packs: Option<PackWriter>,
     reserved: BTreeSet<u32>,
+    /// The number of bytes of the records that were copied so far.
     pub copied_bytes: u64,
 }
 

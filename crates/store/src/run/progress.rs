@@ -133,8 +133,8 @@ impl RunProgress {
         }
     }
 
-    /// Returns the map of the next seal, with the number `id`, and the numbers of the maps of its
-    /// chain, newest first.
+    /// Returns the map of the next seal, with the number `id`, for the run with the id `run` and a
+    /// page space of `space_pages` pages, and the numbers of the maps of its chain, newest first.
     pub fn next_map(
         &self,
         chain: &Chain,

@@ -23,6 +23,8 @@ struct Watched {
     looks: AtomicU64,
     at: u64,
     hook: Mutex<Hook>,
+    /// The lock of the writer cannot be seen.
+    hides_lock: bool,
 }
 
 impl std::fmt::Debug for Watched {
@@ -32,6 +34,16 @@ impl std::fmt::Debug for Watched {
 }
 
 impl Watched {
+    fn new(medium: &FaultyBackend, at: u64, hook: Hook) -> Self {
+        let (medium, hook) = (medium.clone(), Mutex::new(hook));
+        Self { medium, looks: AtomicU64::new(0), at, hook, hides_lock: false }
+    }
+
+    /// Opens the store on it.
+    fn open_store(self: &Arc<Self>) -> Store {
+        Store::open_on(Arc::clone(self) as Arc<dyn Backend>, Path::new("memory")).unwrap()
+    }
+
     fn looked<T>(&self, seen: T) -> T {
         if self.looks.fetch_add(1, Ordering::Relaxed) == self.at {
             self.hook.lock().ignore_poison()();
@@ -54,11 +66,15 @@ impl Backend for Watched {
     }
 
     fn lock_holder(&self) -> backend::Result<Option<String>> {
-        self.looked(self.medium.lock_holder())
+        self.looked(if self.hides_lock { Ok(None) } else { self.medium.lock_holder() })
     }
 
     fn is_pruning(&self) -> backend::Result<bool> {
         self.medium.is_pruning()
+    }
+
+    fn boot_id(&self) -> backend::Result<String> {
+        self.medium.boot_id()
     }
 
     fn create(&self, name: &str) -> backend::Result<Box<dyn AppendFile>> {
@@ -157,10 +173,8 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
         guest.seal();
         guest.forget(&store);
     });
-    let watched =
-        Arc::new(Watched { medium: medium.clone(), looks: 0.into(), at, hook: Mutex::new(hook) });
-    let beside =
-        Store::open_on(Arc::clone(&watched) as Arc<dyn Backend>, Path::new("memory")).unwrap();
+    let watched = Arc::new(Watched::new(&medium, at, hook));
+    let beside = watched.open_store();
     let options = PruneOptions {
         max_unused: 0.0,
         dry_run: false,
@@ -251,10 +265,8 @@ fn loaded_with_a_forget_and_a_prune_at(at: u64, seed: u64) -> bool {
         let options = PruneOptions { max_unused: 0.0, ..PruneOptions::default() };
         elsewhere.prune_tuned(&options, TINY, &mut |_| {}).unwrap();
     };
-    let (looks, hook) = (AtomicU64::new(0), Mutex::new(Box::new(hook) as Hook));
-    let watched = Arc::new(Watched { medium, looks, at, hook });
-    let store =
-        Store::open_on(Arc::clone(&watched) as Arc<dyn Backend>, Path::new("memory")).unwrap();
+    let watched = Arc::new(Watched::new(&medium, at, Box::new(hook)));
+    let store = watched.open_store();
     match image_is(&store, loaded, &known[&loaded]) {
         Ok(is_same) => assert!(is_same, "look {at}, seed {seed}: it is not what was put"),
         Err(Error::UnknownCheckpoint { .. }) => {}
@@ -269,6 +281,45 @@ fn a_checkpoint_that_is_forgotten_while_it_is_loaded_comes_as_it_was_or_not_at_a
     for seed in 0..8 {
         assert!((0..200).any(|at| !loaded_with_a_forget_and_a_prune_at(at, seed)));
     }
+}
+
+/// The first writer after power loss examines the checkpoints that did not wait for a sync. A prune
+/// that asked for a writer before this one had the lock ends behind look number `at`. False where
+/// the writer takes fewer looks.
+fn settled_with_a_prune_at(base: &FaultyBackend, known: &[(CheckpointId, Image)], at: u64) -> bool {
+    let medium = base.copy_with_same_durability();
+    let pruned = Watched { hides_lock: true, ..Watched::new(&medium, u64::MAX, Box::new(|| ())) };
+    let pruned = Arc::new(pruned);
+    let hook = move || {
+        let options = PruneOptions { max_unused: 0.0, ..PruneOptions::default() };
+        let report = pruned.open_store().prune_tuned(&options, TINY, &mut |_| {}).unwrap();
+        assert!(report.rewritten_packs > 0 && report.rewritten_maps > 0, "{report:#?}");
+    };
+    let watched = Arc::new(Watched::new(&medium, at, Box::new(hook)));
+    let writer = watched.open_store().lock_writer_tuned("test", TINY).unwrap();
+    assert!(writer.torn().is_empty(), "look {at}: {:?}", writer.torn());
+    drop(writer);
+    let store = on(&medium).unwrap();
+    for (id, image) in known {
+        let is_same =
+            image_is(&store, *id, image).unwrap_or_else(|e| panic!("look {at}: {id}: {e}"));
+        assert!(is_same, "look {at}: {id} is not what was put");
+    }
+    watched.looks.load(Ordering::Relaxed) > at
+}
+
+#[test]
+fn a_prune_beside_the_first_writer_after_power_loss_makes_no_checkpoint_look_torn() {
+    let medium = FaultyBackend::default();
+    let store = init_on(&medium).unwrap();
+    let images = crash::script(3).concat();
+    let mut known = durability::killed_after(&medium, Durability::Never, &images);
+    let gone: BTreeSet<CheckpointId> = known.drain(..6).map(|(id, _)| id).collect();
+    store.forget(&gone).unwrap();
+    // All is on the medium, and the machine has booted again.
+    let base = medium.copy().after_power_loss(1);
+    let looks = (0..1000).take_while(|at| settled_with_a_prune_at(&base, &known, *at)).count();
+    assert!(looks > 20, "only {looks} looks");
 }
 
 /// A run whose pack is mostly unused closes it for a prune, which then frees it.

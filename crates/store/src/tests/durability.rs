@@ -11,7 +11,7 @@ fn tuning(durability: Durability) -> Tuning {
 }
 
 /// Seals `images`, and leaves all as a killed engine does.
-fn killed_after(
+pub fn killed_after(
     medium: &FaultyBackend,
     durability: Durability,
     images: &[Image],

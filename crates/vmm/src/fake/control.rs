@@ -61,6 +61,16 @@ impl FakeControl {
         lock(&self.shared).runs
     }
 
+    /// Returns whether a pause is noted in the VMM ([`Vmm::note_pause`](crate::Vmm::note_pause)).
+    pub fn is_pause_noted(&self) -> bool {
+        lock(&self.shared).is_pause_noted
+    }
+
+    /// Resizes the RAM block, which uses `pages` pages less than it has room for from now on.
+    pub fn use_fewer_pages(&self, pages: usize) {
+        lock(&self.shared).unused_pages = pages;
+    }
+
     /// Pauses the guest, as another client would.
     pub fn pause(&self) {
         lock(&self.shared).pause();

@@ -14,9 +14,10 @@ fn a_pause_holds_looks_and_releases_in_order() {
     let (mut vm, control) = watched();
     let mut pause = vm.pause().unwrap();
     assert!(pause.was_running() && !control.runs() && control.is_watchdog_armed());
+    assert!(control.is_pause_noted());
     assert_eq!(pause.save_devices().unwrap(), b"devices");
     assert_eq!(pause.release().unwrap(), PauseVerdict::Undisturbed);
-    assert!(control.runs() && !control.is_watchdog_armed());
+    assert!(control.runs() && !control.is_watchdog_armed() && !control.is_pause_noted());
     let expected =
         [Step::Arm, Step::Stop, Step::SaveDevices, Step::Resume, Step::Disarm, Step::RanMeanwhile];
     assert_eq!(control.take_steps(), expected);
@@ -47,6 +48,7 @@ fn a_vm_that_another_client_paused_stays_paused() {
     let pause = vm.pause().unwrap();
     assert!(!pause.was_running());
     assert!(!control.is_watchdog_armed(), "the watchdog would resume it");
+    assert!(!control.is_pause_noted(), "the next engine would resume it");
     assert_eq!(pause.release().unwrap(), PauseVerdict::Undisturbed);
     assert!(!control.runs());
 }
@@ -80,7 +82,7 @@ fn a_stop_whose_monitor_is_lost_is_rescued_by_the_watchdog() {
     control.at(Step::Resume, Incident::LoseMonitor);
     let error = vm.pause().err().unwrap();
     assert_eq!(error.kind(), VmmErrorKind::Timeout, "the first error is reported");
-    assert!(control.runs() && control.is_watchdog_armed());
+    assert!(control.runs() && control.is_watchdog_armed() && !control.is_pause_noted());
     assert!(control.take_steps().ends_with(&[Step::ResumeNow, Step::ResumeByNewConnection]));
 }
 
@@ -90,7 +92,7 @@ fn a_release_whose_monitor_is_lost_is_rescued_and_reported() {
     let pause = vm.pause().unwrap();
     control.lose_monitor();
     assert_eq!(pause.release().unwrap_err().kind(), VmmErrorKind::MonitorLost);
-    assert!(control.runs() && !control.is_watchdog_armed());
+    assert!(control.runs() && !control.is_watchdog_armed() && !control.is_pause_noted());
 }
 
 #[test]
@@ -115,9 +117,10 @@ fn a_standstill_holds_the_vm_over_several_pauses() {
         assert!(!control.runs() && control.is_watchdog_armed());
     }
     vm.forbid_running().unwrap();
-    assert!(control.is_running_forbidden());
+    assert!(control.is_running_forbidden() && !control.is_pause_noted());
     vm.allow_running().unwrap();
     assert!(!control.is_running_forbidden() && control.is_watchdog_armed());
+    assert!(control.is_pause_noted());
     vm.end_standstill().unwrap();
     assert!(control.runs() && !control.is_watchdog_armed());
 }
@@ -260,4 +263,23 @@ fn a_standstill_is_not_paused_by_one_command() {
     vm.end_standstill().unwrap();
     assert!(control.runs());
     assert!(!control.take_steps().contains(&Step::PauseAndSave));
+}
+
+#[test]
+fn a_look_ends_whatever_happens_to_the_resume() {
+    let (mut vm, control) = watched();
+    vm.begin_look().unwrap();
+    assert!(!control.runs() && control.is_watchdog_armed() && control.is_pause_noted());
+    assert_eq!(vm.end_look().unwrap(), PauseVerdict::Undisturbed);
+    assert!(control.runs() && !control.is_watchdog_armed() && !control.is_pause_noted());
+
+    vm.begin_look().unwrap();
+    control.at(Step::Resume, Incident::Fail("busy".into()));
+    assert!(vm.end_look().is_err());
+    assert!(control.runs() && !control.is_watchdog_armed() && !control.is_pause_noted());
+
+    control.pause();
+    vm.begin_look().unwrap();
+    assert_eq!(vm.end_look().unwrap(), PauseVerdict::Undisturbed);
+    assert!(!control.runs(), "its user has paused it");
 }

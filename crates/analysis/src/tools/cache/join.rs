@@ -17,7 +17,7 @@ pub(super) struct CacheJoin {
 }
 
 impl CacheJoin {
-    /// Empty caches.
+    /// Makes the join from `levels`, the empty caches of all levels.
     pub fn new(levels: Vec<LruSets>) -> Self {
         Self { levels, next: None }
     }

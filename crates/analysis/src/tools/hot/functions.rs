@@ -24,7 +24,8 @@ pub(super) struct HotFunctions<'a> {
 }
 
 impl<'a> HotFunctions<'a> {
-    /// Sums the counts of each function of `symbols`.
+    /// Sums, for each function of `symbols`, the instructions that it executed according to
+    /// `counts`.
     pub fn of(counts: &ExecutionCounts, symbols: &'a SymbolTable) -> Self {
         let sums = sum_functions(counts, symbols);
         let mut all: Vec<_> = sums.into_iter().collect();
@@ -32,7 +33,8 @@ impl<'a> HotFunctions<'a> {
         Self { symbols, all }
     }
 
-    /// Writes the sums of the hottest functions, `top` at most. Error: the file cannot be written.
+    /// Writes `hot-functions.csv` with the sums of the hottest functions, `top` at most. Returns
+    /// its path. Error: the file cannot be written.
     pub fn write(&self, merge: &MergeContext, top: usize) -> Result<PathBuf> {
         let mut csv = CsvFile::create(&merge.out, "hot-functions.csv", "address,executed,symbol")?;
         for &((address, name), executed) in self.all.iter().take(top) {
@@ -41,8 +43,11 @@ impl<'a> HotFunctions<'a> {
         csv.finish()
     }
 
-    /// Writes, for each interval, what each of the functions executed that are the hottest in all. Errors:
-    /// a part cannot be read; the file cannot be written.
+    /// Writes `hot-functions-by-interval.csv`: the instructions that the hottest functions executed
+    /// in each interval. The functions are the hottest of all intervals together, at most `top` and
+    /// at most 32. Returns the path of the file.
+    ///
+    /// Errors: a part cannot be read; the file cannot be written.
     pub fn write_by_interval(&self, merge: &MergeContext, top: usize) -> Result<PathBuf> {
         let header = "interval,start_icount,instructions,address,executed,symbol";
         let mut csv = CsvFile::create(&merge.out, "hot-functions-by-interval.csv", header)?;

@@ -2,40 +2,66 @@
 
 use super::*;
 
-/// A directory whose data file makes readers wait until the gate is open.
-struct SlowFolder {
-    folder: Arc<SimFolder>,
-    gate: Arc<(Mutex<bool>, std::sync::Condvar)>,
+/// Makes threads wait until it is open.
+#[derive(Default)]
+struct Gate {
+    is_open: Mutex<bool>,
+    opened: std::sync::Condvar,
 }
 
-struct SlowFile(Arc<dyn OverlayFile>, Arc<(Mutex<bool>, std::sync::Condvar)>);
+impl Gate {
+    fn pass(&self) {
+        let is_closed = |open: &mut bool| !*open;
+        drop(self.opened.wait_timeout_while(locked(&self.is_open), PATIENCE, is_closed));
+    }
+
+    fn open(&self) {
+        *locked(&self.is_open) = true;
+        self.opened.notify_all();
+    }
+}
+
+/// A directory whose data file makes readers and syncs wait, each until their gate is open.
+#[derive(Default)]
+struct SlowFolder {
+    folder: Arc<SimFolder>,
+    reads: Arc<Gate>,
+    syncs: Arc<Gate>,
+}
+
+struct SlowFile {
+    file: Arc<dyn OverlayFile>,
+    reads: Arc<Gate>,
+    syncs: Arc<Gate>,
+}
 
 const PATIENCE: std::time::Duration = std::time::Duration::from_mins(2);
 
 impl OverlayFile for SlowFile {
     fn read(&self, offset: u64, buf: &mut [u8]) -> Result<()> {
-        let _open = self.1.1.wait_timeout_while(locked(&self.1.0), PATIENCE, |open| !*open);
-        self.0.read(offset, buf)
+        self.reads.pass();
+        self.file.read(offset, buf)
     }
 
     fn read_now(&self, offset: u64, buf: &mut [u8]) -> Result<bool> {
-        if *locked(&self.1.0) { self.0.read_now(offset, buf) } else { Ok(false) }
+        if *locked(&self.reads.is_open) { self.file.read_now(offset, buf) } else { Ok(false) }
     }
 
     fn write(&self, offset: u64, buf: &[u8]) -> Result<()> {
-        self.0.write(offset, buf)
+        self.file.write(offset, buf)
     }
 
     fn sync(&self) -> Result<()> {
-        self.0.sync()
+        self.syncs.pass();
+        self.file.sync()
     }
 
     fn len_bytes(&self) -> Result<u64> {
-        self.0.len_bytes()
+        self.file.len_bytes()
     }
 
     fn set_len(&self, len_bytes: u64) -> Result<()> {
-        self.0.set_len(len_bytes)
+        self.file.set_len(len_bytes)
     }
 }
 
@@ -46,7 +72,11 @@ impl OverlayFolder for SlowFolder {
 
     fn open(&self, name: &str) -> Result<Arc<dyn OverlayFile>> {
         let file = self.folder.open(name)?;
-        Ok(if name == DATA { Arc::new(SlowFile(file, Arc::clone(&self.gate))) } else { file })
+        if name != DATA {
+            return Ok(file);
+        }
+        let (reads, syncs) = (Arc::clone(&self.reads), Arc::clone(&self.syncs));
+        Ok(Arc::new(SlowFile { file, reads, syncs }))
     }
 
     fn replace(&self, from: &str, to: &str) -> Result<()> {
@@ -66,8 +96,9 @@ impl OverlayFolder for SlowFolder {
 /// any more.
 #[test]
 fn a_read_that_waits_for_the_device_gets_its_own_block() {
-    let gate: Arc<(Mutex<bool>, std::sync::Condvar)> = Arc::default();
-    let folder = Arc::new(SlowFolder { folder: Arc::default(), gate: Arc::clone(&gate) });
+    let folder = Arc::new(SlowFolder::default());
+    let reads = Arc::clone(&folder.reads);
+    folder.syncs.open();
     let overlay = Overlay::on(folder, Some(BYTES)).unwrap();
     overlay.write(0, &[1; 4096], &read_below).unwrap();
     let epoch = overlay.cut().unwrap();
@@ -91,9 +122,29 @@ fn a_read_that_waits_for_the_device_gets_its_own_block() {
         assert_eq!(overlay.size().free_bytes, 0, "its slot is free while it is read");
         overlay.write(8 * BLOCK, &[3; 4096], &read_below).unwrap();
         assert!(!reader.is_finished(), "it was to wait");
-        *locked(&gate.0) = true;
-        gate.1.notify_all();
+        reads.open();
         assert_eq!(reader.join().unwrap(), [1; 4096]);
     });
     assert_eq!(overlay.size().free_bytes, BLOCK, "then it is free");
+}
+
+/// The engine kills a server that does not answer.
+#[test]
+fn the_sizes_are_known_while_a_sync_waits_for_the_device() {
+    let folder = Arc::new(SlowFolder::default());
+    let syncs = Arc::clone(&folder.syncs);
+    let overlay = Overlay::on(folder, Some(BYTES)).unwrap();
+    overlay.write(0, &[1; 4096], &read_below).unwrap();
+    std::thread::scope(|scope| {
+        let syncing = scope.spawn(|| overlay.sync());
+        let deadline = std::time::Instant::now() + PATIENCE;
+        while overlay.data_dirty.load(Ordering::Acquire) && std::time::Instant::now() < deadline {
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        }
+        assert_eq!(overlay.size().syncs, 0);
+        assert!(!syncing.is_finished(), "the sizes waited for the sync");
+        syncs.open();
+        syncing.join().unwrap().unwrap();
+    });
+    assert_eq!(overlay.size().syncs, 1);
 }

@@ -201,6 +201,17 @@ fn a_state_that_is_not_sealed_in_time_is_not_given_up() {
     done.assert_unharmed("the checkpoint was not sealed in time; the VM is as it was");
 }
 
+/// The user lets a VM run that seems to hang: what it executes then is of no checkpoint.
+#[test]
+fn a_vm_that_its_user_resumes_during_a_rollback_is_as_it_was() {
+    for (step, is_loaded) in [(Step::ForbidRunning, false), (Step::RollBack, true)] {
+        let (bench, _) = Bench::new();
+        let done = Rollback::run(&bench, |bench| bench.control.at(step, Incident::ResumedByOther));
+        done.assert_unharmed("another client has resumed the VM during the rollback");
+        assert_eq!(bench.control.take_steps().contains(&Step::RollBack), is_loaded, "{step:?}");
+    }
+}
+
 #[test]
 fn a_vm_that_loads_no_state_goes_back_to_what_it_was() {
     let (bench, _) = Bench::new();

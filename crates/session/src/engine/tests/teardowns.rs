@@ -146,6 +146,27 @@ fn disks_that_cannot_be_cut_fail_the_checkpoint_and_not_the_vm() {
     assert_released(&bench);
 }
 
+/// What the guest writes between a failed pause and the next one must be in the cut of the next.
+#[test]
+fn each_pause_has_its_own_cut_of_the_disks() {
+    let (bench, mut options) = Bench::new();
+    options.count = Some(2);
+    let disks = FakeDisks::default();
+    let engine = bench.engine_with(options, Some(Box::new(disks.clone())));
+    // A block of RAM is resized in the second pause, so that this capture is tried again.
+    bench.control.before(Step::SaveDevices, || ());
+    let control = bench.control.clone();
+    bench.control.before(Step::SaveDevices, move || control.use_fewer_pages(1));
+    let report = bench.run_engine(engine).unwrap();
+    bench.assert_runs();
+    assert_eq!((report.sealed, report.failed), (2, 0));
+    let calls = disks.calls.lock().unwrap();
+    let captures: Vec<_> = calls.iter().filter(|call| **call != "sealed").take(9).collect();
+    let tried = ["begin", "cut", "not captured"];
+    let taken = ["begin", "cut", "captured"];
+    assert_eq!(captures, [taken, tried, taken].concat().iter().collect::<Vec<_>>());
+}
+
 #[test]
 fn a_run_whose_start_fails_ends_the_vm_whose_guest_has_not_run() {
     let (bench, options) = Bench::new();

@@ -1,8 +1,14 @@
 //! The bytes of answers with data: the welcome, names of files and states of files.
 
 use super::name::{put_name, read_name};
-use super::{HEAD_BYTES, MAGIC, VERSION};
+use super::{HEAD_BYTES, LIST_BYTES_MAX, MAGIC, VERSION};
 use keyframe_bytes::ByteReader;
+
+/// The shortest file name of a store besides tags, that of a pack, with its length before it.
+const NAME_BYTES_MIN: usize = 14;
+/// The largest number of file names in a list. Each becomes a `String`, which takes more memory
+/// than a short name took on the wire.
+const NAMES_MAX: usize = LIST_BYTES_MAX as usize / NAME_BYTES_MIN;
 
 /// The present state of a file behind a checkpoint server.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -82,13 +88,25 @@ pub fn encode_names<'a>(names: impl IntoIterator<Item = &'a str>) -> Vec<u8> {
     out
 }
 
-/// Decodes the file names that [`encode_names`] encoded. Errors, as a text: a name ends early or is
-/// not UTF-8.
+/// Decodes the file names that [`encode_names`] encoded. Errors, as a text: a name is empty, ends
+/// early or is not UTF-8; there are more names than a store can have files.
 pub fn decode_names(bytes: &[u8]) -> Result<Vec<String>, String> {
+    decode_names_up_to(NAMES_MAX, bytes)
+}
+
+/// Decodes at most `names_max` names.
+pub(super) fn decode_names_up_to(names_max: usize, bytes: &[u8]) -> Result<Vec<String>, String> {
     let mut reader = ByteReader::new(bytes);
     let mut names = Vec::new();
     while !reader.is_empty() {
-        names.push(read_name(&mut reader)?);
+        if names.len() == names_max {
+            return Err(format!("more than {names_max} file names"));
+        }
+        let name = read_name(&mut reader)?;
+        if name.is_empty() {
+            return Err("an empty file name".into());
+        }
+        names.push(name);
     }
     Ok(names)
 }

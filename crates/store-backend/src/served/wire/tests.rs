@@ -110,9 +110,14 @@ fn looks_and_names_come_back() {
     assert_eq!(decode_stats(&encode_stats(&stats), 2).unwrap(), stats);
     assert!(decode_stats(&encode_stats(&stats), 1).is_err());
     assert!(decode_stats(&encode_stats(&stats), 3).is_err());
-    let names = ["a", "", "00000001.pack"];
+    let names = ["a", "b", "00000001.pack"];
     assert_eq!(decode_names(&encode_names(names)).unwrap(), names);
     assert!(decode_names(&[3, b'a']).is_err());
+    // Names of no bytes would take memory and cost nothing on the wire.
+    assert!(decode_names(&[1, b'a', 0]).is_err());
+    let up_to = |names_max| payload::decode_names_up_to(names_max, &encode_names(names));
+    assert_eq!(up_to(3).unwrap(), names);
+    assert!(up_to(2).is_err());
     assert_eq!(decode_welcome(&encode_welcome([9; 16])), Ok([9; 16]));
     assert!(decode_welcome(b"HTTP/1.1 400 Bad Request\r\n\r\n").is_err());
 }
