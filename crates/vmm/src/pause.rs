@@ -161,15 +161,12 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
                 PauseForm::OneCommand => self.pause_and_save()?,
                 PauseForm::Separate => None,
             };
-            match saved {
-                Some(SavedPause { stop, device_state }) => {
-                    let device_state = Some(device_state);
-                    HeldVm { stop, form: PauseForm::OneCommand, device_state }
-                }
-                None => {
-                    self.require_no_operation()?;
-                    HeldVm::by_separate_commands(self.stop_watched(self.limit)?)
-                }
+            if let Some(SavedPause { stop, device_state }) = saved {
+                let device_state = Some(device_state);
+                HeldVm { stop, form: PauseForm::OneCommand, device_state }
+            } else {
+                self.require_no_operation()?;
+                HeldVm::by_separate_commands(self.stop_watched(self.limit)?)
             }
         };
         let stop = held.stop;

@@ -94,6 +94,7 @@ struct Open {
 
 /// Captures disks whose images QEMU opens itself, for the engine's thread: dirty bitmaps record the
 /// writes, and the encoder reads the blocks through a [`FleecedCut`].
+#[expect(clippy::struct_excessive_bools, reason = "each is a fact of its own")]
 pub struct FleecedDiskCapture {
     disks: QemuDisks,
     metas: Vec<DiskMeta>,
