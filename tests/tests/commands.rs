@@ -79,7 +79,8 @@ fn permitted(thread: &Path) -> u64 {
 /// and for files.
 fn assert_rights(qemu: u64, keyframe: u64) {
     const SYS_PTRACE: u64 = 1 << 19;
-    let kept = [0, 1, 2, 3, 5, 14, 19, 21, 23, 24, 40].map(|bit| 1u64 << bit).iter().sum::<u64>();
+    let kept =
+        [0, 1, 2, 3, 5, 14, 19, 21, 23, 24, 38, 40].map(|bit| 1u64 << bit).iter().sum::<u64>();
     let [qemu, engine] = [qemu, keyframe].map(|pid| format!("/proc/{pid}"));
     let had = permitted(Path::new(&qemu));
     assert_eq!(had, permitted(Path::new("/proc/self")));

@@ -20,6 +20,13 @@ pub(crate) const COLOURS: [RGBColor; 7] = [
 pub(crate) const GRID: RGBColor = RGBColor(225, 225, 225);
 pub(crate) const TEXT_PX: u32 = 16;
 pub(crate) const FONT: &str = "sans-serif";
+/// Where the legend's rows begin: under the vertical axis.
+const LEGEND_LEFT_PX: u32 = 96;
+const LEGEND_ROW_PX: u32 = 22;
+/// The length of a line in the legend, with the gap behind it.
+const LEGEND_LINE_PX: u32 = 26;
+/// The gap between two entries of a row.
+const LEGEND_GAP_PX: u32 = 18;
 
 /// Draws `figure`. The error is the text of the backend's error.
 pub(crate) fn figure<B: DrawingBackend>(figure: &Figure, backend: B) -> Result<(), String> {
@@ -28,7 +35,9 @@ pub(crate) fn figure<B: DrawingBackend>(figure: &Figure, backend: B) -> Result<(
     let below = draw_title(&root, &figure.title).map_err(failed)?;
     let areas = below.split_evenly((figure.charts.len(), 1));
     for (chart, area) in figure.charts.iter().zip(&areas) {
-        draw_chart(chart, area).map_err(failed)?;
+        // A single chart with the figure's title needs no second one.
+        let title = if chart.title == figure.title { "" } else { &chart.title };
+        draw_chart(chart, title, area).map_err(failed)?;
     }
     root.present().map_err(failed)
 }
@@ -51,7 +60,12 @@ pub(crate) fn draw_title<B: DrawingBackend>(
     Ok(root.split_vertically(TITLE_HEIGHT_PX).1)
 }
 
-fn draw_chart<B: DrawingBackend>(chart: &Chart, area: &DrawingArea<B, Shift>) -> Drawn<B> {
+fn draw_chart<B: DrawingBackend>(
+    chart: &Chart,
+    title: &str,
+    area: &DrawingArea<B, Shift>,
+) -> Drawn<B> {
+    let area = draw_legend(chart, area)?;
     let points = || {
         let all = chart.series.iter().flat_map(|s| &s.points);
         all.filter(|p| chart.x.shows(p.x) && chart.y.shows(p.y))
@@ -59,20 +73,45 @@ fn draw_chart<B: DrawingBackend>(chart: &Chart, area: &DrawingArea<B, Shift>) ->
     let x = Ruler::over(&chart.x, points().map(|p| p.x));
     let y = Ruler::over(&chart.y, points().flat_map(|p| [p.y, p.y + p.deviation.unwrap_or(0.0)]));
     let axes = [(&chart.x, x), (&chart.y, y.clone())];
-    let mut context = draw_axes(area, &chart.title, 28, axes)?;
+    let mut context = draw_axes(&area, title, 28, axes)?;
     for (index, colour) in (0..chart.series.len()).zip(COLOURS.iter().cycle()) {
         draw_series(&mut context, chart, index, *colour, &y)?;
     }
-    if chart.series.len() > 1 {
-        context
-            .configure_series_labels()
-            .position(SeriesLabelPosition::UpperLeft)
-            .label_font((FONT, TEXT_PX - 2))
-            .background_style(WHITE.mix(0.85))
-            .border_style(GRID)
-            .draw()?;
-    }
     Ok(())
+}
+
+/// Draws the names of the series below the chart, where they cover no data, and returns the area that
+/// is left for the chart. Draws nothing for one series.
+fn draw_legend<B: DrawingBackend>(
+    chart: &Chart,
+    area: &DrawingArea<B, Shift>,
+) -> Drawn<B, DrawingArea<B, Shift>> {
+    if chart.series.len() < 2 {
+        return Ok(area.clone());
+    }
+    let style =
+        (FONT, TEXT_PX - 2).into_font().color(&BLACK).pos(Pos::new(HPos::Left, VPos::Center));
+    let (width_px, height_px) = area.dim_in_pixel();
+    let (mut places, mut at) = (Vec::new(), (LEGEND_LEFT_PX, 0));
+    for series in &chart.series {
+        let text_px = area.estimate_text_size(&series.name, &style)?.0;
+        let entry_px = LEGEND_LINE_PX + text_px + LEGEND_GAP_PX;
+        if at.0 > LEGEND_LEFT_PX && at.0 + entry_px > width_px {
+            at = (LEGEND_LEFT_PX, at.1 + 1);
+        }
+        places.push(at);
+        at.0 += entry_px;
+    }
+    let rows_px = (at.1 + 1) * LEGEND_ROW_PX;
+    let (rest, legend) = area.split_vertically(height_px.saturating_sub(rows_px));
+    for ((series, (x, row)), colour) in chart.series.iter().zip(places).zip(COLOURS.iter().cycle())
+    {
+        let (x, y) = (x as i32, (row * LEGEND_ROW_PX + LEGEND_ROW_PX / 2) as i32);
+        let end = x + LEGEND_LINE_PX as i32;
+        legend.draw(&PathElement::new([(x, y), (end - 6, y)], colour.stroke_width(2)))?;
+        legend.draw_text(&series.name, &style, (end, y))?;
+    }
+    Ok(rest)
 }
 
 /// Draws a title and two axes with their grid, the horizontal one first. Leaves `margin_right_px` free
@@ -126,9 +165,7 @@ fn draw_series<B: DrawingBackend>(
     context.draw_series(bars)?;
     let dots = points.iter().map(|p| Circle::new((p.x, p.y), 3, colour.filled()));
     context.draw_series(dots)?;
-    context
-        .draw_series(LineSeries::new(points.iter().map(|p| (p.x, p.y)), colour.stroke_width(2)))?
-        .label(&series.name)
-        .legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], colour.stroke_width(2)));
+    let line = LineSeries::new(points.iter().map(|p| (p.x, p.y)), colour.stroke_width(2));
+    context.draw_series(line)?;
     Ok(())
 }

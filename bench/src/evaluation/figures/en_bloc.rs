@@ -13,6 +13,7 @@ use super::chart::{
 use crate::{Error, Report};
 use keyframe_plot::{Axis, Chart, Figure, Scale, Series};
 
+const MIB: f64 = 1_048_576.0;
 /// The number of nodes of the simulated runs, as in the paper.
 const NODES: u64 = 4;
 
@@ -85,13 +86,14 @@ fn chart(groups: &[RunRounds]) -> Figure {
                 .map(|group| spread_point(group.every_s(), group.spread(of)))
                 .collect(),
         };
-        series.push(line("whole", |run| whole_bytes(run) / 1e6));
-        series.push(line("missing", |run| missing_bytes(run) / 1e6));
+        series.push(line("whole", |run| whole_bytes(run) / MIB));
+        series.push(line("missing", |run| missing_bytes(run) / MIB));
     }
     figure(Chart {
-        title: "Bytes of a checkpoint for a node that has the one before".into(),
+        title: "Bytes for a node that has the checkpoint before: the whole, or what is missing"
+            .into(),
         x: Axis::new("interval, seconds", Scale::Log),
-        y: Axis::new("MB, mean", Scale::Log),
+        y: Axis::new("MiB, mean", Scale::Log),
         series,
     })
 }

@@ -91,7 +91,7 @@ fn write_run_times(groups: &[RunRounds], outputs: &mut Outputs) -> Result<(), Er
     let charts = by_interval(groups, "seconds", &lines);
     let plot = Figure { title: "Total run time".into(), charts };
     let title = "total run time of recording and deferred analysis; measured with 1 and 2 jobs, \
-                 *simulated* beyond";
+                 *simulated* beside them and in the CSV file beyond";
     let paper = PaperFigure { number: "6.14", file: "6.14-run-time", title };
     outputs.add(paper, &run_times(groups), &plot, values)
 }
