@@ -30,7 +30,6 @@ use keyframe_bench_feed::{ChangedWords, Job, Store, StoreMeasurement, StreamSour
 use peer_program::PeerProgram;
 use recorded_stream::{RecordedStream, SelectedCheckpoints};
 use rows::{DIRTIER, Rows};
-use scratch_dir::ScratchDir;
 use std::path::Path;
 
 /// The stores in this program.
@@ -71,7 +70,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     let interrupt = Interrupt::listen()?;
     let selected = from.map(SelectedCheckpoints::newest).transpose()?;
     plan.image_mib = selected.as_ref().map_or(plan.image_mib, SelectedCheckpoints::image_mib);
-    let scratch = ScratchDir::new(options, (plan.image_mib << 20) * ROOM_IMAGES)?;
+    let scratch = scratch_dir::make(options, (plan.image_mib << 20) * ROOM_IMAGES)?;
     let recorded = selected.map(|selected| selected.write(scratch.path(), options)).transpose()?;
     let cpu = last_cpu()?;
     let mut bench = Bench {

@@ -86,13 +86,11 @@ pub fn soak(shape: &Shape, rounds: usize, draws: &mut Draws) {
 }
 
 fn attach(env: &TestEnv, vm: &ExternalVm, shape: &Shape, interval: &str) -> Process {
-    let mut options = vec!["--name", "guest", "--interval", interval];
+    let mut options = vec!["--interval", interval];
     options.extend(shape.options.iter().map(String::as_str));
-    let args = env.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &options);
-    let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let mut engine = Process::start(env.command(&args));
+        let mut engine = env.attach(vm, &options);
         let begun =
             engine.wait_until(|p| p.errors().contains("a checkpoint every").then_some(true));
         if begun.is_some() && engine.is_running() {

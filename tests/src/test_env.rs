@@ -1,6 +1,6 @@
 //! The surroundings of one test: a temporary directory with a store, and the commands in it.
 
-use crate::{Boot, Process, Slot, built_program, keyframe};
+use crate::{Boot, ExternalVm, Process, Slot, built_program, keyframe};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -237,6 +237,13 @@ impl TestEnv {
         ]
         .concat();
         words.into_iter().map(str::to_owned).collect()
+    }
+
+    /// Starts `keyframe attach` to `vm` through monitor `a` in the background, as VM `guest`.
+    pub fn attach(&self, vm: &ExternalVm, options: &[&str]) -> Process {
+        let options = [&["--name", "guest"], options].concat();
+        let words = self.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &options);
+        Process::start(self.command(&words.iter().map(String::as_str).collect::<Vec<_>>()))
     }
 
     /// Starts `keyframe restore CHECKPOINT OPTIONS` in the background.

@@ -32,12 +32,6 @@ fn as_str(words: &[String]) -> Vec<&str> {
     words.iter().map(String::as_str).collect()
 }
 
-/// Starts `keyframe attach` in the background, as VM `guest`.
-fn attach(env: &TestEnv, vm: &ExternalVm, options: &[&str]) -> Process {
-    let args = words(env, vm, "a", &[&["--name", "guest"], options].concat());
-    Process::start(env.command(&as_str(&args)))
-}
-
 /// Runs `keyframe attach` until it ends. It must succeed and seal each requested checkpoint.
 fn attach_for(env: &TestEnv, vm: &ExternalVm, count: usize) {
     let before = env.list().len();
@@ -82,7 +76,7 @@ fn a_vm_that_runs_is_checkpointed_exactly_and_left_without_a_trace() {
         assert_runs_on(&vm, &mut sequence);
     }
     // A signal ends the engine while it takes checkpoints without a break.
-    let mut engine = attach(&env, &vm, &["--interval", "50ms"]);
+    let mut engine = env.attach(&vm, &["--interval", "50ms"]);
     engine.wait_for_error("a checkpoint every");
     wait_until("some checkpoints", || env.list().len() >= 11);
     engine.signal(Signal::INT);
@@ -100,7 +94,7 @@ fn an_attached_engine_is_asked_and_stopped_by_name() {
     let mut sequence = Sequence::new(16);
     let env = TestEnv::new();
     let vm = start(&env, &hashing());
-    let mut engine = attach(&env, &vm, &["--interval", "none"]);
+    let mut engine = env.attach(&vm, &["--interval", "none"]);
     engine.wait_for_error("by `keyframe take`");
     let status = env.json(&["status", "--json"]);
     assert_eq!((&status[0]["vm"], &status[0]["state"]), (&"guest".into(), &"running".into()));
@@ -195,7 +189,7 @@ fn a_vm_that_its_user_paused_stays_paused() {
     let env = TestEnv::new();
     let vm = start(&env, &hashing());
     assert!(vm.monitor().stop().unwrap().was_running);
-    let mut engine = attach(&env, &vm, &["--interval", "none", "--audit", "audit"]);
+    let mut engine = env.attach(&vm, &["--interval", "none", "--audit", "audit"]);
     engine.wait_for_error("by `keyframe take`");
     assert_eq!(env.json(&["status", "--json"])[0]["state"], "paused");
     for _ in 0..2 {
@@ -206,7 +200,7 @@ fn a_vm_that_its_user_paused_stays_paused() {
     assert!(engine.wait().success(), "{}", engine.report());
     assert!(!vm.is_running(), "its user's pause was ended");
     // A pause of another tool outlives a killed engine, too.
-    let mut engine = attach(&env, &vm, &["--interval", "none", "--fault", "kill:copied"]);
+    let mut engine = env.attach(&vm, &["--interval", "none", "--fault", "kill:copied"]);
     engine.wait_for_error("by `keyframe take`");
     assert!(!env.run(&["take"]).status.success());
     assert!(!engine.wait().success(), "{}", engine.report());
@@ -226,7 +220,7 @@ fn an_engine_killed_in_a_pause_leaves_a_vm_that_runs_and_can_be_attached_to() {
     for phase in ["paused", "copied"] {
         println!("-- killed at {phase}");
         let fault = format!("kill:{phase}:3");
-        let mut engine = attach(&env, &vm, &["--interval", "200ms", "--fault", &fault]);
+        let mut engine = env.attach(&vm, &["--interval", "200ms", "--fault", &fault]);
         assert!(!engine.wait().success(), "it was not killed; {}", engine.report());
         assert_runs_on(&vm, &mut sequence);
         vm.assert_unchanged_since(&before);
@@ -245,7 +239,7 @@ fn a_vm_that_ends_ends_the_engine_in_good_order() {
         println!("-- {how}");
         let mut vm = start(&env, &hashing());
         let mark = env.list().len();
-        let mut engine = attach(&env, &vm, &["--interval", "50ms"]);
+        let mut engine = env.attach(&vm, &["--interval", "50ms"]);
         wait_until("some checkpoints", || env.list().len() >= mark + 3);
         match how {
             "poweroff" => vm.console.type_line("poweroff"),

@@ -196,7 +196,7 @@ fn a_pause_in_which_engine_and_watchdog_died_is_ended_by_the_next_engine() {
         let (env, mut vm) = started(&qemu, &shapes(directory.path())[0]);
         let bitmap = ["--disk", "bitmap", "--interval", "200ms"];
         let stalling = [&bitmap[..], &["--fault", "stall:paused:2"]].concat();
-        let mut engine = attach(&env, &vm, &stalling);
+        let mut engine = env.attach(&vm, &stalling);
         wait_until("the first checkpoint", || !env.list().is_empty());
         let watchdog = helper_of(engine.pid(), "__watchdog");
         wait_until("the pause of the second", || !vm.is_running());
@@ -205,7 +205,7 @@ fn a_pause_in_which_engine_and_watchdog_died_is_ended_by_the_next_engine() {
         engine.wait();
         assert!(!vm.is_running(), "something else ended the pause: this test shows nothing");
 
-        let mut next = attach(&env, &vm, &bitmap);
+        let mut next = env.attach(&vm, &bitmap);
         next.wait_for_error(RUNS_AGAIN);
         wait_for_more_records(&mut vm.console, 200);
         wait_for_checkpoints(&env, 2);
@@ -226,7 +226,7 @@ fn a_vm_that_its_user_paused_is_resumed_by_no_later_engine() {
         let (env, vm) = started(qemu, shape);
         let options: Vec<&str> = shape.options.iter().map(String::as_str).collect();
         let by_command = [&options[..], &["--interval", "none"]].concat();
-        let mut engine = attach(&env, &vm, &by_command);
+        let mut engine = env.attach(&vm, &by_command);
         engine.wait_for_error("by `keyframe take`");
         for _ in 0..2 {
             env.ok(&["take", "--name", "guest"]);
@@ -238,7 +238,7 @@ fn a_vm_that_its_user_paused_is_resumed_by_no_later_engine() {
         engine.signal(Signal::KILL);
         engine.wait();
 
-        let mut next = attach(&env, &vm, &by_command);
+        let mut next = env.attach(&vm, &by_command);
         next.wait_for_error("by `keyframe take`");
         assert!(!next.errors().contains(RUNS_AGAIN) && !vm.is_running(), "{}", next.report());
         env.ok(&["stop", "--name", "guest"]);
@@ -262,13 +262,6 @@ fn started(qemu: &Qemu, shape: &Shape) -> (TestEnv, ExternalVm) {
     let mut vm = ExternalVm::start(&env, &boot);
     vm.console.wait_for("KF READY");
     (env, vm)
-}
-
-/// Starts `keyframe attach` in the background, as VM `guest`.
-fn attach(env: &TestEnv, vm: &ExternalVm, options: &[&str]) -> Process {
-    let all = [&["--name", "guest"], options].concat();
-    let args = env.attach_args(&["--qmp", &vm.socket("a")], vm.console.pid(), &all);
-    Process::start(env.command(&args.iter().map(String::as_str).collect::<Vec<_>>()))
 }
 
 /// A few rounds over one shape that the seed chooses; all of them with `KEYFRAME_TEST_ALL=1`.

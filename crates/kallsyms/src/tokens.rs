@@ -2,8 +2,8 @@
 
 use super::aligned;
 
-/// The part of the table of tokens for the digits: each is a token of its own, because names use
-/// it.
+/// The part of the table of tokens for the digits. Symbol names have digits, so each digit is a
+/// token of its own.
 pub const DIGITS: &[u8] = b"0\x001\x002\x003\x004\x005\x006\x007\x008\x009\x00";
 /// The largest table: its index has 16 bits.
 pub const TABLE_BYTES_MAX: u64 = 1 << 16;

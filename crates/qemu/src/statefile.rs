@@ -146,7 +146,7 @@ impl StateFile {
         if let Some(engine) = all.iter().find_map(|one| living(&one.mark)) {
             return Err(held(pid, engine));
         }
-        let left = || all.iter().filter(|one| one.mark.starts_with(ENGINE_MARK));
+        let left = || all.iter().filter(|one| one.is_of_engine());
         let notes: Vec<String> = left().filter_map(|one| one.pause_note(pid)).collect();
         if !notes.is_empty() {
             self.note_pause(true);
@@ -155,15 +155,13 @@ impl StateFile {
             // QEMU 7.2 may keep the file.
             let _ = rustix::fs::chmod(note, NOT_IN_PAUSE);
         }
-        for Passed { set, .. } in left() {
-            qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
-        }
+        remove(qmp, left())?;
         // QEMU may still have those that it was told to forget.
         let taken = all.iter().map(|one| one.set).collect();
         Ok(Claims { taken, was_in_pause: !notes.is_empty() })
     }
 
-    /// Notes that the engine is about to pause the VM for a moment, or that this pause has ended.
+    /// Notes that the engine has paused the VM for a moment, or that this pause has ended.
     pub(crate) fn note_pause(&self, begins: bool) {
         let mode = if begins { IN_PAUSE } else { NOT_IN_PAUSE };
         // Without the note the watchdog alone can end the pause of an engine that dies.
@@ -261,10 +259,7 @@ pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
     let all = sets(qmp)?;
     let ours = |one: &&Passed| one.set == set && one.mark.starts_with(MARK);
     let Some(engine) = all.iter().find(ours) else { return Ok(()) };
-    for Passed { set, .. } in all.iter().filter(|one| one.mark == engine.mark) {
-        qmp.execute("remove-fd", Some(json!({ "fdset-id": set })))?;
-    }
-    Ok(())
+    remove(qmp, all.iter().filter(|one| one.mark == engine.mark))
 }
 
 /// True if an engine that lives has given a file to this QEMU.
@@ -283,12 +278,15 @@ struct Claims {
 /// Makes QEMU forget the sets of engines that have ended: for a watchdog of a VM that its engine
 /// launched. Error: QEMU refuses or does not answer.
 pub(crate) fn forget_ended(qmp: &mut Qmp) -> Result<()> {
-    for one in sets(qmp)? {
-        if one.mark.starts_with(ENGINE_MARK) && living(&one.mark).is_none() {
-            qmp.execute("remove-fd", Some(json!({ "fdset-id": one.set })))?;
-        }
-    }
-    Ok(())
+    let all = sets(qmp)?;
+    remove(qmp, all.iter().filter(|one| one.is_of_engine() && living(&one.mark).is_none()))
+}
+
+/// Makes QEMU forget the sets of `passed`.
+fn remove<'a>(qmp: &mut Qmp, mut passed: impl Iterator<Item = &'a Passed>) -> Result<()> {
+    passed.try_for_each(|one| {
+        qmp.execute("remove-fd", Some(json!({ "fdset-id": one.set }))).map(drop)
+    })
 }
 
 fn held(pid: u32, engine: u32) -> Error {
@@ -309,6 +307,11 @@ struct Passed {
 }
 
 impl Passed {
+    /// Returns true if an engine passed it, living or not.
+    fn is_of_engine(&self) -> bool {
+        self.mark.starts_with(ENGINE_MARK)
+    }
+
     /// Returns the path of the descriptor in QEMU `pid`, if it is a state file in which its engine
     /// has noted a pause.
     fn pause_note(&self, pid: u32) -> Option<String> {

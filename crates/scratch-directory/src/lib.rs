@@ -51,10 +51,18 @@ impl ScratchDirectory {
         static SWEEP: Once = Once::new();
         let place = std::env::temp_dir();
         SWEEP.call_once(|| sweep(&place));
-        Self::new_in(&place, kind)
+        Self::make(&place, kind)
     }
 
-    fn new_in(place: &Path, kind: &str) -> io::Result<Self> {
+    /// Makes a directory in `place`, as [`ScratchDirectory::new`] does. Each call removes the
+    /// directories that killed processes of this user left there. Error: the directory or its lock
+    /// file cannot be made.
+    pub fn new_in(place: &Path, kind: &str) -> io::Result<Self> {
+        sweep(place);
+        Self::make(place, kind)
+    }
+
+    fn make(place: &Path, kind: &str) -> io::Result<Self> {
         let directory =
             tempfile::Builder::new().prefix(&format!("{PREFIX}{kind}-")).tempdir_in(place)?;
         let unlocked = directory.path().join(UNLOCKED);
@@ -109,7 +117,7 @@ mod tests {
     #[test]
     fn a_directory_goes_with_its_value() {
         let place = tempfile::tempdir().unwrap();
-        let scratch = ScratchDirectory::new_in(place.path(), "log").unwrap();
+        let scratch = ScratchDirectory::make(place.path(), "log").unwrap();
         std::fs::write(scratch.path().join("file"), "text").unwrap();
         let name = scratch.path().file_name().unwrap().to_string_lossy().into_owned();
         assert!(name.starts_with("keyframe-scratch-log-"), "{name}");
@@ -122,13 +130,13 @@ mod tests {
         let place = tempfile::tempdir().unwrap();
         // What a killed process leaves: the directory, and a lock file that is not locked.
         let left = |kind: &str| {
-            let mut left = ScratchDirectory::new_in(place.path(), kind).unwrap();
+            let mut left = ScratchDirectory::make(place.path(), kind).unwrap();
             left.directory.disable_cleanup(true);
             left.path().to_owned()
         };
         let (ended, of_another_boot) = (left("plugin"), left("log"));
         std::fs::write(of_another_boot.join(LOCK), "another boot").unwrap();
-        let alive = ScratchDirectory::new_in(place.path(), "log").unwrap();
+        let alive = ScratchDirectory::make(place.path(), "log").unwrap();
         let about_to_lock = place.path().join("keyframe-scratch-log-new");
         std::fs::create_dir(&about_to_lock).unwrap();
         // A store that no process uses.

@@ -57,15 +57,15 @@ struct Timed {
     write_until: Option<Instant>,
 }
 
+/// Returns the time from now to `until`. Error: it is past, of kind `TimedOut`.
+fn time_left(until: Instant) -> io::Result<Duration> {
+    let left = until.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(io::ErrorKind::TimedOut.into()) } else { Ok(left) }
+}
+
 impl Read for Timed {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let limit = match self.until {
-            Some(until) => until.saturating_duration_since(Instant::now()),
-            None => IDLE_MAX,
-        };
-        if limit.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
+        let limit = self.until.map_or(Ok(IDLE_MAX), time_left)?;
         self.socket.set_read_timeout(Some(limit))?;
         self.socket.read(buffer)
     }
@@ -73,14 +73,8 @@ impl Read for Timed {
 
 impl Write for Timed {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        let limit = match self.write_until {
-            Some(until) => until.saturating_duration_since(Instant::now()).min(WRITE_MAX),
-            None => WRITE_MAX,
-        };
-        if limit.is_zero() {
-            return Err(io::ErrorKind::TimedOut.into());
-        }
-        self.socket.set_write_timeout(Some(limit))?;
+        let limit = self.write_until.map_or(Ok(WRITE_MAX), time_left)?;
+        self.socket.set_write_timeout(Some(limit.min(WRITE_MAX)))?;
         self.socket.write(buffer)
     }
 

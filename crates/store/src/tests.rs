@@ -18,6 +18,7 @@ mod full_disk;
 mod golden;
 mod index;
 mod lock;
+mod observed;
 mod oracle;
 mod parts;
 mod prune;
@@ -194,6 +195,26 @@ fn image_is(store: &Store, id: CheckpointId, image: &[u64]) -> Result<bool> {
     let expected = (0u64..).zip(image).filter(|(_, n)| **n != 0).map(|(p, n)| (p, content(*n)));
     Ok(read_image(&loaded)? == expected.collect()
         && loaded.device_state == request(&layout(1)).device_state)
+}
+
+/// Asserts that each of `known` is what was put.
+fn assert_images<'a>(
+    store: &Store,
+    known: impl IntoIterator<Item = (&'a CheckpointId, &'a Image)>,
+    context: &str,
+) {
+    for (id, image) in known {
+        let is_same = image_is(store, *id, image);
+        let is_same = is_same.unwrap_or_else(|e| panic!("{context}: {id}: {e}"));
+        assert!(is_same, "{context}: {id} is not what was put");
+    }
+}
+
+/// Asserts that each of `known` is what was put, and that the check of the store finds nothing.
+fn assert_intact(store: &Store, known: &BTreeMap<CheckpointId, Image>, context: &str) {
+    assert_images(store, known, context);
+    let report = check(store);
+    assert!(report.is_clean(), "{context}: {report:#?}");
 }
 
 pub(crate) fn assert_image(store: &Store, id: CheckpointId, image: &[u64]) {

@@ -163,8 +163,7 @@ impl CommitSource {
         self.store.as_ref().map(|store| ImageDependents::on(&self.base, store, own)).transpose()
     }
 
-    /// Returns true if the checkpoint holds all blocks of the disk, so that there is no image below
-    /// it.
+    /// Returns true if the checkpoint holds all blocks of the disk: it has no image below.
     pub fn is_whole(&self) -> bool {
         self.known.as_ref().is_some_and(|disk| disk.base.is_blank())
     }

@@ -204,9 +204,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
                 self.vm.end_saved_pause().inspect_err(|_| self.watchdog.resume_now())
             }
             Some(HeldVm { stop: StopOutcome::Stopped, .. }) => {
-                self.vm.resume_after_stop().inspect_err(|_| self.rescue())?;
-                self.vm.note_pause(false);
-                Ok(())
+                self.resume_or_rescue(V::resume_after_stop)
             }
             _ => Ok(()),
         }
@@ -237,8 +235,9 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     }
 
     /// Pauses the VM until [`WatchedVm::end_standstill`], so that several checkpoints can be taken
-    /// of one instant. A standstill has no other within it ([`WatchedVm::is_in_standstill`]). Returns true if the VM ran. If the engine dies, the watchdog resumes the VM.
-    /// Error: the VMM or the watchdog does not answer; the VM runs again then.
+    /// of one instant. A standstill has no other within it ([`WatchedVm::is_in_standstill`]).
+    /// Returns true if the VM ran. If the engine dies, the watchdog resumes the VM. Error: the VMM
+    /// or the watchdog does not answer; the VM runs again then.
     pub fn begin_standstill(&mut self) -> Result<bool, VmmError> {
         let outcome = self.stop_watched(self.limit)?;
         self.standstill = Some(outcome);
@@ -266,10 +265,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         if self.standstill.take() != Some(StopOutcome::Stopped) {
             return Ok(PauseVerdict::Undisturbed);
         }
-        let resumed = self.vm.resume_after_stop().inspect_err(|_| self.rescue());
-        if resumed.is_ok() {
-            self.vm.note_pause(false);
-        }
+        let resumed = self.resume_or_rescue(V::resume_after_stop);
         let fired = self.watchdog.disarm();
         resumed?;
         Ok(if fired? { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
@@ -319,7 +315,7 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         if self.standstill.take() != Some(StopOutcome::Stopped) {
             return Ok(PauseVerdict::Undisturbed);
         }
-        self.resume_or_rescue()?;
+        self.resume_or_rescue(V::resume)?;
         // A watchdog that has ended cannot tell. The next pause reports it; the VM runs.
         let fired = self.watchdog.disarm().unwrap_or(true);
         Ok(if fired { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
@@ -362,8 +358,12 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         }
     }
 
-    fn resume_or_rescue(&mut self) -> Result<(), VmmError> {
-        self.vm.resume().inspect_err(|_| self.rescue())?;
+    /// Ends the VM's pause by the command `resume`, or without the monitor if that fails.
+    fn resume_or_rescue(
+        &mut self,
+        resume: fn(&mut V) -> Result<(), VmmError>,
+    ) -> Result<(), VmmError> {
+        resume(&mut self.vm).inspect_err(|_| self.rescue())?;
         self.vm.note_pause(false);
         Ok(())
     }

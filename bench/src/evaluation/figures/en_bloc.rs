@@ -41,7 +41,7 @@ pub fn write(
         report.ratio(format!("{}_whole_over_missing", group.key()), over_missing.median);
     }
     let values = values_of_runs(groups, |group| {
-        let mib = |of: RunValue| group.spread(|run| of(run) / f64::from(1 << 20)).decimals(1);
+        let mib = |of: RunValue| group.spread(|run| of(run) / MIB).decimals(1);
         let [whole_s, missing_s] =
             [whole_run_time_s, missing_run_time_s].map(|of| group.spread(of).median);
         format!(

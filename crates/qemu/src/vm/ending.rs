@@ -60,17 +60,9 @@ impl Vm {
         }
         self.qmp.set_timeout(QUIT_TIMEOUT);
         let asked = self.qmp.quit();
-        if asked.is_ok() {
-            let began = Instant::now();
-            if self.lifetime.wait(QUIT_TIMEOUT)?.is_some() {
-                return Ok(());
-            }
-            while !self.is_attached() && began.elapsed() < CLOSE_TIMEOUT && writes_disks(self.pid())
-            {
-                if self.lifetime.wait(Duration::from_millis(200))?.is_some() {
-                    return Ok(());
-                }
-            }
+        let began = Instant::now();
+        if asked.is_ok() && self.lifetime.wait(QUIT_TIMEOUT)?.is_some() {
+            return Ok(());
         }
         if self.is_attached() {
             asked?;
@@ -79,6 +71,11 @@ impl Vm {
                 operation: "quit".into(),
                 waited_ms: u64::try_from(QUIT_TIMEOUT.as_millis()).unwrap_or(u64::MAX),
             });
+        }
+        while asked.is_ok() && began.elapsed() < CLOSE_TIMEOUT && writes_disks(self.pid()) {
+            if self.lifetime.wait(Duration::from_millis(200))?.is_some() {
+                return Ok(());
+            }
         }
         self.lifetime.kill().map(drop)
     }

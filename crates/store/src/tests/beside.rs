@@ -1,11 +1,11 @@
 //! A prune, a forget and a run at the same time. At each step of the prune, the run seals a
 //! checkpoint and others are forgotten. The same on a directory, at full speed.
 
+use super::observed::{ObservedMedium, Observer};
 use super::*;
 use crate::{PruneOptions, PruneStep, Writer};
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::testing::SeededRandom;
-use keyframe_store_backend::{self as backend, AppendFile, Backend, LockGuard, ReadFile};
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -17,7 +17,7 @@ const PAGES: u64 = 12;
 /// What is done behind a step of the one that uses a medium.
 type Hook = Box<dyn FnMut() + Send>;
 
-/// A medium that counts the looks at it, and does something behind one of them.
+/// Counts the looks at a medium, and does something behind one of them.
 struct Watched {
     medium: FaultyBackend,
     looks: AtomicU64,
@@ -39,70 +39,21 @@ impl Watched {
         Self { medium, looks: AtomicU64::new(0), at, hook, hides_lock: false }
     }
 
-    /// Opens the store on it.
+    /// Opens the store on the medium.
     fn open_store(self: &Arc<Self>) -> Store {
-        Store::open_on(Arc::clone(self) as Arc<dyn Backend>, Path::new("memory")).unwrap()
-    }
-
-    fn looked<T>(&self, seen: T) -> T {
-        if self.looks.fetch_add(1, Ordering::Relaxed) == self.at {
-            self.hook.lock().ignore_poison()();
-        }
-        seen
+        Store::open_on(ObservedMedium::new(&self.medium, self), Path::new("memory")).unwrap()
     }
 }
 
-impl Backend for Watched {
-    fn describe(&self, name: &str) -> String {
-        self.medium.describe(name)
+impl Observer for Watched {
+    fn after_step(&self) {
+        if self.looks.fetch_add(1, Ordering::Relaxed) == self.at {
+            self.hook.lock().ignore_poison()();
+        }
     }
 
-    fn lock(&self, holder: &str) -> backend::Result<Box<dyn LockGuard>> {
-        self.medium.lock(holder)
-    }
-
-    fn lock_prune(&self, holder: &str) -> backend::Result<Box<dyn LockGuard>> {
-        self.medium.lock_prune(holder)
-    }
-
-    fn lock_holder(&self) -> backend::Result<Option<String>> {
-        self.looked(if self.hides_lock { Ok(None) } else { self.medium.lock_holder() })
-    }
-
-    fn is_pruning(&self) -> backend::Result<bool> {
-        self.medium.is_pruning()
-    }
-
-    fn boot_id(&self) -> backend::Result<String> {
-        self.medium.boot_id()
-    }
-
-    fn create(&self, name: &str) -> backend::Result<Box<dyn AppendFile>> {
-        self.looked(self.medium.create(name))
-    }
-
-    fn put(&self, name: &str, bytes: &[u8]) -> backend::Result<()> {
-        self.looked(self.medium.put(name, bytes))
-    }
-
-    fn open(&self, name: &str) -> backend::Result<Arc<dyn ReadFile>> {
-        self.looked(self.medium.open(name))
-    }
-
-    fn list(&self, folder: &str) -> backend::Result<Vec<String>> {
-        self.looked(self.medium.list(folder))
-    }
-
-    fn remove(&self, name: &str) -> backend::Result<()> {
-        self.looked(self.medium.remove(name))
-    }
-
-    fn remove_all(&self, folder: &str, names: &[String]) -> backend::Result<()> {
-        self.looked(self.medium.remove_all(folder, names))
-    }
-
-    fn sync(&self, name: &str) -> backend::Result<()> {
-        self.medium.sync(name)
+    fn hides_lock(&self) -> bool {
+        self.hides_lock
     }
 }
 
@@ -197,13 +148,7 @@ fn pruned_with_a_forget_at(at: u64, recompress_bytes: u64, seed: u64) -> bool {
     let Some(guest) = guest else { panic!("{context}: the run is held") };
     let known = guest.into_inner().ignore_poison().end();
     let store = on(&medium).unwrap();
-    for (id, image) in &known {
-        let is_same =
-            image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}"));
-        assert!(is_same, "{context}: {id} is not what was put");
-    }
-    let report = check(&store);
-    assert!(report.is_clean(), "{context}: {report:#?}");
+    assert_intact(&store, &known, &context);
     came
 }
 
@@ -300,11 +245,7 @@ fn settled_with_a_prune_at(base: &FaultyBackend, known: &[(CheckpointId, Image)]
     assert!(writer.torn().is_empty(), "look {at}: {:?}", writer.torn());
     drop(writer);
     let store = on(&medium).unwrap();
-    for (id, image) in known {
-        let is_same =
-            image_is(&store, *id, image).unwrap_or_else(|e| panic!("look {at}: {id}: {e}"));
-        assert!(is_same, "look {at}: {id} is not what was put");
-    }
+    assert_images(&store, known.iter().map(|(id, image)| (id, image)), &format!("look {at}"));
     watched.looks.load(Ordering::Relaxed) > at
 }
 

@@ -120,13 +120,7 @@ fn followed_with_a_failed_read(begin: fn(&Store) -> Session, read: u64) -> bool 
     assert!(is_put && report.rewritten_packs > 0, "read {read}: {report:#?}");
     let known = session.end();
     let fresh = on(&medium).unwrap();
-    for (id, image) in &known {
-        let is_same =
-            image_is(&fresh, *id, image).unwrap_or_else(|e| panic!("read {read}: {id}: {e}"));
-        assert!(is_same, "read {read}: {id} is not what was put");
-    }
-    let report = check(&fresh);
-    assert!(report.is_clean(), "read {read}: {report:#?}");
+    assert_intact(&fresh, &known, &format!("read {read}"));
     came.unwrap()
 }
 

@@ -32,14 +32,7 @@ fn forget(store: &Store, known: &mut BTreeMap<CheckpointId, Image>, numbers: &[u
 fn assert_kept(medium: &FaultyBackend, known: &BTreeMap<CheckpointId, Image>, context: &str) {
     let store = on(medium).unwrap();
     assert_eq!(store.ids().unwrap(), known.keys().copied().collect::<Vec<_>>(), "{context}");
-    for (id, image) in known {
-        assert!(
-            image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}")),
-            "{context}: {id}"
-        );
-    }
-    let report = check(&store);
-    assert!(report.is_clean(), "{context}: {report:#?}");
+    assert_intact(&store, known, context);
 }
 
 /// The files of a kind.

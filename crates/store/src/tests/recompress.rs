@@ -24,14 +24,7 @@ pub fn recompress_tuned(store: &Store, tuning: Tuning) -> Result<PruneReport> {
 
 fn assert_kept(medium: &FaultyBackend, known: &BTreeMap<CheckpointId, Image>, context: &str) {
     let store = on(medium).unwrap();
-    for (id, image) in known {
-        assert!(
-            image_is(&store, *id, image).unwrap_or_else(|e| panic!("{context}: {id}: {e}")),
-            "{context}: {id}"
-        );
-    }
-    let report = check(&store);
-    assert!(report.is_clean(), "{context}: {report:#?}");
+    assert_intact(&store, known, context);
 }
 
 /// What page `page` holds after so many seconds: mostly what pages have in common; one in four
