@@ -70,6 +70,15 @@ pub fn exit_code(verdict: Verdict) -> u8 {
     }
 }
 
+/// Images and media that have moved.
+#[derive(clap::Args, Debug)]
+pub struct MovedArg {
+    /// An image or a CD of the checkpoint, or a directory of them, has moved from OLD to NEW; may be
+    /// given several times
+    #[arg(long, value_name = "OLD=NEW")]
+    image: Vec<keyframe_qemu::cmdline::MovedFile>,
+}
+
 /// The store: from the command line, or from `KEYFRAME_STORE`.
 #[derive(clap::Args, Debug)]
 pub struct StoreArg {

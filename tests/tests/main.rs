@@ -37,6 +37,7 @@ mod kvm;
 mod lazy;
 mod main_job;
 mod mount;
+mod moved_images;
 mod ops;
 mod pacemaker;
 mod profile;

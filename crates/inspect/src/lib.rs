@@ -6,6 +6,7 @@ pub mod entry;
 mod error;
 pub mod guest_memory;
 pub mod lineage;
+pub mod loading_ram;
 pub mod show;
 
 pub use error::{Error, Result};

@@ -34,6 +34,7 @@ mod line_edits;
 mod lineage;
 mod media;
 mod memory_backends;
+mod moved_files;
 mod net_gate;
 mod network;
 pub mod options;
@@ -68,6 +69,7 @@ pub use memory_backends::{
     LineWord, RestoreLine, backend_id, backend_object, backends_as_made, check_added,
     plan_backends, private_backend_object,
 };
+pub use moved_files::{MovedFile, moved_path, with_moved_files};
 pub use net_gate::{NetGate, NicSockets, net_gate};
 pub use network::{
     NetworkLink, isolated_tap, moved_user_networks, network_links, packet_holders, replace_lan,

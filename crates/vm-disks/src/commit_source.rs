@@ -12,10 +12,12 @@
 use crate::base_image::require_unchanged;
 use crate::dependents::ImageDependents;
 use crate::error::{Error, Result, StoreError};
+use crate::moved_images;
 use crate::overlay_directory::{self, OverlayInfo};
 use crate::stored::StoredDisk;
 use keyframe_disk::commit::{self, Amount, InPlace, ProgressCallback};
 use keyframe_disk::{Base, Below, Disk, ImageFormat, Layer, Overlay, Readable};
+use keyframe_qemu::cmdline::MovedFile;
 use keyframe_store::{DiskMeta, Store};
 use keyframe_store_keys::KeyArg;
 use keyframe_units::CheckpointId;
@@ -34,6 +36,8 @@ pub struct CommitSource {
     pub disk_bytes: u64,
     /// The checkpoint's description of the disk; `None` if no checkpoint records the image.
     pub known: Option<DiskMeta>,
+    /// The path of the image in checkpoints; `None` if it is `base`.
+    named: Option<PathBuf>,
     layer: Option<Box<dyn Layer>>,
     overlay: Option<(Overlay, PathBuf)>,
     /// The store that may have dependents of the image.
@@ -41,18 +45,28 @@ pub struct CommitSource {
 }
 
 impl CommitSource {
-    /// Opens disk `name` of checkpoint `id` in `store`; `None` for its only disk.
+    /// Opens disk `name` of checkpoint `id` in `store`; `None` for its only disk. `moved` are
+    /// images that have moved since the checkpoint.
     ///
-    /// Errors: the store cannot be read, the checkpoint holds no such disk, or the image has
-    /// changed.
-    pub fn of_checkpoint(store: Store, id: CheckpointId, name: Option<&str>) -> Result<Self> {
-        let disks = store.load_disks(id).map_err(|e| StoreError::of(&store, e))?;
+    /// Errors: the store cannot be read, the checkpoint holds no such disk, the image has changed,
+    /// or those of [`moved_images::apply`].
+    pub fn of_checkpoint(
+        store: Store,
+        id: CheckpointId,
+        name: Option<&str>,
+        moved: &[MovedFile],
+    ) -> Result<Self> {
+        let mut disks = store.load_disks(id).map_err(|e| StoreError::of(&store, e))?;
+        let named = disks.meta.disks.clone();
+        moved_images::apply(moved, &mut disks.meta)?;
         let disk = StoredDisk::choose(Arc::new(disks), None, name)?;
         let meta = disk.meta().clone();
         // The store's path may change until an interrupted commit goes on, its id does not.
         let name = format!("disk {} of checkpoint {id} of store {}", meta.name, store.id());
+        let named = named.iter().find(|disk| disk.name == meta.name);
         let source = Self {
             name: one_line(&name),
+            named: named.map(|disk| PathBuf::from(&disk.base.path)),
             base: disk.image(),
             format: disk.format()?,
             layer: Some(disk.layer()?),
@@ -77,6 +91,7 @@ impl CommitSource {
         let mut source = Self {
             name: one_line(&format!("overlay {}", dir.display())),
             base: base.to_owned(),
+            named: None,
             format,
             layer: None,
             disk_bytes: overlay.disk_bytes(),
@@ -160,7 +175,9 @@ impl CommitSource {
     /// store. Error: the store cannot be read.
     pub fn dependents(&self) -> Result<Option<ImageDependents>> {
         let own = self.overlay.as_ref().map(|(_, dir)| dir.as_path());
-        self.store.as_ref().map(|store| ImageDependents::on(&self.base, store, own)).transpose()
+        let images: Vec<&Path> =
+            self.named.iter().chain([&self.base]).map(PathBuf::as_path).collect();
+        self.store.as_ref().map(|store| ImageDependents::on(&images, store, own)).transpose()
     }
 
     /// Returns true if the checkpoint holds all blocks of the disk: it has no image below.

@@ -31,10 +31,11 @@ pub struct ImageDependents {
 }
 
 impl ImageDependents {
-    /// Finds the dependents of `image` in `store`. Ignores the overlay directory `own`, if one is
-    /// given. Error: the store cannot be read.
-    pub fn on(image: &Path, store: &Store, own: Option<&Path>) -> Result<Self> {
-        let mut images = Images { wanted: resolved(image), known: HashMap::new() };
+    /// Finds the dependents in `store` of the image with the paths `image`: its own, and an older
+    /// one. Ignores the overlay directory `own`, if one is given. Error: the store cannot be read.
+    pub fn on(image: &[&Path], store: &Store, own: Option<&Path>) -> Result<Self> {
+        let wanted = image.iter().map(|path| resolved(path)).collect();
+        let mut images = Images { wanted, known: HashMap::new() };
         let mut dependents = Self::default();
         let own = own.map(resolved);
         for (path, info) in overlays::all(store) {
@@ -94,7 +95,7 @@ impl ImageDependents {
 
 /// Finds out which images are the wanted one, by any path.
 struct Images {
-    wanted: PathBuf,
+    wanted: Vec<PathBuf>,
     known: HashMap<String, bool>,
 }
 
@@ -105,7 +106,7 @@ impl Images {
             if let Some(is) = known.get(path) {
                 return *is;
             }
-            let is = resolved(Path::new(path)) == *wanted;
+            let is = wanted.contains(&resolved(Path::new(path)));
             known.insert(path.clone(), is);
             is
         })
@@ -152,7 +153,7 @@ mod tests {
                 ..BaseMeta::default()
             }
         };
-        let mut images = Images { wanted: resolved(&image), known: HashMap::new() };
+        let mut images = Images { wanted: vec![resolved(&image)], known: HashMap::new() };
         assert!(images.holds(&base(&[&image])) && images.holds(&base(&[&link])));
         assert!(images.holds(&base(&[Path::new("/other.qcow2"), &link])));
         assert!(!images.holds(&base(&[Path::new("/other.qcow2")])));

@@ -1,6 +1,6 @@
 //! The errors of a VM's disks, and what the user can do about them.
 
-use crate::read_files::ChangedFile;
+use crate::read_files::{ChangedFile, FileChange};
 use keyframe_qemu::cmdline::CommandLineError;
 use keyframe_units::CheckpointId;
 use std::io;
@@ -43,6 +43,24 @@ pub enum Error {
         path: PathBuf,
         /// The system's error.
         source: io::Error,
+    },
+    /// An image was said to have moved that the checkpoint does not name.
+    #[error("the checkpoint names no image or medium {}; it names {}", old.display(), named_list(named))]
+    NotNamed {
+        /// The old path, as the user gave it.
+        old: PathBuf,
+        /// The paths that the checkpoint names.
+        named: Vec<String>,
+    },
+    /// An image that has moved names other files beneath it than those that the checkpoint needs.
+    #[error("{} names {} beneath it, and the checkpoint needs {}", path.display(), named_list(found), named_list(needed))]
+    MovedChainDiffers {
+        /// The image.
+        path: PathBuf,
+        /// The files that the image names.
+        found: Vec<String>,
+        /// The files at their present paths that the checkpoint needs.
+        needed: Vec<String>,
     },
     /// The image below a checkpoint's disk differs from the image at the checkpoint.
     #[error("{} has changed since the checkpoint, whose disk needs it: {change}", path.display())]
@@ -357,8 +375,17 @@ impl Error {
             Self::Disk(error) => return error.fix(),
             Self::CommandLine(error) => return error.fix(),
             Self::ImageMissing { .. } => {
-                "the checkpoint's disk needs this image: put it back where it was, or make a \
-                 symbolic link there that leads to it"
+                "the checkpoint's disk needs this image: if it has moved, name its new path \
+                 (restore, branch, commit: --image OLD=NEW); otherwise put it back where it was, or \
+                 make a symbolic link there that leads to it"
+                    .into()
+            }
+            Self::NotNamed { .. } => {
+                "name one of these as OLD in --image OLD=NEW, or a directory above it".into()
+            }
+            Self::MovedChainDiffers { .. } => {
+                "move the files beneath it, too (--image OLD=NEW for each), or make symbolic links \
+                 to them where the image looks for them"
                     .into()
             }
             Self::ImageChanged { path, change: ImageChange::Time { modified_s, modified_ns } } => {
@@ -375,6 +402,11 @@ impl Error {
                 "finish it first: run keyframe commit --in-place again".into()
             }
             Self::PathNotUtf8(_) => "name it through a symbolic link".into(),
+            Self::MediumChanged(changed) if changed.change == FileChange::Missing => {
+                "if the file has moved, name its new path (restore, branch, commit: --image \
+                 OLD=NEW); otherwise put it back"
+                    .into()
+            }
             Self::MediumChanged(_) => {
                 "put the file back as it was; if its present content will do, say --changed-as-now"
                     .into()
@@ -424,10 +456,13 @@ impl Error {
     }
 }
 
+fn named_list(paths: &[String]) -> String {
+    if paths.is_empty() { "none".into() } else { paths.join(", ") }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::read_files::FileChange;
     use keyframe_qemu::ReadFile;
     use keyframe_testing::{assert_golden, error_text};
 
@@ -437,6 +472,12 @@ mod tests {
         let errors = [
             Error::io("open", Path::new("a.img"), io::ErrorKind::NotFound.into()),
             Error::ImageMissing { path: image(), source: io::ErrorKind::NotFound.into() },
+            Error::NotNamed { old: image(), named: vec!["/vm/b.img".into(), "/vm/c.iso".into()] },
+            Error::MovedChainDiffers {
+                path: image(),
+                found: Vec::new(),
+                needed: vec!["/new/base.img".into()],
+            },
             Error::ImageChanged { path: image(), change: ImageChange::Content },
             Error::ImageChanged {
                 path: image(),
@@ -453,6 +494,14 @@ mod tests {
                 stated: vec!["/images/base".into()],
                 found: vec![],
             },
+            Error::MediumChanged(Box::new(ChangedFile {
+                file: ReadFile {
+                    path: "a.iso".into(),
+                    option: "-cdrom".into(),
+                    ..Default::default()
+                },
+                change: FileChange::Content,
+            })),
             Error::MediumChanged(Box::new(ChangedFile {
                 file: ReadFile {
                     path: "a.iso".into(),

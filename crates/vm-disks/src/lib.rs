@@ -17,6 +17,7 @@ mod error;
 pub mod forget;
 pub mod layer;
 pub mod media;
+pub mod moved_images;
 pub mod overlay_directory;
 pub mod read_files;
 pub mod restored;

@@ -10,8 +10,8 @@
 //!
 //! Left out: groups.
 
-use super::StoreArg;
 use super::restore::{Accel, overlays, refuse_recorded};
+use super::{MovedArg, StoreArg};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
@@ -23,7 +23,7 @@ use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
 use keyframe_session::run_dir::{RunDir, RunKind, numbered_name};
 use keyframe_store::{LoadedCheckpoint, Store};
-use keyframe_vm_disks::{self as disks, ServedDisks, restored};
+use keyframe_vm_disks::{self as disks, ServedDisks, moved_images, restored};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
@@ -92,6 +92,8 @@ pub struct Branch {
     /// now
     #[arg(long)]
     changed_as_now: bool,
+    #[command(flatten)]
+    moved: MovedArg,
     /// Put what the clones write to their disks into this directory instead of the store [default
     /// for a store that cannot be written: the runtime directory]
     #[arg(long, value_name = "DIR")]
@@ -198,8 +200,9 @@ impl Branch {
         let began = Instant::now();
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
-        let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
+        let mut loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         refuse_recorded(&loaded.meta, id)?;
+        moved_images::apply(&self.moved.image, &mut loaded.meta)?;
         super::changed_files::check(&loaded.meta, self.changed_as_now)?;
         if !loaded.meta.members.is_empty() {
             return Err(Failure::new(format!(

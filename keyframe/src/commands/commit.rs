@@ -1,5 +1,6 @@
 //! `keyframe commit`: writes a disk back to an image, a new one or its own.
 
+use super::MovedArg;
 use crate::disk_writing::{NewFormat, Progress, failure};
 use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
@@ -26,6 +27,7 @@ Examples:
   keyframe commit --store S 12 --disk vda -o vda.qcow2 --format qcow2
   keyframe commit --store S latest --in-place --dry-run
   keyframe commit --store S latest --in-place
+  keyframe commit --store S latest --image /old/vda.img=/new/vda.img -o vda.img
   keyframe commit --overlay DIR --base disk.img -o new.img
   keyframe commit --overlay DIR --base disk.img --in-place --dry-run
   keyframe commit --overlay DIR --base disk.img --in-place"
@@ -42,8 +44,10 @@ pub struct Commit {
     /// Which disk of the checkpoint, if it has several; in a group MEMBER/NAME
     #[arg(long, value_name = "NAME")]
     disk: Option<String>,
+    #[command(flatten)]
+    moved: MovedArg,
     /// The overlay of a VM that has ended, instead of a checkpoint
-    #[arg(long, value_name = "DIR", requires = "base", conflicts_with_all = ["checkpoint", "disk"])]
+    #[arg(long, value_name = "DIR", requires = "base", conflicts_with_all = ["checkpoint", "disk", "image"])]
     overlay: Option<PathBuf>,
     /// The image that the overlay lies over
     #[arg(long, value_name = "IMAGE", requires = "overlay")]
@@ -119,7 +123,7 @@ impl Commit {
         };
         let store = self.key.open(path).map_err(|e| Failure::store(&e, path))?;
         let id = store.resolve(checkpoint).map_err(|e| Failure::store(&e, path))?;
-        Ok(CommitSource::of_checkpoint(store, id, self.disk.as_deref())?)
+        Ok(CommitSource::of_checkpoint(store, id, self.disk.as_deref(), &self.moved.image)?)
     }
 
     fn say_amount(&self, source: &CommitSource) -> Outcome {

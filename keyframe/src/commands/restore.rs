@@ -2,27 +2,26 @@
 
 mod group;
 
-use super::StoreArg;
+use super::{MovedArg, StoreArg};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::rights;
 use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_inspect::guest_memory::ReadStop;
+use keyframe_inspect::loading_ram::LoadingRam;
 use keyframe_inspect::source_of;
 use keyframe_qemu::restore::lazy::Residency;
-use keyframe_qemu::restore::{self, Lineage, Plan, RamSource, RestoreOptions, Restored};
+use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_session::error::RunDirError;
 use keyframe_session::run_dir::{RunDir, RunKind};
-use keyframe_store::{LoadedCheckpoint, MachineMeta, Meta, Store, UnmappedCheckpoint};
-use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
+use keyframe_store::{MachineMeta, Meta, Store};
+use keyframe_units::{CheckpointId, RamLayout};
 use keyframe_vm_disks::overlay_directory::OverlayDirectory;
-use keyframe_vm_disks::{self as disks, ServedDisks, restored};
+use keyframe_vm_disks::{self as disks, ServedDisks, moved_images, restored};
 use std::ffi::OsString;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
 /// Bring a checkpoint to life in a fresh QEMU, in the foreground
@@ -52,6 +51,7 @@ Examples:
   keyframe restore --store S 12 --paused -- -qmp unix:/tmp/q.sock,server=on,wait=off
   keyframe restore --store S latest --lazy
   keyframe restore --store S latest --accel tcg
+  keyframe restore --store S latest --image /old/disk.qcow2=/new/disk.qcow2
   keyframe restore --store S before-upgrade --qemu /opt/qemu/bin/qemu-system-x86_64"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
@@ -86,6 +86,8 @@ pub struct Restore {
     /// Give the VM read-only disks and CDs that have changed since the checkpoint as they are now
     #[arg(long)]
     changed_as_now: bool,
+    #[command(flatten)]
+    moved: MovedArg,
     /// Put what the VM writes to its disks into this directory instead of the store [default for a
     /// store that cannot be written: the runtime directory]
     #[arg(long, value_name = "DIR")]
@@ -114,83 +116,10 @@ impl From<Accel> for Accelerator {
     }
 }
 
-/// A checkpoint's RAM, with progress. Its page map is read while QEMU starts.
-struct StoredRam {
-    loaded: OnceLock<Option<LoadedCheckpoint>>,
+/// A checkpoint's RAM, with the progress of its reading.
+struct RestoredRam {
+    source: Arc<LoadingRam>,
     bar: ProgressBar,
-    /// Why the store could not be read, where it was that; the first time.
-    failed: Mutex<Option<keyframe_store::Error>>,
-}
-
-impl StoredRam {
-    /// Begins to read the map of `head`.
-    fn new(head: UnmappedCheckpoint, bar: ProgressBar) -> Result<Arc<Self>, Failure> {
-        let this = Arc::new(Self { loaded: OnceLock::new(), bar, failed: Mutex::default() });
-        let reading = Arc::clone(&this);
-        std::thread::Builder::new()
-            .name("page-map".into())
-            .spawn(move || {
-                rights::files_only();
-                let loaded = head.load().map_err(|error| reading.fail(error)).ok();
-                let _ = reading.loaded.set(loaded);
-            })
-            .map_err(|e| Failure::new(format!("start a thread: {e}")))?;
-        Ok(this)
-    }
-
-    /// The checkpoint, once its map is there.
-    fn loaded(&self) -> io::Result<&LoadedCheckpoint> {
-        self.loaded
-            .wait()
-            .as_ref()
-            .ok_or_else(|| io::Error::other("the checkpoint's page map cannot be read"))
-    }
-
-    fn fail(&self, error: keyframe_store::Error) -> io::Error {
-        let text = crate::failure::chain(&error);
-        if let Ok(mut failed) = self.failed.lock() {
-            failed.get_or_insert(error);
-        }
-        io::Error::other(text)
-    }
-
-    fn ended(&self, read: Result<(), ReadStop>) -> io::Result<()> {
-        match read {
-            Ok(()) => Ok(()),
-            Err(ReadStop::Receiver(error)) => Err(error),
-            Err(ReadStop::Store(error)) => Err(self.fail(error)),
-        }
-    }
-}
-
-impl RamSource for StoredRam {
-    fn read(
-        &self,
-        range: PageRange,
-        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()> {
-        let read = self.loaded()?.read_pages(range, &mut |page, content| {
-            sink(page, content).map_err(ReadStop::Receiver)
-        });
-        self.bar.inc(range.len_bytes());
-        self.ended(read)
-    }
-
-    fn read_some(
-        &self,
-        pages: &[PageIndex],
-        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
-    ) -> io::Result<()> {
-        self.ended(
-            self.loaded()?.read_some(pages, &mut |page, content| {
-                sink(page, content).map_err(ReadStop::Receiver)
-            }),
-        )
-    }
-
-    fn wanted_first(&self) -> Vec<PageIndex> {
-        self.loaded().map(LoadedCheckpoint::expected_first).unwrap_or_default()
-    }
 }
 
 impl Restore {
@@ -200,7 +129,7 @@ impl Restore {
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let head = store.load_unmapped(id).map_err(|e| self.store.failure(&e))?;
-        let (meta, device_state) = (head.meta.clone(), head.device_state.clone());
+        let (mut meta, device_state) = (head.meta.clone(), head.device_state.clone());
         let bar = if self.quiet || self.lazy {
             ProgressBar::hidden()
         } else {
@@ -211,9 +140,13 @@ impl Restore {
         {
             bar.set_style(style);
         }
-        let ram = StoredRam::new(head, bar)?;
+        let shown = bar.clone();
+        let source = LoadingRam::new(head, rights::files_only, move |bytes| shown.inc(bytes))
+            .map_err(|e| Failure::new(format!("start a thread: {e}")))?;
+        let ram = RestoredRam { source, bar };
         let interrupted = keyframe_session::interrupt::interruption()?;
         refuse_recorded(&meta, id)?;
+        moved_images::apply(&self.moved.image, &mut meta)?;
         self.require_disks(id, &meta)?;
         super::changed_files::check(&meta, self.changed_as_now)?;
         let disks = RestoredDisks::serve(&store, id, &meta, self.work_dir.as_deref())?;
@@ -227,7 +160,7 @@ impl Restore {
     fn run_restored(
         &self,
         (id, meta, device_state, lineage): (CheckpointId, &Meta, &[u8], &Lineage),
-        ram: &Arc<StoredRam>,
+        ram: &RestoredRam,
         disks: &RestoredDisks,
         place: &Place,
         interrupted: &AtomicBool,
@@ -243,11 +176,11 @@ impl Restore {
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
         let before_ns = keyframe_units::elapsed_ns(began);
         let started = if self.lazy {
-            restore::start_lazy(plan, Arc::clone(ram) as _, device_state)
+            restore::start_lazy(plan, Arc::clone(&ram.source) as _, device_state)
         } else {
-            restore::start(plan, &**ram, device_state)
+            restore::start(plan, &*ram.source, device_state)
         };
-        let mut restored = started.map_err(|e| self.failure(&e, ram, under_kvm))?;
+        let mut restored = started.map_err(|e| self.failure(&e, &ram.source, under_kvm))?;
         ram.bar.finish_and_clear();
         place.tell(id, restored.pid());
         self.say(|| {
@@ -266,7 +199,7 @@ impl Restore {
         let mut watch = Watch {
             restore: self,
             restored,
-            ram: Arc::clone(ram),
+            ram: Arc::clone(&ram.source),
             before_ns,
             told: false,
             warned: false,
@@ -300,8 +233,8 @@ impl Restore {
     }
 
     /// Why the restore failed: the store, where it was that.
-    fn failure(&self, error: &keyframe_qemu::Error, ram: &StoredRam, under_kvm: bool) -> Failure {
-        let failed = ram.failed.lock().ok().and_then(|mut failed| failed.take());
+    fn failure(&self, error: &keyframe_qemu::Error, ram: &LoadingRam, under_kvm: bool) -> Failure {
+        let failed = ram.failed();
         match (failed, error) {
             // It names the page, and the store's error behind it.
             (Some(store), keyframe_qemu::Error::PageLost { .. }) => {
@@ -462,7 +395,7 @@ fn with_hint(error: &keyframe_qemu::Error, under_kvm: bool) -> Failure {
 struct Watch<'a> {
     restore: &'a Restore,
     restored: Restored,
-    ram: Arc<StoredRam>,
+    ram: Arc<LoadingRam>,
     /// From the command to the restore's beginning.
     before_ns: u64,
     told: bool,

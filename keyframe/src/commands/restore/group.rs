@@ -1,7 +1,7 @@
 //! A group's checkpoint comes to life: all members are loaded, the packets between them wait again,
 //! then all run.
 
-use super::{Beside, Place, Restore, RestoredDisks, StoredRam};
+use super::{Beside, Place, Restore, RestoredDisks, RestoredRam};
 use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
@@ -30,7 +30,7 @@ pub struct Kept<'a> {
     /// The members' device states, and the network's.
     pub device_state: &'a [u8],
     /// The members' RAM.
-    pub ram: &'a Arc<StoredRam>,
+    pub ram: &'a RestoredRam,
     /// The members' disks.
     pub disks: &'a RestoredDisks,
     /// Where they are found.
@@ -41,7 +41,7 @@ pub struct Kept<'a> {
 
 /// Restores all members of `group` and waits for their ends.
 pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) -> Outcome {
-    let ram: SharedSource = Arc::clone(group.ram) as _;
+    let ram: SharedSource = Arc::clone(&group.ram.source) as _;
     let (members, in_flight) = members(group.id, group.meta, group.device_state, &ram)?;
     let extra = extra_of_each(command, members.len())?;
     let moves = moved_lans(command)?;
@@ -119,7 +119,7 @@ fn start(
     plans: Vec<Plan>,
 ) -> Vec<Result<Restored, Failure>> {
     let failure = |error: &keyframe_qemu::Error, member: &GroupMember<'_>| {
-        command.failure(error, group.ram, false).about(&member.meta.name)
+        command.failure(error, &group.ram.source, false).about(&member.meta.name)
     };
     if command.lazy {
         // A VM whose RAM is not there yet ends with the thread that started it.
