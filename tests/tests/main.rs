@@ -14,6 +14,7 @@ mod cluster;
 mod commands;
 mod commit;
 mod crash;
+mod cross_version;
 mod cycles;
 mod dashboard;
 mod direct_io;

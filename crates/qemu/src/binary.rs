@@ -7,10 +7,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long `--version` may take.
-const VERSION_TIMEOUT: Duration = Duration::from_secs(10);
-/// The most that `--version` may say.
-const VERSION_BYTES_MAX: usize = 64 << 10;
+/// How long a question to a binary may take.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most that an answer may have.
+const ANSWER_BYTES_MAX: usize = 64 << 10;
 const SAYS: &str = "QEMU emulator version ";
 
 /// The identity of a QEMU binary.
@@ -91,7 +91,7 @@ fn is_executable(path: &Path) -> bool {
 
 /// Returns the output of `path --version` after "QEMU emulator version".
 pub(crate) fn version(path: &Path) -> Result<String> {
-    let text = ask_version(path)?;
+    let text = ask(path, &["--version"])?;
     let line = text.lines().find_map(|line| line.strip_prefix(SAYS));
     line.map(|l| l.trim().to_owned())
         .filter(|v| v.starts_with(|c: char| c.is_ascii_digit()))
@@ -102,10 +102,19 @@ pub(crate) fn version(path: &Path) -> Result<String> {
         })
 }
 
-fn ask_version(path: &Path) -> Result<String> {
-    let operation = || format!("run {} --version", path.display());
+/// Returns the names of the machine types of the binary at `path`, aliases too. Error: it cannot be
+/// run, or does not answer in time.
+pub(crate) fn machine_types(path: &Path) -> Result<Vec<String>> {
+    let text = ask(path, &["-machine", "help"])?;
+    let named = text.lines().skip(1).filter_map(|line| line.split_whitespace().next());
+    Ok(named.map(str::to_owned).collect())
+}
+
+/// Returns what the binary at `path` prints with the arguments `words`.
+fn ask(path: &Path, words: &[&str]) -> Result<String> {
+    let operation = || format!("run {} {}", path.display(), words.join(" "));
     let mut child = Command::new(path)
-        .arg("--version")
+        .args(words)
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -113,7 +122,7 @@ fn ask_version(path: &Path) -> Result<String> {
         .map_err(Error::io(operation()))?;
     let read = match child.stdout.take() {
         Some(mut out) => {
-            read_until(&mut out, Instant::now() + VERSION_TIMEOUT).map_err(Error::io(operation()))
+            read_until(&mut out, Instant::now() + ANSWER_TIMEOUT).map_err(Error::io(operation()))
         }
         None => Ok(Vec::new()),
     };
@@ -127,7 +136,7 @@ fn ask_version(path: &Path) -> Result<String> {
 fn read_until(out: &mut std::process::ChildStdout, deadline: Instant) -> std::io::Result<Vec<u8>> {
     let mut text = Vec::new();
     let mut chunk = [0u8; 4096];
-    while text.len() < VERSION_BYTES_MAX {
+    while text.len() < ANSWER_BYTES_MAX {
         let left = deadline.saturating_duration_since(Instant::now());
         let limit =
             Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };

@@ -80,7 +80,7 @@ pub enum Error {
         fix: String,
     },
     /// The QEMU binary has another version than the checkpoint's.
-    #[error("{} is QEMU {found}, but the checkpoint was taken from QEMU {expected}", path.display())]
+    #[error("{} is QEMU {found}, but the checkpoint was taken from QEMU {expected}: {problem}", path.display())]
     DifferentVersion {
         /// The binary.
         path: PathBuf,
@@ -88,6 +88,8 @@ pub enum Error {
         expected: String,
         /// The binary's version.
         found: String,
+        /// Why it cannot load the checkpoint.
+        problem: Box<VersionProblem>,
     },
     /// QEMU ended unexpectedly.
     #[error("QEMU ended with {status} {when}; its own message is above")]
@@ -249,6 +251,34 @@ pub enum Error {
     PutDown,
 }
 
+/// Why a binary of another version cannot load a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum VersionProblem {
+    /// An older QEMU does not know the state of a newer one.
+    #[error("an earlier QEMU cannot load it")]
+    Earlier,
+    /// A later QEMU loads it, but not back again.
+    #[error("a VM with a standby needs QEMUs of the same series on both hosts")]
+    Series,
+    /// Only the same release executes a recorded VM in the same way.
+    #[error("a recording is replayed by the same release only")]
+    Replay,
+    /// QEMU keeps no promise for this machine type from one series to the next.
+    #[error(
+        "machine type {machine_type} has no version, so its state fits one series of QEMU only"
+    )]
+    MachineWithoutVersion {
+        /// The machine type.
+        machine_type: String,
+    },
+    /// QEMU has dropped the machine type, or the distributor has.
+    #[error("it has no machine type {machine_type}")]
+    UnknownMachine {
+        /// The machine type.
+        machine_type: String,
+    },
+}
+
 impl Error {
     /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
@@ -276,9 +306,12 @@ impl Error {
                  use --libvirt DOMAIN"
                     .into(),
             ),
-            Self::DifferentVersion { expected, .. } => {
-                Some(format!("name a binary of version {expected} with --qemu PATH"))
-            }
+            Self::DifferentVersion { expected, problem, .. } => Some(match **problem {
+                VersionProblem::Earlier => {
+                    format!("name a binary of version {expected} or later with --qemu PATH")
+                }
+                _ => format!("name a binary of version {expected} with --qemu PATH"),
+            }),
             Self::Exited { when, .. } if *when == AT_START => {
                 Some("try the same command line without keyframe".into())
             }
@@ -369,7 +402,16 @@ mod tests {
             Error::DifferentVersion {
                 path: "/usr/bin/qemu".into(),
                 expected: "7.2.22".into(),
+                found: "6.2.0".into(),
+                problem: Box::new(VersionProblem::Earlier),
+            },
+            Error::DifferentVersion {
+                path: "/usr/bin/qemu".into(),
+                expected: "7.2.22".into(),
                 found: "10.0.2".into(),
+                problem: Box::new(VersionProblem::MachineWithoutVersion {
+                    machine_type: "microvm".into(),
+                }),
             },
             Error::Exited { status, when: AT_START },
             Error::Exited { status, when: "while it read the checkpoint's devices" },

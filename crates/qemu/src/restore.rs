@@ -18,6 +18,7 @@
 //!
 //! Left out: the content of disks, which a disk server provides.
 
+mod binary_choice;
 mod crossing;
 mod fill;
 mod host_probe;

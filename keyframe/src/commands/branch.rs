@@ -73,7 +73,7 @@ pub struct Branch {
     /// Leave the clones paused at the instant of the checkpoint
     #[arg(long)]
     paused: bool,
-    /// Another QEMU binary of the same series (7.2.9 for 7.2.22)
+    /// Another QEMU binary, of the same series (7.2.9 for 7.2.22) or a later one
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
     /// Run them under this accelerator instead of the checkpoint's
@@ -270,6 +270,7 @@ impl Branch {
         }
         let options = RestoreOptions {
             qemu: self.qemu.clone(),
+            accepts_later: true,
             // They run when all are there.
             paused: true,
             accelerator: self.accel.map(Into::into),

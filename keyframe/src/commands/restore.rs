@@ -66,7 +66,7 @@ pub struct Restore {
     /// Leave the VM paused at the instant of the checkpoint (continue it with `cont` in a monitor)
     #[arg(long)]
     paused: bool,
-    /// Another QEMU binary of the same series (7.2.9 for 7.2.22)
+    /// Another QEMU binary, of the same series (7.2.9 for 7.2.22) or a later one
     #[arg(long, value_name = "PATH")]
     qemu: Option<PathBuf>,
     /// Run it under this accelerator instead of the checkpoint's
@@ -264,6 +264,7 @@ impl Restore {
         let qemu = self.qemu.clone();
         let options = RestoreOptions {
             qemu,
+            accepts_later: true,
             paused,
             accelerator,
             disks,

@@ -10,11 +10,11 @@
 //! Invariant: exactly one backend of the new command line provides each RAM block that has a memory
 //! backend.
 
+use super::binary_choice::{self, Accepted};
 use super::host_probe::PresentHost;
 use super::stand_in::name_stand_ins;
 use super::{Lineage, ReplayStart, RestoreOptions, RestorePurpose, RestoreSource};
-use crate::binary::{self, QemuIdentity};
-use crate::{Error, Result, stream};
+use crate::{Result, stream};
 use keyframe_machine::Accelerator;
 use keyframe_qemu_cmdline::{
     Argument, HostProbe, LineUse, LineWord, NoHost, RestorableLine, check_added,
@@ -65,6 +65,7 @@ impl Plan {
     ) -> Result<Self> {
         let RestoreOptions {
             qemu,
+            accepts_later,
             paused,
             replays,
             icount_shift,
@@ -79,8 +80,15 @@ impl Plan {
             purpose,
         } = options;
         let mut notes = Vec::new();
-        let part = if replays.is_some() { release } else { series };
-        let binary = find_binary(&source, qemu.as_deref(), part, &mut notes)?;
+        let binary = {
+            let accepted = match (replays, accepts_later) {
+                (Some(_), _) => Accepted::Release,
+                (None, false) => Accepted::Series,
+                (None, true) => Accepted::LaterSeries,
+            };
+            binary_choice::choose(&source, qemu.as_deref(), accepted)?
+        };
+        notes.extend(binary.note);
         let added_by_user = check_added(extra)?;
         let kept = options::parse(source.machine.user_command.get(1..).unwrap_or_default())?;
         let working_directory = Some(source.machine.directory()).filter(|dir| dir.is_dir());
@@ -106,7 +114,9 @@ impl Plan {
             None => plan_backends(&kept, &source.ram)?,
         };
         notes.extend(line.notes);
-        let added_words = added_words(accelerator, icount_shift, &added_by_user);
+        // An alias such as `pc` stands for another machine in a later QEMU.
+        let machine_type = binary.is_later.then_some(&*source.machine.machine_type);
+        let added_words = added_words(machine_type, accelerator, icount_shift, &added_by_user);
         let words = line.words.into_iter().chain(added_words).collect();
         if working_directory.is_none() {
             notes.push(format!(
@@ -118,7 +128,7 @@ impl Plan {
         let arguments: Vec<_> = kept.into_iter().chain(added_by_user).collect();
         let moved_networks = moved_user_networks(&first, &arguments);
         Ok(Self {
-            binary,
+            binary: binary.path,
             working_directory,
             words,
             arguments,
@@ -172,102 +182,24 @@ impl Plan {
     }
 }
 
-/// The words after those of the checkpoint's command line: the accelerator, the clock that counts
-/// instructions, and the user's arguments.
+/// The words after those of the checkpoint's command line: the machine type, the accelerator, the
+/// clock that counts instructions, and the user's arguments.
 fn added_words(
+    machine_type: Option<&str>,
     accelerator: Option<Accelerator>,
     icount_shift: Option<u32>,
     added_by_user: &[Argument],
 ) -> Vec<LineWord> {
     let accelerator = accelerator.map(|accelerator| ["-accel".into(), accelerator.to_string()]);
+    let machine = machine_type.map(|named| ["-machine".into(), format!("type={named}")]);
     let counted = icount_shift.map(|shift| ["-icount".into(), format!("shift={shift}")]);
     let of_user = added_by_user.iter().flat_map(Argument::words);
-    let first = accelerator.into_iter().chain(counted).flatten();
+    let first = machine.into_iter().chain(accelerator).chain(counted).flatten();
     first.chain(of_user).map(LineWord::Plain).collect()
-}
-
-/// Finds the binary. `part` returns the part of a version that must be the checkpoint's.
-fn find_binary(
-    source: &RestoreSource,
-    chosen: Option<&Path>,
-    part: fn(&str) -> &str,
-    notes: &mut Vec<String>,
-) -> Result<PathBuf> {
-    let path = match chosen {
-        Some(path) => {
-            let name = path.to_str().ok_or_else(|| Error::Binary {
-                path: path.into(),
-                reason: "its path is not UTF-8".into(),
-                fix: "name it by a link".into(),
-            })?;
-            binary::find(name)?
-        }
-        None => binary::find(&source.machine.binary_path).map_err(|e| match e {
-            Error::Binary { path, reason, .. } => Error::Binary {
-                path,
-                reason,
-                fix: format!(
-                    "install QEMU {}, or name it with --qemu PATH",
-                    source.machine.vmm_version
-                ),
-            },
-            other => other,
-        })?,
-    };
-    let known = QemuIdentity {
-        path: path.clone(),
-        version: source.machine.vmm_version.clone(),
-        blake3: source.machine.binary_blake3.clone(),
-    };
-    let identity = QemuIdentity::of_known(&path, &known)?;
-    let expected = &source.machine.vmm_version;
-    if part(&identity.version) != part(expected) {
-        return Err(Error::DifferentVersion {
-            path,
-            expected: expected.clone(),
-            found: identity.version,
-        });
-    }
-    if identity.blake3 != source.machine.binary_blake3 {
-        notes.push(format!(
-            "{} (QEMU {}) is not the very binary that the checkpoint was taken of (QEMU {expected}), but of the same {}",
-            path.display(),
-            identity.version,
-            if release(&identity.version) == release(expected) { "release" } else { "series" },
-        ));
-    }
-    std::path::absolute(&path).map_err(Error::io(format!("resolve {}", path.display())))
-}
-
-/// QEMU's own version, without the distributor's part.
-fn release(version: &str) -> &str {
-    version.split_whitespace().next().unwrap_or_default()
-}
-
-/// The first two numbers of a version. QEMU's releases of one series load each other's states, and
-/// refuse what they cannot load. A replay needs the same release, whose code takes the same way.
-fn series(version: &str) -> &str {
-    let release = release(version);
-    let second_dot = release.match_indices('.').nth(1).map_or(release.len(), |(at, _)| at);
-    release.get(..second_dot).unwrap_or_default()
 }
 
 /// Returns the numbers of the RAM blocks with a memory backend, in the order in which a restored
 /// QEMU makes them. Error: [`Error::CommandLine`] if the command line does not fit the RAM blocks.
 pub fn backends_as_made(source: &RestoreSource) -> Result<Vec<usize>> {
     Ok(keyframe_qemu_cmdline::backends_as_made(&source.machine.user_command, &source.ram)?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn distributors_parts_do_not_make_another_release() {
-        assert_eq!(release("7.2.22 (Debian 1:7.2+dfsg-7)"), release("7.2.22"));
-        assert_ne!(release("7.2.22"), release("7.2.2"));
-        assert_eq!(series("7.2.22 (Debian 1:7.2+dfsg-7)"), series("7.2.9"));
-        assert_ne!(series("7.2.22"), series("7.20.22"));
-        assert_eq!((series("11.1"), series("")), ("11.1", ""));
-    }
 }

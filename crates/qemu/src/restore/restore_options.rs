@@ -8,8 +8,11 @@ use std::path::PathBuf;
 /// The options of a restore.
 #[derive(Clone, Debug, Default)]
 pub struct RestoreOptions {
-    /// A binary other than the checkpoint's, of the same version; `None` for the checkpoint's.
+    /// A binary other than the checkpoint's; `None` for the checkpoint's.
     pub qemu: Option<PathBuf>,
+    /// True to accept a binary of a later series than the checkpoint's, if it knows the machine
+    /// type. A replay never accepts it.
+    pub accepts_later: bool,
     /// True to leave the VM paused at the instant of the checkpoint.
     pub paused: bool,
     /// The restored QEMU replays a recording, first up to this stop. `None` for no replay. QEMU
