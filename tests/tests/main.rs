@@ -58,6 +58,7 @@ mod rollback_flash;
 mod s3;
 mod screens;
 mod sectors;
+mod self_test;
 mod serve;
 mod session_example;
 mod standing;

@@ -34,6 +34,12 @@ impl QemuIdentity {
         Self::hashed(&real.clone(), real, version)
     }
 
+    /// Finds the program `name` as a shell does, and identifies it. Errors: there is no such program;
+    /// those of [`QemuIdentity::of`].
+    pub fn named(name: &str) -> Result<Self> {
+        Self::of(&find(name)?)
+    }
+
     /// The same of a binary that is most likely `known`, which then need not be run to tell its
     /// version.
     pub(crate) fn of_known(path: &Path, known: &Self) -> Result<Self> {
