@@ -1,0 +1,62 @@
+#!/bin/bash
+# Unpacks QEMU 11 and its libraries from the backports of Debian 13, beside the installed QEMU; called by guests/build.
+#
+#   OUT/bin/qemu-system-x86_64   wrapper: runs the real one with its own data, firmware, modules and libraries
+#   OUT/root/                    the packages' files
+#   OUT/recipe.txt               versions
+#
+# QEMU 11 needs a newer C library than an older release has. The wrapper puts its libraries in place of the system's in
+# a mount namespace of its own, which takes root. The other ways do not do: the packages' own dynamic linker as the
+# program would be what /proc/PID/exe names, and LD_LIBRARY_PATH cannot replace the dynamic linker.
+set -euo pipefail
+here=$(dirname -- "$(readlink -f -- "$0")")
+. "$here/../lib.sh"
+out=$1 tmp=$2
+packages=(qemu-system-x86 qemu-system-common qemu-system-data seabios)
+suite=trixie
+
+need mmdebstrap mmdebstrap
+need unshare util-linux
+mirror=$(debian_mirror)
+[ -n "$mirror" ] || fail "no Debian archive among this machine's apt sources (apt-get indextargets shows them)"
+private_apt "$tmp/apt" "$suite" "$suite-backports" || {
+    cat "$tmp/apt/update.log" >&2
+    say "this machine's package archive does not offer $suite-backports"
+    exit 3
+}
+version=$(APT_CONFIG=$tmp/apt/apt.conf apt-cache madison qemu-system-x86 |
+    awk -F' *\\| *' '$2 ~ /^1:11\./ { print $2; exit }')
+[ -n "$version" ] || { say "$suite-backports of this machine's package archive offers no QEMU 11"; exit 3; }
+
+say "qemu11: $version from $suite-backports"
+source="deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] $mirror"
+include=$(printf "%s/$suite-backports," "${packages[@]}")ipxe-qemu
+mmdebstrap --mode=root --variant=extract --aptopt='Apt::Install-Recommends "false"' --include="$include" \
+    "$suite" "$out/root" "$source $suite main" "$source $suite-backports main" > "$tmp/log" 2>&1 || {
+    cat "$tmp/log" >&2
+    fail "unpacking QEMU $version"
+}
+printf 'qemu-system-x86 %s\n' "$version" >> "$out/recipe.txt"
+
+mkdir "$out/bin"
+cat > "$out/bin/qemu-system-x86_64" <<'WRAPPER'
+#!/bin/sh
+# The shell is loaded before the libraries change, and becomes QEMU. Later mounts of the system stay visible.
+root=$(dirname -- "$(dirname -- "$(readlink -f -- "$0")")")/root
+exec unshare --mount --propagation slave /bin/sh -c '
+    root=$1
+    shift
+    libraries=/usr/lib/x86_64-linux-gnu
+    mount --bind "$root$libraries" $libraries || exit 1
+    QEMU_MODULE_DIR=$root$libraries/qemu
+    export QEMU_MODULE_DIR
+    exec "$root/usr/bin/qemu-system-x86_64" -L "$root/usr/share/qemu" -L "$root/usr/share/seabios" \
+        -L "$root/usr/lib/ipxe/qemu" "$@"' sh "$root" "$@"
+WRAPPER
+chmod 755 "$out/bin/qemu-system-x86_64"
+
+answer=$("$out/bin/qemu-system-x86_64" --version) || fail "the unpacked QEMU does not run"
+case $answer in
+    "QEMU emulator version 11."*) ;;
+    *) fail "the unpacked QEMU is not version 11: $answer" ;;
+esac
