@@ -9,8 +9,8 @@ use std::process::Command;
 
 fn main() {
     println!("cargo::rerun-if-changed=build.rs");
-    // QEMU 7.2 and QEMU 10.0.
-    for interface in ["1", "4"] {
+    // QEMU 7.2, 10.0 and 11.1.
+    for interface in ["1", "4", "7"] {
         compile(
             "plugins",
             "keyframe_plugin",

@@ -1,13 +1,16 @@
 #!/bin/bash
 # Unpacks QEMU 11 and its libraries from the backports of Debian 13, beside the installed QEMU; called by guests/build.
 #
-#   OUT/bin/qemu-system-x86_64   wrapper: runs the real one with its own data, firmware, modules and libraries
+#   OUT/bin/qemu-system-x86_64   wrapper: runs the real one with its own data, firmware and modules
 #   OUT/root/                    the packages' files
 #   OUT/recipe.txt               versions
 #
-# QEMU 11 needs a newer C library than an older release has. The wrapper puts its libraries in place of the system's in
-# a mount namespace of its own, which takes root. The other ways do not do: the packages' own dynamic linker as the
-# program would be what /proc/PID/exe names, and LD_LIBRARY_PATH cannot replace the dynamic linker.
+#   OUT/bin/with-libraries       runs a command with the libraries of QEMU 11 laid over the system's
+#
+# QEMU 11 needs a newer C library than an older release has. with-libraries lays its libraries over the system's in a
+# mount namespace of its own, which takes root; programs of both releases run there. The other ways do not do: with the
+# packages' own dynamic linker as the program /proc/PID/exe would name the linker, LD_LIBRARY_PATH cannot replace the
+# dynamic linker, and a namespace for QEMU alone keeps Keyframe from starting a second QEMU of the same binary.
 set -euo pipefail
 here=$(dirname -- "$(readlink -f -- "$0")")
 . "$here/../lib.sh"
@@ -41,21 +44,27 @@ printf 'qemu-system-x86 %s\n' "$version" >> "$out/recipe.txt"
 mkdir "$out/bin"
 cat > "$out/bin/qemu-system-x86_64" <<'WRAPPER'
 #!/bin/sh
-# The shell is loaded before the libraries change, and becomes QEMU. Later mounts of the system stay visible.
+root=$(dirname -- "$(dirname -- "$(readlink -f -- "$0")")")/root
+QEMU_MODULE_DIR=$root/usr/lib/x86_64-linux-gnu/qemu
+export QEMU_MODULE_DIR
+exec "$root/usr/bin/qemu-system-x86_64" -L "$root/usr/share/qemu" -L "$root/usr/share/seabios" -L "$root/usr/lib/ipxe/qemu" "$@"
+WRAPPER
+cat > "$out/bin/with-libraries" <<'WRAPPER'
+#!/bin/sh
+# with-libraries COMMAND...: the shell is loaded before the libraries change, and becomes the command.
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "$0")")")/root
 exec unshare --mount --propagation slave /bin/sh -c '
-    root=$1
-    shift
     libraries=/usr/lib/x86_64-linux-gnu
-    mount --bind "$root$libraries" $libraries || exit 1
-    QEMU_MODULE_DIR=$root$libraries/qemu
-    export QEMU_MODULE_DIR
-    exec "$root/usr/bin/qemu-system-x86_64" -L "$root/usr/share/qemu" -L "$root/usr/share/seabios" \
-        -L "$root/usr/lib/ipxe/qemu" "$@"' sh "$root" "$@"
+    mount -t overlay -o "ro,lowerdir=$1$libraries:$libraries" overlay $libraries || exit 1
+    shift
+    exec "$@"' sh "$root" "$@"
 WRAPPER
-chmod 755 "$out/bin/qemu-system-x86_64"
+chmod 755 "$out/bin/qemu-system-x86_64" "$out/bin/with-libraries"
 
-answer=$("$out/bin/qemu-system-x86_64" --version) || fail "the unpacked QEMU does not run"
+answer=$("$out/bin/with-libraries" "$out/bin/qemu-system-x86_64" --version) || {
+    say "this machine does not let the libraries of QEMU 11 be laid over its own (root, overlayfs)"
+    exit 3
+}
 case $answer in
     "QEMU emulator version 11."*) ;;
     *) fail "the unpacked QEMU is not version 11: $answer" ;;

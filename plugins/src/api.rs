@@ -4,24 +4,37 @@
 //! ```text
 //!   interface 1 (QEMU 7.2)    inline counters are plain memory          v1
 //!   interface 4 (QEMU 10.0)   inline counters are in scoreboards        v4
+//!   interface 7 (QEMU 11.1)   as 4, and callbacks get their data        v4, data_callbacks
 //!   none                      no QEMU: callbacks are never called       none
 //! ```
 //!
 //! The handles [`Block`] and [`Instruction`] are valid during the callback that received them, and
 //! borrow from it. Constants of the binary interface have QEMU's names.
 
-#[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
+#[cfg(keyframe_interface = "7")]
+mod data_callbacks;
+#[cfg(not(keyframe_interface = "7"))]
+mod id_callbacks;
+#[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4", keyframe_interface = "7")))]
 mod none;
 #[cfg(keyframe_interface = "1")]
 mod v1;
-#[cfg(keyframe_interface = "4")]
+#[cfg(any(keyframe_interface = "4", keyframe_interface = "7"))]
 mod v4;
 
-#[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
+#[cfg(keyframe_interface = "7")]
+pub use data_callbacks::register;
+#[cfg(not(keyframe_interface = "7"))]
+pub use id_callbacks::register;
+#[cfg(not(any(
+    keyframe_interface = "1",
+    keyframe_interface = "4",
+    keyframe_interface = "7"
+)))]
 use none as interface;
 #[cfg(keyframe_interface = "1")]
 use v1 as interface;
-#[cfg(keyframe_interface = "4")]
+#[cfg(any(keyframe_interface = "4", keyframe_interface = "7"))]
 use v4 as interface;
 
 pub use interface::{BoardCounters, Counter, SlotCounters};
@@ -38,9 +51,15 @@ pub type ExecutedCallback = extern "C" fn(vcpu: c_uint, data: *mut c_void);
 /// Called after a memory access.
 pub type MemoryCallback =
     extern "C" fn(vcpu: c_uint, info: MemoryInfo, vaddr: u64, data: *mut c_void);
-type TranslatedCallback = extern "C" fn(PluginId, *mut RawBlock);
-type AtExitCallback = extern "C" fn(PluginId, *mut c_void);
-type VcpuCallback = extern "C" fn(PluginId, c_uint);
+/// What a plugin does at the events of a VM. [`register`] has QEMU call it.
+pub trait Events {
+    /// Called on the thread of a vCPU at its start.
+    fn vcpu(vcpu: c_uint);
+    /// Called for each translated block, which is valid during the call.
+    fn translated(block: *mut RawBlock);
+    /// Called at QEMU's exit.
+    fn exit();
+}
 
 /// The longest instruction of x86, in bytes.
 pub const INSTRUCTION_BYTES_MAX: usize = 15;
@@ -80,11 +99,8 @@ pub enum Accesses {
     All,
 }
 
-#[cfg(any(keyframe_interface = "1", keyframe_interface = "4"))]
+#[cfg(any(keyframe_interface = "1", keyframe_interface = "4", keyframe_interface = "7"))]
 unsafe extern "C" {
-    fn qemu_plugin_register_vcpu_tb_trans_cb(id: PluginId, callback: TranslatedCallback);
-    fn qemu_plugin_register_atexit_cb(id: PluginId, callback: AtExitCallback, data: *mut c_void);
-    fn qemu_plugin_register_vcpu_init_cb(id: PluginId, callback: VcpuCallback);
     fn qemu_plugin_register_vcpu_tb_exec_cb(
         block: *mut RawBlock,
         callback: ExecutedCallback,
@@ -115,34 +131,18 @@ unsafe extern "C" {
     fn qemu_plugin_hwaddr_phys_addr(physical: *const RawPhysical) -> u64;
 }
 
-#[cfg(not(any(keyframe_interface = "1", keyframe_interface = "4")))]
+#[cfg(not(any(
+    keyframe_interface = "1",
+    keyframe_interface = "4",
+    keyframe_interface = "7"
+)))]
 use none::{
     qemu_plugin_get_hwaddr, qemu_plugin_hwaddr_is_io, qemu_plugin_hwaddr_phys_addr,
     qemu_plugin_insn_size, qemu_plugin_insn_vaddr, qemu_plugin_mem_is_store,
-    qemu_plugin_mem_size_shift, qemu_plugin_register_atexit_cb, qemu_plugin_register_vcpu_init_cb,
-    qemu_plugin_register_vcpu_insn_exec_cb, qemu_plugin_register_vcpu_mem_cb,
-    qemu_plugin_register_vcpu_tb_exec_cb, qemu_plugin_register_vcpu_tb_trans_cb,
+    qemu_plugin_mem_size_shift, qemu_plugin_register_vcpu_insn_exec_cb,
+    qemu_plugin_register_vcpu_mem_cb, qemu_plugin_register_vcpu_tb_exec_cb,
     qemu_plugin_tb_get_insn, qemu_plugin_tb_n_insns,
 };
-
-/// Registers `callback` for each translated block.
-pub fn on_translation(id: PluginId, callback: TranslatedCallback) {
-    // SAFETY: `id` is that of this plugin, and the callback is a function of this library, which
-    // stays loaded.
-    unsafe { qemu_plugin_register_vcpu_tb_trans_cb(id, callback) }
-}
-
-/// Registers `callback` for the start of a vCPU; it runs on the vCPU's thread.
-pub fn on_vcpu(id: PluginId, callback: VcpuCallback) {
-    // SAFETY: as for `on_translation`.
-    unsafe { qemu_plugin_register_vcpu_init_cb(id, callback) }
-}
-
-/// Registers `callback` for QEMU's exit.
-pub fn at_exit(id: PluginId, callback: AtExitCallback) {
-    // SAFETY: as for `on_translation`; no data is handed over.
-    unsafe { qemu_plugin_register_atexit_cb(id, callback, std::ptr::null_mut()) }
-}
 
 /// A block that is being translated.
 pub struct Block<'a>(*mut RawBlock, PhantomData<&'a ()>);

@@ -111,7 +111,10 @@ impl SharedMap {
     /// # Safety
     /// `at` is the start of a page of memory that the caller may write. Nothing unmaps or moves
     /// it, or relies on it to be private.
-    #[cfg_attr(not(keyframe_interface = "4"), expect(dead_code, reason = "of one interface"))]
+    #[cfg_attr(
+        not(any(keyframe_interface = "4", keyframe_interface = "7")),
+        expect(dead_code, reason = "of one interface")
+    )]
     pub unsafe fn put_page(&self, offset_bytes: usize, at: *mut u8) -> std::io::Result<()> {
         assert!(
             at.addr().is_multiple_of(4096) && offset_bytes + 4096 <= self.len_bytes,

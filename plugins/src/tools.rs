@@ -137,29 +137,34 @@ fn by_name(name: &str, setup: &mut Setup) -> Result<Installed, String> {
     })
 }
 
-extern "C" fn on_vcpu(_id: PluginId, vcpu: c_uint) {
-    if vcpu != 0 {
-        fail("a second vCPU was added; replays have one");
-    }
-    for tool in INSTALLED.get().into_iter().flatten() {
-        // SAFETY: its own data, from a callback.
-        unsafe { (tool.vcpu_is_there)(tool.data) };
-    }
-}
+/// The installed tools, at the events of the VM.
+struct InstalledTools;
 
-extern "C" fn on_translated(_id: PluginId, raw: *mut RawBlock) {
-    for tool in INSTALLED.get().into_iter().flatten() {
-        // SAFETY: the block that QEMU hands to this callback.
-        let block = unsafe { Block::new(raw) };
-        // SAFETY: its own data, from a callback.
-        unsafe { (tool.translate)(tool.data, &block) };
+impl api::Events for InstalledTools {
+    fn vcpu(vcpu: c_uint) {
+        if vcpu != 0 {
+            fail("a second vCPU was added; replays have one");
+        }
+        for tool in INSTALLED.get().into_iter().flatten() {
+            // SAFETY: its own data, from a callback.
+            unsafe { (tool.vcpu_is_there)(tool.data) };
+        }
     }
-}
 
-extern "C" fn on_exit(_id: PluginId, _data: *mut c_void) {
-    for tool in INSTALLED.get().into_iter().flatten() {
-        // SAFETY: its own data; the vCPU has stopped.
-        unsafe { (tool.exit)(tool.data) };
+    fn translated(raw: *mut RawBlock) {
+        for tool in INSTALLED.get().into_iter().flatten() {
+            // SAFETY: the block that QEMU hands to this callback.
+            let block = unsafe { Block::new(raw) };
+            // SAFETY: its own data, from a callback.
+            unsafe { (tool.translate)(tool.data, &block) };
+        }
+    }
+
+    fn exit() {
+        for tool in INSTALLED.get().into_iter().flatten() {
+            // SAFETY: its own data; the vCPU has stopped.
+            unsafe { (tool.exit)(tool.data) };
+        }
     }
 }
 
@@ -167,7 +172,10 @@ extern "C" fn on_exit(_id: PluginId, _data: *mut c_void) {
 ///
 /// # Safety
 /// QEMU calls it, with a valid `info` and `count` strings.
-#[cfg_attr(any(keyframe_interface = "1", keyframe_interface = "4"), unsafe(no_mangle))]
+#[cfg_attr(
+    any(keyframe_interface = "1", keyframe_interface = "4", keyframe_interface = "7"),
+    unsafe(no_mangle)
+)]
 pub unsafe extern "C" fn qemu_plugin_install(
     id: PluginId,
     info: *const Info,
@@ -186,8 +194,6 @@ pub unsafe extern "C" fn qemu_plugin_install(
         eprintln!("keyframe plugin: {problem}");
         return 1;
     }
-    api::on_vcpu(id, on_vcpu);
-    api::on_translation(id, on_translated);
-    api::at_exit(id, on_exit);
+    api::register::<InstalledTools>(id);
     0
 }

@@ -55,8 +55,8 @@ pub use http::Http;
 pub use huge::HugePages;
 pub use journal::{JournalImage, journal_counter};
 pub use keyframe_testing::{
-    NO_QEMU_10, PATIENCE, Qemu, Scope, chosen_qemus, distribution_qemu, has_program, qemu_10,
-    qemus, record_skip, seed, skip, small_guest, variants, wait_until,
+    NO_QEMU_10, NO_QEMU_11, PATIENCE, Qemu, Scope, chosen_qemus, distribution_qemu, has_program,
+    qemu_10, qemu_11, qemus, record_skip, seed, skip, small_guest, variants, wait_until,
 };
 pub use kvm::missing_kvm;
 pub use machine_line::{Choices, MachineLine};

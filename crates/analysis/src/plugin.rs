@@ -9,8 +9,10 @@ use std::path::{Path, PathBuf};
 pub enum PluginInterface {
     /// Version 1: QEMU 6.0 to 8.1; tested with 7.2.
     V1,
-    /// Version 4: QEMU 9.1 and later; tested with 10.0.
+    /// Version 4: QEMU 9.1 to 10.2; tested with 10.0.
     V4,
+    /// Version 7: QEMU 11; tested with 11.1.
+    V7,
 }
 
 impl PluginInterface {
@@ -19,7 +21,8 @@ impl PluginInterface {
     pub fn of_qemu(major: u32, minor: u32) -> Option<Self> {
         match (major, minor) {
             (6..=7, _) | (8, 0..=1) => Some(Self::V1),
-            (9, 1..) | (10.., _) => Some(Self::V4),
+            (9, 1..) | (10, _) => Some(Self::V4),
+            (11.., _) => Some(Self::V7),
             _ => None,
         }
     }
@@ -29,6 +32,7 @@ impl PluginInterface {
         match self {
             Self::V1 => 1,
             Self::V4 => 4,
+            Self::V7 => 7,
         }
     }
 }
@@ -47,6 +51,7 @@ pub fn install(dir: &Path, interface: PluginInterface) -> Result<PathBuf> {
     let bytes = match interface {
         PluginInterface::V1 => keyframe_embedded_plugins::PLUGIN_1,
         PluginInterface::V4 => keyframe_embedded_plugins::PLUGIN_4,
+        PluginInterface::V7 => keyframe_embedded_plugins::PLUGIN_7,
     };
     let path = dir.join(format!("keyframe-plugin-{}.so", interface.number()));
     let unfinished = dir.join(format!(

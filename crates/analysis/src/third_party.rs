@@ -42,9 +42,11 @@ const KEYS_MAX: usize = 1 << 24;
 #[serde(deny_unknown_fields)]
 struct PluginFiles {
     #[serde(rename = "interface-1")]
-    interface_1: Option<PathBuf>,
+    v1: Option<PathBuf>,
     #[serde(rename = "interface-4")]
-    interface_4: Option<PathBuf>,
+    v4: Option<PathBuf>,
+    #[serde(rename = "interface-7")]
+    v7: Option<PathBuf>,
 }
 
 /// How parts are merged.
@@ -145,8 +147,9 @@ impl ThirdPartyTool {
 
     fn plugin(&self, interface: PluginInterface) -> Result<PathBuf> {
         let plugin = match interface {
-            PluginInterface::V1 => &self.manifest.plugin.interface_1,
-            PluginInterface::V4 => &self.manifest.plugin.interface_4,
+            PluginInterface::V1 => &self.manifest.plugin.v1,
+            PluginInterface::V4 => &self.manifest.plugin.v4,
+            PluginInterface::V7 => &self.manifest.plugin.v7,
         };
         let plugin = plugin.as_ref().ok_or_else(|| Error::Plugin {
             operation: "choosing its file",

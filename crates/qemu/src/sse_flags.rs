@@ -217,7 +217,12 @@ impl CpuLayout {
             *register = word(k)?;
         }
         let flags = self.flags(&bytes)?;
-        Some(CpuMemory { general, rip: word(16)?, mxcsr: self.mxcsr(&bytes)?, flags })
+        Some(CpuMemory {
+            general,
+            rip: layout::u64_at(&bytes, self.rip)?,
+            mxcsr: self.mxcsr(&bytes)?,
+            flags,
+        })
     }
 }
 

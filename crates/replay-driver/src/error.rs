@@ -5,6 +5,7 @@ mod analysis;
 mod qemu;
 
 pub use analysis::AnalysisError;
+use keyframe_replay::log::LogVersion;
 pub use qemu::ReplayError;
 
 use std::io;
@@ -98,6 +99,14 @@ pub enum Error {
     /// A recording was cut before an interval of it was complete.
     #[error("the recording was cut before its second checkpoint: no interval is left to replay")]
     NoInterval,
+    /// QEMU writes logs of a version that Keyframe does not read.
+    #[error("{} writes record/replay logs of version {found}, which Keyframe does not know", qemu.display())]
+    UnknownLog {
+        /// The QEMU binary.
+        qemu: PathBuf,
+        /// The version.
+        found: LogVersion,
+    },
     /// The recording is shorter than what was asked for.
     #[error("the recording has no instruction {icount}")]
     NoInstruction {
@@ -151,6 +160,7 @@ impl Error {
                  keyframe segment"
             }
             Self::NoInterval => "record it again with --checkpoint-every",
+            Self::UnknownLog { .. } => "record with QEMU 7.2, 10.0 or 11.1",
             Self::NoInstruction { last_stop, .. } => {
                 return Some(format!("a replay can stand before any up to {last_stop}"));
             }

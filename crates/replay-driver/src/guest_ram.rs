@@ -72,7 +72,7 @@ pub fn guest_ram(
     let numbers = match interface {
         PluginInterface::V1 => numbers.ok_or(AnalysisError::RamBackendOrder)?,
         // Only files and ranges have to agree.
-        PluginInterface::V4 => numbers.unwrap_or_else(|| apart(&made)),
+        PluginInterface::V4 | PluginInterface::V7 => numbers.unwrap_or_else(|| apart(&made)),
     };
     let number_of = |block: usize| {
         let found = made.iter().zip(&numbers).find(|(backend, _)| backend.block == block);

@@ -66,7 +66,7 @@ pub use paused_replay::{PauseOptions, PausedReplay, ReplayRoute};
 pub use replay::{Replay, ReplayOptions, StartTimes};
 pub use replay_stepper::{ReplayStepper, StopReason};
 pub use replayable_recording::{
-    ReplayableRecording, adopt_first_checkpoint, checkpoints_in, copy_checkpoints,
+    ReplayableRecording, adopt_first_checkpoint, checkpoints_in, copy_checkpoints, log_version_of,
     sealed_checkpoints_in,
 };
 pub use unrecorded_run::{SimulatedVm, UnrecordedRun};

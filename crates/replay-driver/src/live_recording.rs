@@ -125,8 +125,8 @@ impl LiveRecording {
     fn look<T>(&self, look: impl FnOnce(&GrowingLog) -> T) -> Result<Option<T>> {
         let mut growing = self.growing.lock().ignore_poison();
         if growing.is_none() {
-            let (log, times) = (self.recording.log_path(), self.recording.times_path());
-            *growing = GrowingLog::open(&log, &times, CutSpacing::Instructions(u64::MAX))?;
+            let spacing = CutSpacing::Instructions(u64::MAX);
+            *growing = GrowingLog::of(&self.recording, spacing)?;
         }
         let Some(growing) = growing.as_mut() else { return Ok(None) };
         growing.refresh()?;

@@ -16,8 +16,8 @@
 
 use crate::cut_points::{ClockReading, CutFinder, CutSpacing};
 use crate::icount_warp::WarpCorrector;
-use crate::log::{self, HEADER_BYTES, LogEvent, LogIndex, LogReader, WARP_CLOCK};
-use crate::{Error, LogTimes, Result};
+use crate::log::{self, HEADER_BYTES, LogEvent, LogIndex, LogReader, LogVersion, WARP_CLOCK};
+use crate::{Error, LogTimes, Recording, Result};
 use std::fs::File;
 use std::io::{ErrorKind, Read, Seek, SeekFrom, Take};
 use std::ops::Range;
@@ -51,12 +51,24 @@ pub struct GrowingLog {
 }
 
 impl GrowingLog {
-    /// Opens the log at `path` and writes the header that a replay requires. Returns `None` while
-    /// QEMU has not written any event. `times` is the path of the log's times, which only
-    /// [`CutSpacing::Time`] needs.
+    /// Opens the log of `recording` and writes the header that a replay requires. Returns `None`
+    /// while QEMU has not written any event.
     ///
-    /// Errors: [`Error::Io`]; [`Error::Damaged`] for a file that is not a log.
-    pub fn open(path: &Path, times: &Path, spacing: CutSpacing) -> Result<Option<Self>> {
+    /// Errors: [`Error::Io`]; [`Error::Damaged`] for a file that is not a log of the recording's
+    /// version.
+    pub fn of(recording: &Recording, spacing: CutSpacing) -> Result<Option<Self>> {
+        let (log, times) = (recording.log_path(), recording.times_path());
+        Self::open(&log, recording.meta.log_version, &times, spacing)
+    }
+
+    /// As [`GrowingLog::of`], for the log at `path`. `times` is the path of the log's times, which
+    /// only [`CutSpacing::Time`] needs.
+    fn open(
+        path: &Path,
+        version: LogVersion,
+        times: &Path,
+        spacing: CutSpacing,
+    ) -> Result<Option<Self>> {
         let file = match File::options().read(true).write(true).open(path) {
             Ok(file) => file,
             Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
@@ -66,7 +78,7 @@ impl GrowingLog {
         if metadata.len() <= HEADER_BYTES {
             return Ok(None);
         }
-        log::write_missing_header(&file, path)?;
+        log::write_missing_header(&file, path, version)?;
         let cut_finder = CutFinder::new(spacing);
         let times = cut_finder.is_by_time().then(|| LogTimes::open(times)).transpose()?;
         Ok(Some(Self {
@@ -195,6 +207,8 @@ fn read_range<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const VERSION: LogVersion = LogVersion::QEMU_11;
     use crate::cut_points::find_cut_points;
     use crate::log::tests::bytes;
     use proptest::prelude::*;
@@ -215,14 +229,16 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let spacing = CutSpacing::Instructions(10);
         let times = Path::new("/nowhere/times");
-        assert!(GrowingLog::open(Path::new("/nowhere/log"), times, spacing).unwrap().is_none());
-        assert!(GrowingLog::open(file.path(), times, spacing).unwrap().is_none());
+        assert!(
+            GrowingLog::open(Path::new("/nowhere/log"), VERSION, times, spacing).unwrap().is_none()
+        );
+        assert!(GrowingLog::open(file.path(), VERSION, times, spacing).unwrap().is_none());
         let mut log = events(&[(5, None), (100, None)]);
         log[..4].fill(0);
         std::fs::write(file.path(), &log).unwrap();
-        let mut growing = GrowingLog::open(file.path(), times, spacing).unwrap().unwrap();
+        let mut growing = GrowingLog::open(file.path(), VERSION, times, spacing).unwrap().unwrap();
         growing.block_bytes = 1;
-        assert_eq!(std::fs::read(file.path()).unwrap()[..4], log::HEADER);
+        assert_eq!(std::fs::read(file.path()).unwrap()[..4], VERSION.0.to_be_bytes());
         assert!(growing.refresh().unwrap() && !growing.refresh().unwrap());
         assert_eq!(
             (growing.icount(), growing.last_stop(), growing.next_cut()),
@@ -265,7 +281,7 @@ mod tests {
             let mut file = tempfile::NamedTempFile::new().unwrap();
             let mut times = File::create(&times_path).unwrap();
             file.write_all(head).unwrap();
-            let mut growing = GrowingLog::open(file.path(), &times_path, spacing).unwrap().unwrap();
+            let mut growing = GrowingLog::open(file.path(), VERSION, &times_path, spacing).unwrap().unwrap();
             growing.block_bytes = 1;
             let mut found = Vec::new();
             for number in 0..=pieces.len() {
@@ -304,7 +320,7 @@ mod tests {
             let mut qemu = File::options().append(true).open(file.path()).unwrap();
             qemu.write_all(head).unwrap();
             let (times, spacing) = (Path::new("/nowhere/times"), CutSpacing::Instructions(50));
-            let opened = GrowingLog::open(file.path(), times, spacing).unwrap();
+            let opened = GrowingLog::open(file.path(), VERSION, times, spacing).unwrap();
             let Some(mut growing) = opened else { return Ok(()) };
             growing.block_bytes = block_bytes;
             for piece in rest.chunks(piece_bytes).map(Some).chain([None]) {

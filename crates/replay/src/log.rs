@@ -1,7 +1,9 @@
-//! QEMU's record/replay log, as QEMU 7.2 and 10.0 write it.
+//! QEMU's record/replay log, as QEMU 7.2, 10.0 and 11.1 write it.
 //!
 //! ```text
-//!   header   12 bytes: e0200c (big-endian, 4) | 8 unused; all zero until QEMU ends in good order
+//!   header   12 bytes: version (big-endian, 4) | 8 unused; all zero until QEMU ends in good order
+//!              e0200c   QEMU 7.2, 10.0
+//!              e0200e   QEMU 11.1
 //!   events   kind (1) | payload
 //!     0        instructions: count (4, big-endian)
 //!     1, 2     interrupt, exception
@@ -29,13 +31,55 @@ pub use reader::{LogEvent, LogReader, PositionedEvent};
 
 use crate::{Error, Result};
 use index::ShutdownRequest;
+use serde::{Deserialize, Serialize};
+use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// The first four bytes of a complete log.
-pub const HEADER: [u8; 4] = [0x00, 0xe0, 0x20, 0x0c];
+/// The version of a log: the first four bytes of a complete log, as a big-endian number.
+///
+/// Each QEMU writes one version, and replays no other. A log that is still written has none yet, so
+/// the version is asked of the QEMU that writes it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct LogVersion(pub u32);
+
+impl LogVersion {
+    /// The version of QEMU 7.2 and 10.0.
+    pub const QEMU_10: Self = Self(0x00e0_200c);
+    /// The version of QEMU 11.1.
+    pub const QEMU_11: Self = Self(0x00e0_200e);
+
+    /// Returns true if this crate reads logs of this version.
+    pub fn is_known(self) -> bool {
+        [Self::QEMU_10, Self::QEMU_11].contains(&self)
+    }
+
+    /// Reads the version in the header of the log at `path`; `None` for a log without a header.
+    ///
+    /// Error: [`Error::Io`], also for a file that is shorter than the version.
+    pub fn of_log(path: &Path) -> Result<Option<Self>> {
+        let mut header = [0; 4];
+        let file = File::open(path).map_err(Error::io("open", path))?;
+        file.read_exact_at(&mut header, 0).map_err(Error::io("read the header of", path))?;
+        Ok(Some(Self(u32::from_be_bytes(header))).filter(|version| version.0 != 0))
+    }
+}
+
+impl Default for LogVersion {
+    fn default() -> Self {
+        Self::QEMU_10
+    }
+}
+
+impl fmt::Display for LogVersion {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:#x}", self.0)
+    }
+}
+
 /// The number of bytes of a log before its first event.
 pub const HEADER_BYTES: u64 = 12;
 
@@ -78,14 +122,14 @@ pub fn open(path: &Path) -> Result<LogReader<File>> {
 }
 
 /// Makes the log of a killed QEMU readable: writes the missing header and cuts an incomplete last
-/// event off. Returns true if the header was missing.
+/// event off. Returns true if the header was missing. `version` is that of the QEMU.
 ///
-/// Errors: [`Error::Io`]; [`Error::Damaged`] for a file that is not a log.
-pub fn repair(path: &Path) -> Result<bool> {
+/// Errors: [`Error::Io`]; [`Error::Damaged`] for a file that is not a log of this version.
+pub fn repair(path: &Path, version: LogVersion) -> Result<bool> {
     let summary = summarize(path)?;
     let file =
         File::options().read(true).write(true).open(path).map_err(Error::io("open", path))?;
-    let was_missing = write_missing_header(&file, path)?;
+    let was_missing = write_missing_header(&file, path, version)?;
     let len = file.metadata().map_err(Error::io("look at", path))?.len();
     if len > summary.bytes && !summary.is_complete {
         file.set_len(summary.bytes).map_err(Error::io("truncate", path))?;
@@ -97,16 +141,19 @@ pub fn repair(path: &Path) -> Result<bool> {
 /// refuses to replay a log without it. Returns whether the header was missing.
 ///
 /// Errors: [`Error::Io`]; [`Error::Damaged`] if the file has another header.
-pub(crate) fn write_missing_header(file: &File, path: &Path) -> Result<bool> {
+pub(crate) fn write_missing_header(file: &File, path: &Path, version: LogVersion) -> Result<bool> {
     let mut header = [0; 4];
     file.read_exact_at(&mut header, 0).map_err(Error::io("read the header of", path))?;
-    if header == HEADER {
+    let found = LogVersion(u32::from_be_bytes(header));
+    if found == version {
         return Ok(false);
     }
-    if header != [0; 4] {
-        let problem = "this is not the log of a QEMU that Keyframe knows".into();
+    if found.0 != 0 {
+        let problem =
+            format!("its version is {found}, and its QEMU writes logs of version {version}");
         return Err(Error::Damaged { path: path.into(), offset: 0, problem });
     }
-    file.write_all_at(&HEADER, 0).map_err(Error::io("write the header of", path))?;
+    file.write_all_at(&version.0.to_be_bytes(), 0)
+        .map_err(Error::io("write the header of", path))?;
     Ok(true)
 }

@@ -199,7 +199,7 @@ impl Recording {
     /// Errors: [`Error::Io`]; [`Error::Damaged`].
     pub fn end(&mut self, duration_ns: u64, qemu_failed: bool) -> Result<LogSummary> {
         let log = self.log_path();
-        let was_cut = log::repair(&log)?;
+        let was_cut = log::repair(&log, self.meta.log_version)?;
         let mut summary = log::summarize(&log)?;
         self.meta.ending = if was_cut || !summary.is_complete {
             RecordingEnding::Cut

@@ -98,7 +98,7 @@ fn runs_on(program: &Program<'_>) -> Result<String, String> {
 fn compared(program: &Program<'_>, monitor: &str, pid: u64) -> Result<String, String> {
     let pid = pid.to_string();
     let words = ["attach", "--store", "R", "--name", "again", "--interval", "none"];
-    let words = [&words[..], &["--count", "1", "--qmp", monitor, &pid]].concat();
+    let words = [&words[..], &["--qmp", monitor, &pid]].concat();
     let mut attach = program.start("attach", &words)?;
     attach.wait_until("the engine was there", |_| {
         Ok(program.ok(&["take", "--name", "again"]).ok())

@@ -16,7 +16,9 @@ mod waiting;
 
 pub use golden::{assert_golden, error_text};
 pub use guest::{build_guest, has_program, small_guest};
-pub use qemu::{NO_QEMU_10, Qemu, chosen_qemus, distribution_qemu, qemu_10, qemus};
+pub use qemu::{
+    NO_QEMU_10, NO_QEMU_11, Qemu, chosen_qemus, distribution_qemu, qemu_10, qemu_11, qemus,
+};
 pub use seed::{seed, tests_every_variant, variants};
 pub use skip::{Scope, record_skip};
 pub use waiting::{PATIENCE, pause_after, wait_until};

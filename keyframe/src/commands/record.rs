@@ -259,6 +259,7 @@ impl Record {
             qemu_path: identity.path.to_string_lossy().into_owned(),
             qemu_version: identity.version,
             qemu_blake3: identity.blake3,
+            log_version: keyframe_replay_driver::log_version_of(&identity.path)?,
             working_directory: directory.to_string_lossy().into_owned(),
             user_command: invocation.words().to_vec(),
             images: Vec::new(),

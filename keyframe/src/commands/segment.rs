@@ -170,9 +170,8 @@ impl Segment {
         }
         copy_checkpoints(&own, &[beginning], &store)?;
         let every = self.every()?;
-        let (log, times) = (recording.log_path(), recording.times_path());
         let growing =
-            wait.until("its log", || GrowingLog::open(&log, &times, every).map_err(failed))?;
+            wait.until("its log", || GrowingLog::of(&recording, every).map_err(failed))?;
         let source = ReplayableRecording::growing(&recording, store);
         let options = SessionOptions { name: Some(follower_of(&recording)), ..self.options() };
         let mut cut_source = GrowingLogCuts::new(growing, recording.clone());

@@ -8,9 +8,10 @@
     reason = "the signatures of the interface"
 )]
 
+use super::id_callbacks::{AtExitCallback, TranslatedCallback, VcpuCallback};
 use super::{
-    AtExitCallback, ExecutedCallback, Instruction, MemoryCallback, MemoryInfo, PluginId, RawBlock,
-    RawInstruction, RawPhysical, TranslatedCallback, VcpuCallback,
+    ExecutedCallback, Instruction, MemoryCallback, MemoryInfo, PluginId, RawBlock, RawInstruction,
+    RawPhysical,
 };
 use crate::board::Board;
 use std::ffi::{c_int, c_uint, c_void};

@@ -1,4 +1,4 @@
-//! Plugin interface 4, QEMU 10.0: inline counters are in scoreboards, QEMU's arrays with an entry
+//! Plugin interfaces 4 (QEMU 10.0) and 7 (QEMU 11.1): inline counters are in scoreboards, QEMU's arrays with an entry
 //! for each vCPU.
 //!
 //! Another process must read the board's counters while the VM is stopped. The scoreboard's entry
@@ -19,7 +19,7 @@ use std::ffi::{c_int, c_uint, c_void};
 /// The symbol by which QEMU checks the plugin's interface.
 #[unsafe(no_mangle)]
 #[used]
-pub static qemu_plugin_version: c_int = 4;
+pub static qemu_plugin_version: c_int = if cfg!(keyframe_interface = "7") { 7 } else { 4 };
 
 const INLINE_ADD_U64: c_int = 0;
 const ENTRY_BYTES: usize = 16384;

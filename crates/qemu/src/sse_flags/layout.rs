@@ -1,7 +1,7 @@
 //! Where a QEMU binary keeps the registers and the SSE flags of a virtual CPU in its memory.
 //!
 //! ```text
-//!   offset 0: 16 general registers, rip │ ... │ flags (u16) ... MXCSR (u32) │ ... │ vendor ... model
+//!   offset 0: 16 general registers, (16 more) rip │ ... │ flags (u16) ... MXCSR (u32) │ ... │ vendor ... model
 //! ```
 //!
 //! The distances depend on QEMU's version and compiler. [`CpuLayout::of_trials`] derives them from
@@ -23,8 +23,9 @@ const VERSION: u32 = 1;
 const FILE_BYTES_MAX: u64 = 4096;
 /// Upper bound of the distances in bytes.
 pub(super) const DISTANCE_MAX: usize = 64 << 10;
-/// Bytes of the general registers and the instruction pointer.
-const REGISTERS_BYTES: usize = 17 * 8;
+/// The words after the first register between which the instruction pointer lies: after the 16
+/// general registers, or after the 32 of newer processors.
+const RIP_WORDS: std::ops::RangeInclusive<usize> = 16..=48;
 /// The exception flags in MXCSR.
 const MXCSR_FLAGS: u32 = 0x3f;
 
@@ -32,6 +33,8 @@ const MXCSR_FLAGS: u32 = 0x3f;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CpuLayout {
     version: u32,
+    /// Distance of the instruction pointer.
+    pub rip: usize,
     /// Distance of MXCSR.
     mxcsr: usize,
     /// Distance of the flags, 16 bits.
@@ -50,6 +53,8 @@ pub(super) struct Trial {
     pub memory: Vec<u8>,
     /// MXCSR with all flags, as QEMU's monitor shows it, which then is also in memory.
     pub mxcsr: u32,
+    /// The instruction pointer.
+    pub rip: u64,
 }
 
 impl CpuLayout {
@@ -63,9 +68,12 @@ impl CpuLayout {
         }))?;
         let found = (0..len).step_by(2).filter(|at| !(mxcsr..mxcsr + 4).contains(at));
         let (flags, meaning) = only(found.filter_map(|at| Some((at, meaning_of(trials, at)?))))?;
+        let rip = RIP_WORDS
+            .map(|word| word * 8)
+            .find(|at| trials.iter().all(|trial| u64_at(&trial.memory, *at) == Some(trial.rip)))?;
         let vendor = only(memmem::find_iter(first, &names.vendor))?;
         let model = only(memmem::find_iter(first, &names.model))?;
-        Some(Self { version: VERSION, mxcsr, flags, meaning, vendor, model })
+        Some(Self { version: VERSION, rip, mxcsr, flags, meaning, vendor, model })
     }
 
     /// Returns the layout of the binary with the BLAKE3 hash `binary`, if the cache has it.
@@ -74,7 +82,7 @@ impl CpuLayout {
         let bytes = std::fs::metadata(&path).ok()?.len();
         let text = (bytes <= FILE_BYTES_MAX).then(|| std::fs::read(&path).ok()).flatten()?;
         let layout: Self = serde_json::from_slice(&text).ok()?;
-        let distances = [layout.mxcsr, layout.flags, layout.vendor, layout.model];
+        let distances = [layout.rip, layout.mxcsr, layout.flags, layout.vendor, layout.model];
         let is_known = layout.version == VERSION && distances.iter().all(|d| *d < DISTANCE_MAX);
         is_known.then_some(layout)
     }
@@ -97,7 +105,7 @@ impl CpuLayout {
     /// Returns the number of bytes from the first register to the last that [`CpuLayout::flags`]
     /// needs.
     pub fn len_bytes(&self) -> usize {
-        REGISTERS_BYTES.max(self.mxcsr + 4).max(self.flags + 2)
+        (self.rip + 8).max(self.mxcsr + 4).max(self.flags + 2)
     }
 
     /// Returns MXCSR from `memory`, that of a CPU from its first register on. Flags may be missing

@@ -5,6 +5,8 @@ use super::*;
 
 const MXCSR_AT: usize = 0x344;
 const FLAGS_AT: usize = 0x336;
+const RIP: u64 = 0x1234;
+const RIP_AT: usize = 32 * 8;
 
 /// The trials as QEMU 7.2 has shown them: the flags, and MXCSR with all of them.
 const SEEN: [(u16, u32); 9] = [
@@ -25,6 +27,7 @@ fn names() -> CpuNames {
 
 fn memory(flags: u16, mxcsr: u32) -> Vec<u8> {
     let mut memory = vec![0; 0x4000];
+    memory[RIP_AT..RIP_AT + 8].copy_from_slice(&RIP.to_le_bytes());
     memory[FLAGS_AT..FLAGS_AT + 2].copy_from_slice(&flags.to_le_bytes());
     memory[MXCSR_AT..MXCSR_AT + 4].copy_from_slice(&mxcsr.to_le_bytes());
     memory[0x346c..0x3478].copy_from_slice(&names().vendor);
@@ -34,14 +37,14 @@ fn memory(flags: u16, mxcsr: u32) -> Vec<u8> {
 
 fn trials(memory: impl Fn(u16, u32) -> Vec<u8>) -> Vec<Trial> {
     SEEN.iter()
-        .map(|(flags, mxcsr)| Trial { memory: memory(*flags, *mxcsr), mxcsr: *mxcsr })
+        .map(|(flags, mxcsr)| Trial { memory: memory(*flags, *mxcsr), mxcsr: *mxcsr, rip: RIP })
         .collect()
 }
 
 #[test]
 fn the_layout_follows_from_the_trials() {
     let layout = CpuLayout::of_trials(&trials(memory), &names()).unwrap();
-    assert_eq!((layout.vendor, layout.model), (0x346c, 0x36c0));
+    assert_eq!((layout.rip, layout.vendor, layout.model), (RIP_AT, 0x346c, 0x36c0));
     for (flags, mxcsr) in [(0x401, 0x01), (0x12, 0x24), (0x5f, 0x3d), (0x20, 0), (0x8000, 0)] {
         let memory = memory(flags, 0x1f80);
         assert_eq!((layout.flags(&memory), layout.mxcsr(&memory)), (Some(mxcsr), Some(0x1f80)));

@@ -128,18 +128,19 @@ fn try_divisions(mut qmp: Qmp, child: &Child) -> Result<(Vec<Trial>, CpuNames)> 
         } else {
             qmp.execute("system_reset", None)?;
         }
-        let mxcsr = await_division(&mut qmp, number, deadline)?;
+        let (mxcsr, rip) = await_division(&mut qmp, number, deadline)?;
         let at = match registers {
             Some(at) => at,
             None => *registers.insert(find_registers(&process, number)?),
         };
-        trials.push(Trial { memory: memory_at(&process, at), mxcsr });
+        trials.push(Trial { memory: memory_at(&process, at), mxcsr, rip });
     }
     Ok((trials, names))
 }
 
-/// Waits until the guest has done the division `number`. Returns MXCSR with all flags.
-fn await_division(qmp: &mut Qmp, number: usize, deadline: Instant) -> Result<u32> {
+/// Waits until the guest has done the division `number`. Returns MXCSR with all flags, and the
+/// instruction pointer.
+fn await_division(qmp: &mut Qmp, number: usize, deadline: Instant) -> Result<(u32, u64)> {
     loop {
         let text = qmp.hmp("info registers")?;
         let field = |name: &str| {
@@ -150,8 +151,9 @@ fn await_division(qmp: &mut Qmp, number: usize, deadline: Instant) -> Result<u32
             && field("ECX=") == Some(&*format!("{number:08x}"))
             && field("HLT=") == Some("1");
         if is_done {
-            return field("MXCSR=")
-                .and_then(|hex| u32::from_str_radix(hex, 16).ok())
+            let hex = |name| u64::from_str_radix(field(name)?, 16).ok();
+            return hex("MXCSR=")
+                .and_then(|mxcsr| Some((u32::try_from(mxcsr).ok()?, hex("EIP=")?)))
                 .ok_or_else(|| qmp.unexpected("info registers", &Value::Null));
         }
         if Instant::now() > deadline {

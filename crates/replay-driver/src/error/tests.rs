@@ -18,6 +18,7 @@ fn of_recordings() -> Vec<Error> {
         Error::InInterval { index: 3, source: Box::new(Error::NoInterval) },
         Error::Interrupted,
         Error::StillRecording("R".into()),
+        Error::UnknownLog { qemu: "/q".into(), found: LogVersion(0x00e0_200f) },
         Error::NoStoreYet("R".into()),
         Error::NoCheckpoint { store: "S".into(), recording: "5f1c".into() },
         Error::NoInterval,

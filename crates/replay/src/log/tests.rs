@@ -3,7 +3,7 @@ use proptest::prelude::*;
 
 /// A log with a header and these events.
 pub fn bytes(events: &[&[u8]]) -> Vec<u8> {
-    let mut all = HEADER.to_vec();
+    let mut all = LogVersion::QEMU_10.0.to_be_bytes().to_vec();
     all.extend([0; 8]);
     all.extend(events.concat());
     all
@@ -125,12 +125,15 @@ fn a_log_without_its_end_is_repaired() {
     let mut log = bytes(&[&instructions(5), &[0, 1]]);
     log[..4].fill(0);
     std::fs::write(file.path(), &log).unwrap();
-    assert!(repair(file.path()).unwrap());
+    assert!(repair(file.path(), LogVersion::QEMU_11).unwrap());
     let mended = std::fs::read(file.path()).unwrap();
-    assert_eq!((&mended[..4], mended.len()), (&HEADER[..], 17));
-    assert!(!repair(file.path()).unwrap(), "the second repair changes nothing");
+    assert_eq!((&mended[..4], mended.len()), (&LogVersion::QEMU_11.0.to_be_bytes()[..], 17));
+    assert!(
+        !repair(file.path(), LogVersion::QEMU_11).unwrap(),
+        "the second repair changes nothing"
+    );
     std::fs::write(file.path(), b"something else").unwrap();
-    assert!(repair(file.path()).is_err());
+    assert!(repair(file.path(), LogVersion::QEMU_11).is_err());
 }
 
 proptest! {

@@ -1,5 +1,6 @@
 //! The contents of `recording.json`.
 
+use crate::log::LogVersion;
 use crate::{Error, Result};
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
@@ -52,6 +53,9 @@ pub struct RecordingMeta {
     pub qemu_version: String,
     /// The BLAKE3 hash of the QEMU binary, in hexadecimal digits.
     pub qemu_blake3: String,
+    /// The version of the log that this QEMU writes.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub log_version: LogVersion,
     /// The directory in which QEMU was started.
     pub working_directory: String,
     /// The command line as the user gave it, the binary first.
@@ -62,6 +66,11 @@ pub struct RecordingMeta {
     pub media: Vec<ImageMeta>,
     /// The path of the store with the checkpoints, or [`OWN_STORE`].
     pub store: String,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_default(version: &LogVersion) -> bool {
+    *version == LogVersion::default()
 }
 
 /// The keys that tell the format.

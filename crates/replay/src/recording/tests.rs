@@ -1,5 +1,6 @@
 use super::*;
 use crate::icount_warp;
+use crate::log::LogVersion;
 use crate::log::tests::bytes;
 use jiff::Timestamp;
 
@@ -17,6 +18,7 @@ fn meta() -> RecordingMeta {
         qemu_path: "/q".into(),
         qemu_version: "7.2.22".into(),
         qemu_blake3: String::new(),
+        log_version: LogVersion::default(),
         working_directory: "/".into(),
         user_command: vec!["q".into()],
         images: Vec::new(),
@@ -78,7 +80,10 @@ fn a_recording_of_a_failed_qemu_ends_one_instruction_earlier_than_that_of_a_kill
         recording.end(7, true).unwrap();
         (recording.meta.ending, recording.meta.instructions)
     };
-    assert_eq!(instructions(&log::HEADER, &[39]), (RecordingEnding::Complete, 8));
+    assert_eq!(
+        instructions(&LogVersion::QEMU_10.0.to_be_bytes(), &[39]),
+        (RecordingEnding::Complete, 8)
+    );
     assert_eq!(instructions(&[0; 4], &[0, 0]), (RecordingEnding::Cut, 9));
 }
 
