@@ -35,7 +35,8 @@ pub mod jobs;
 pub mod live_recording;
 pub mod measurements;
 pub mod paused_replay;
-pub mod replay;
+pub mod qemu_support;
+mod replay;
 pub mod replay_stepper;
 pub mod replayable_recording;
 pub mod segment;
@@ -63,6 +64,7 @@ pub use keyframe_qemu::stream::DifferingSection;
 pub use live_recording::LiveRecording;
 pub use measurements::{MeasuredInterval, RecordingMeasurements};
 pub use paused_replay::{PauseOptions, PausedReplay, ReplayRoute};
+pub use qemu_support::QemuSupport;
 pub use replay::{Replay, ReplayOptions, StartTimes};
 pub use replay_stepper::{ReplayStepper, StopReason};
 pub use replayable_recording::{

@@ -5,8 +5,8 @@ mod self_test;
 use super::restore::Accel;
 use crate::failure::{DONE, FAILED, Outcome};
 use crate::output;
+use keyframe_replay_driver::QemuSupport;
 use serde::Serialize;
-use std::process::{Command, Stdio};
 
 /// Find out whether this machine has all that Keyframe needs
 #[derive(clap::Args, Debug)]
@@ -27,8 +27,8 @@ pub struct Doctor {
     /// Test Keyframe itself on this machine: every strategy, every way back, a recording
     #[arg(long)]
     self_test: bool,
-    /// The QEMU of the self-test
-    #[arg(long, value_name = "PATH", default_value = "qemu-system-x86_64", requires = "self_test")]
+    /// The QEMU to look at
+    #[arg(long, value_name = "PATH", default_value = "qemu-system-x86_64")]
     qemu: String,
     /// The accelerator of the self-test
     #[arg(long, value_enum, default_value = "tcg", requires = "self_test")]
@@ -70,7 +70,7 @@ impl Doctor {
                 fix: f.fix,
             })
             .collect();
-        items.push(qemu());
+        items.push(qemu(&self.qemu));
         let ready = items.iter().all(|i| i.available || !i.required);
         if self.json {
             output::json(&Report { ready, items })?;
@@ -96,21 +96,13 @@ impl Doctor {
     }
 }
 
-/// The distribution's QEMU; not required, because `run` takes any path.
-fn qemu() -> Item {
-    let answer = Command::new("qemu-system-x86_64").arg("--version").stdin(Stdio::null()).output();
-    let version = answer
-        .ok()
-        .filter(|o| o.status.success())
-        .and_then(|o| String::from_utf8_lossy(&o.stdout).lines().next().map(str::to_owned));
-    Item {
-        name: "qemu-system-x86_64".into(),
-        available: version.is_some(),
-        required: false,
-        detail: version.unwrap_or_else(|| "not in PATH".into()),
-        fix: Some(
-            "install it (Debian: apt-get install qemu-system-x86), or give run the path of one"
-                .into(),
-        ),
-    }
+/// What Keyframe can do with the QEMU `name`.
+fn qemu(name: &str) -> Item {
+    let (available, detail) = match QemuSupport::of(name) {
+        Ok(support) => (support.is_complete(), support.to_string()),
+        Err(error) => (false, error.to_string()),
+    };
+    let fix =
+        "install it (Debian: apt-get install qemu-system-x86), or name another one with --qemu";
+    Item { name: name.into(), available, required: true, detail, fix: Some(fix.into()) }
 }
