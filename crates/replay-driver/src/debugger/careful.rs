@@ -22,7 +22,10 @@ const TRAP: u8 = 5;
 /// `mwait`; `int3`, `int`, `into`, `int1`. A step executes them and the delivery.
 const DELIVERING: [&[u8]; 6] = [b"f4", b"0f01c9", b"cc", b"cd", b"ce", b"f1"];
 
-/// The bytes of the longest of these.
+/// The number of deliveries after a hit that are passed carefully, too: a stack is often at the same
+/// place, and this takes less time than another replay.
+const DELIVERIES_AFTER_HIT: u32 = 64;
+/// The length of the longest of them in bytes.
 const CODE_BYTES: u64 = 3;
 
 /// What a step does.
@@ -36,15 +39,22 @@ enum StepKind {
     Delivery,
 }
 
-/// A careful run, which begins at an instruction without an event.
+/// Runs a VM carefully.
 pub(super) struct CarefulRun<'f, 'a, 'c> {
     forward: &'f mut Forward<'a, 'c>,
+    position: CarefulPosition,
+}
+
+/// Where a careful run is.
+pub(super) struct CarefulPosition {
     deliveries: Deliveries<File>,
     icount: u64,
     /// The processor's states at `icount` before each delivery that has happened there.
     states_before: Vec<Registers>,
     /// The instruction after which the VM need not run carefully.
     last: u64,
+    /// The number of deliveries that shall be passed carefully.
+    deliveries_left: u32,
 }
 
 /// How a careful run ended.
@@ -57,15 +67,23 @@ pub(super) enum CarefulEnd {
 }
 
 impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
-    /// Prepares a run from where the VM is to `last`. `deliveries` are those of the log, from its
-    /// beginning.
+    /// Prepares a run from where the VM is, an instruction without an event, to `last`. `deliveries`
+    /// are those of the log, from its beginning.
     pub fn new(
         forward: &'f mut Forward<'a, 'c>,
         deliveries: Deliveries<File>,
         last: u64,
     ) -> Result<Self> {
         let icount = forward.stub.icount()?;
-        Ok(Self { forward, deliveries, icount, states_before: Vec::new(), last })
+        let states_before = Vec::new();
+        let position =
+            CarefulPosition { deliveries, icount, states_before, last, deliveries_left: 0 };
+        Ok(Self { forward, position })
+    }
+
+    /// Continues a run that has stopped.
+    pub fn resume(forward: &'f mut Forward<'a, 'c>, position: CarefulPosition) -> Self {
+        Self { forward, position }
     }
 
     /// Goes to an instruction and a state of the processor there, without watchpoints. If that state
@@ -75,9 +93,10 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
         icount: u64,
         registers: Option<&Registers>,
     ) -> Result<Option<ForwardStop>> {
-        while self.icount <= icount {
+        while self.position.icount <= icount {
             let now = self.forward.stub.registers()?;
-            if self.icount == icount && registers.is_none_or(|registers| *registers == now) {
+            if self.position.icount == icount && registers.is_none_or(|registers| *registers == now)
+            {
                 break;
             }
             let kind = self.step_kind(&now)?;
@@ -91,10 +110,10 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
     /// Goes to before the first delivery at instruction `icount`. If that takes place at the end of
     /// the instruction before, it stops before that one. Returns a stop if it is interrupted.
     pub fn approach(&mut self, icount: u64) -> Result<Option<ForwardStop>> {
-        while self.icount < icount {
+        while self.position.icount < icount {
             let now = self.forward.stub.registers()?;
             let kind = self.step_kind(&now)?;
-            if kind == StepKind::InstructionWithDelivery && self.icount + 1 == icount {
+            if kind == StepKind::InstructionWithDelivery && self.position.icount + 1 == icount {
                 break;
             }
             if let Some(stop) = self.step_unwatched(now, kind)? {
@@ -104,45 +123,56 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
         Ok(None)
     }
 
-    /// Runs on until the VM stops or `last` is passed; after one instruction if `is_step`.
-    pub fn run(&mut self, is_step: bool) -> Result<CarefulEnd> {
-        let log_index = self.forward.context.recording.log_index()?;
-        let limit = self.forward.limit.unwrap_or(u64::MAX);
+    /// Runs on until the VM stops or all is passed; after one instruction if `is_step`. After a
+    /// stop, the run can be continued from the position in `forward`.
+    pub fn run(mut self, is_step: bool) -> Result<CarefulEnd> {
         loop {
-            if self.forward.wants_stop()? {
-                return Ok(CarefulEnd::Stopped(self.forward.stop_of(StopCause::Interrupted)));
-            }
-            if self.icount >= limit {
-                return Ok(CarefulEnd::Stopped(self.forward.stop_of(StopCause::Stub)));
-            }
-            let next = self.deliveries.next(self.icount)?;
-            let has_passed = self.icount > self.last || next.is_none();
-            if !is_step && has_passed && log_index.is_unambiguous(self.icount) {
-                return Ok(CarefulEnd::Passed { icount: self.icount });
-            }
-            let next = next.unwrap_or(self.icount).min(self.last.saturating_add(1));
-            let calm = log_index.last_unambiguous(next).min(limit);
-            let stop = if !is_step && calm > self.icount {
-                self.run_to(calm)?
-            } else {
-                self.step_watched(is_step)?
-            };
-            if let Some(stop) = stop {
-                return Ok(CarefulEnd::Stopped(stop));
+            if let Some(end) = self.run_once(is_step)? {
+                if matches!(end, CarefulEnd::Stopped(_)) {
+                    self.forward.careful = Some(self.position);
+                }
+                return Ok(end);
             }
         }
+    }
+
+    /// Runs to before the next delivery, or makes one step. Returns the end of the run if it is
+    /// one.
+    fn run_once(&mut self, is_step: bool) -> Result<Option<CarefulEnd>> {
+        let log_index = self.forward.context.recording.log_index()?;
+        let limit = self.forward.limit.unwrap_or(u64::MAX);
+        let icount = self.position.icount;
+        if self.forward.wants_stop()? {
+            return Ok(Some(CarefulEnd::Stopped(self.forward.stop_of(StopCause::Interrupted))));
+        }
+        if icount >= limit {
+            return Ok(Some(CarefulEnd::Stopped(self.forward.stop_of(StopCause::Stub))));
+        }
+        let next = self.position.deliveries.next(icount)?;
+        let has_passed = icount > self.position.last && self.position.deliveries_left == 0;
+        if !is_step && (has_passed || next.is_none()) && log_index.is_unambiguous(icount) {
+            return Ok(Some(CarefulEnd::Passed { icount }));
+        }
+        let calm = log_index.last_unambiguous(next.unwrap_or(icount)).min(limit);
+        let stop = if !is_step && calm > icount {
+            self.run_to(calm)?
+        } else {
+            self.step_watched(is_step)?
+        };
+        Ok(stop.map(CarefulEnd::Stopped))
     }
 
     /// Lets the VM run to instruction `calm`, up to which is no delivery. Returns the stop if it
     /// stops elsewhere.
     fn run_to(&mut self, calm: u64) -> Result<Option<ForwardStop>> {
-        let begin = self.icount;
+        let begin = self.position.icount;
         self.forward.stub.break_at(calm)?;
         self.forward.stub.send(b"c")?;
         let stop = self.forward.wait_for_stop(begin)?;
-        self.icount = self.forward.stub.icount()?;
-        self.states_before.clear();
-        let is_there = self.icount == calm && is_plain(&stop) && signal(&stop) != Some(TRAP);
+        self.position.icount = self.forward.stub.icount()?;
+        self.position.states_before.clear();
+        let is_there =
+            self.position.icount == calm && is_plain(&stop) && signal(&stop) != Some(TRAP);
         Ok((!is_there).then_some(stop))
     }
 
@@ -166,6 +196,7 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
             let bytes = watched_bytes(self.forward.stub, state)?;
             let changed = bytes.into_iter().zip(bytes_before).find(|(now, before)| now != before);
             if let Some(((watch, _), _)) = changed {
+                self.position.deliveries_left = DELIVERIES_AFTER_HIT;
                 return Ok(Some(self.delivery_stop(watch)));
             }
             if !is_plain(&stop) {
@@ -189,35 +220,38 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
 
     /// Returns what the next step does. `registers` are the processor's.
     fn step_kind(&mut self, registers: &Registers) -> Result<StepKind> {
-        if self.deliveries.count_at(self.icount)? > self.states_before.len() {
+        if self.position.deliveries.count_at(self.position.icount)?
+            > self.position.states_before.len()
+        {
             return Ok(StepKind::Delivery);
         }
-        let is_near = self.deliveries.count_at(self.icount + 1)? > 0;
+        let is_near = self.position.deliveries.count_at(self.position.icount + 1)? > 0;
         let is_delivering = is_near && is_delivering(self.forward.stub, registers)?;
         Ok(if is_delivering { StepKind::InstructionWithDelivery } else { StepKind::Instruction })
     }
 
     /// Makes one step from the state `before`, of the kind that [`Self::step_kind`] tells.
     fn step(&mut self, before: Registers, kind: StepKind) -> Result<ForwardStop> {
-        let from = self.icount;
+        let from = self.position.icount;
         self.forward.stub.send(b"s")?;
         let stop = self.forward.wait_for_stop(from)?;
         let now = self.forward.stub.registers()?;
-        self.icount = self.forward.stub.icount()?;
-        if self.icount != from {
-            self.states_before.clear();
+        self.position.icount = self.forward.stub.icount()?;
+        if self.position.icount != from {
+            self.position.states_before.clear();
         }
         let has_delivered = match kind {
             StepKind::Instruction => false,
             // QEMU stops also if it has looked for interrupts and there was none.
-            StepKind::Delivery => self.icount == from && now != before,
+            StepKind::Delivery => self.position.icount == from && now != before,
             // A delivery changes the stack pointer, which these instructions alone do not.
             StepKind::InstructionWithDelivery => {
-                self.icount == from + 1 && now.general() != before.general()
+                self.position.icount == from + 1 && now.general() != before.general()
             }
         };
         if has_delivered {
-            self.states_before.push(before);
+            self.position.deliveries_left = self.position.deliveries_left.saturating_sub(1);
+            self.position.states_before.push(before);
         }
         Ok(stop)
     }
@@ -225,7 +259,7 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
     fn delivery_stop(&self, watch: WriteWatch) -> ForwardStop {
         let thread = self.forward.stub.thread.clone();
         let stop = StopReply { signal: TRAP, watch: Some(watch.stop_field()), thread };
-        let states_before = self.states_before.clone();
+        let states_before = self.position.states_before.clone();
         ForwardStop { reply: stop.packet(""), cause: StopCause::Delivery { states_before } }
     }
 

@@ -11,7 +11,7 @@
 //! one instruction without a budget. Its instruction counter has 16 bits, so it goes back by
 //! 65,535, the delivery is lost, and the replay never continues.
 
-use super::careful::{CarefulEnd, CarefulRun};
+use super::careful::{CarefulEnd, CarefulPosition, CarefulRun};
 use super::deliveries::Deliveries;
 use super::stub::{Registers, Stub};
 use super::{DebugContext, StubState};
@@ -19,6 +19,7 @@ use crate::error::{ReplayError, Result};
 use crate::event::ReplayEvent;
 use crate::{PauseOptions, PausedReplay, ReplayRoute};
 use keyframe_gdb::{Breakpoint, GdbConnection, GdbMessage, StopReply};
+use keyframe_kernel::open_file::OpenFile;
 use keyframe_replay::{ReplayProgress, StallDetector, log};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
@@ -26,8 +27,8 @@ use std::time::{Duration, Instant};
 
 /// How long a running VM may stay at one instruction before it counts as diverged.
 const PATIENCE: Duration = Duration::from_secs(20);
-/// The patience if the VM stands where a lost delivery would have left it.
-const PATIENCE_AT_LOSS: Duration = Duration::from_secs(2);
+/// The same for a VM that can be replaced by another replay, so that an error costs a moment.
+const PATIENCE_IF_RECOVERABLE: Duration = Duration::from_secs(2);
 /// How often a running VM is asked for its instruction.
 const ASK_EVERY: Duration = Duration::from_secs(1);
 /// The same for a VM with watchpoints, which may lose its replay.
@@ -46,6 +47,8 @@ pub(super) struct Forward<'a, 'c> {
     pub stub_state: &'a StubState,
     /// The instruction before which the VM stops at the latest; `None` for the log's end.
     pub limit: Option<u64>,
+    /// The position of a careful run that has stopped.
+    pub careful: Option<CarefulPosition>,
     has_watches: bool,
     /// True after the debugger or the user has asked for a stop.
     wants_stop: bool,
@@ -102,7 +105,16 @@ impl<'a, 'c> Forward<'a, 'c> {
         limit: Option<u64>,
     ) -> Self {
         let has_watches = stub_state.points.iter().any(Breakpoint::is_watch);
-        Self { context, gdb, stub, stub_state, limit, has_watches, wants_stop: false }
+        Self {
+            context,
+            gdb,
+            stub,
+            stub_state,
+            limit,
+            careful: None,
+            has_watches,
+            wants_stop: false,
+        }
     }
 
     /// Lets the VM run as `command` says, a debugger's packet, until it stops or is interrupted. If
@@ -110,22 +122,31 @@ impl<'a, 'c> Forward<'a, 'c> {
     /// ends or does not answer; the log cannot be read.
     pub fn run(&mut self, command: &[u8]) -> Result<ForwardStop> {
         let is_step = is_step(command);
+        let mut careful = self.careful.take();
         let registers = if self.has_watches { Some(self.stub.registers()?) } else { None };
         let mut start = RunStart { icount: self.stub.icount()?, registers };
         loop {
-            if let Some(limit) = self.limit {
-                self.stub.break_at(limit)?;
-            }
-            self.stub.send(command)?;
-            let lost = match self.wait(start.icount, self.has_watches, is_step)? {
-                WaitEnd::Stopped(stop) => return Ok(stop),
-                WaitEnd::Lost(lost) => lost,
+            let end = match careful.take() {
+                Some(position) => CarefulRun::resume(self, position).run(is_step)?,
+                None => match self.run_armed(command, &start, is_step)? {
+                    WaitEnd::Stopped(stop) => return Ok(stop),
+                    WaitEnd::Lost(lost) => self.recover(&start, &lost, is_step)?,
+                },
             };
-            match self.recover(&start, &lost, is_step)? {
+            match end {
                 CarefulEnd::Stopped(stop) => return Ok(stop),
                 CarefulEnd::Passed { icount } => start = RunStart { icount, registers: None },
             }
         }
+    }
+
+    /// Lets the VM run with its watchpoints.
+    fn run_armed(&mut self, command: &[u8], start: &RunStart, is_step: bool) -> Result<WaitEnd> {
+        if let Some(limit) = self.limit {
+            self.stub.break_at(limit)?;
+        }
+        self.stub.send(command)?;
+        self.wait(start.icount, self.has_watches, is_step)
     }
 
     /// Waits until a VM that runs since `start` has stopped. A divergence is an error of the replay:
@@ -163,7 +184,9 @@ impl<'a, 'c> Forward<'a, 'c> {
 
     fn wait(&mut self, start: u64, can_recover: bool, is_step: bool) -> Result<WaitEnd> {
         let mut idle_watch = self.stub.idle_watch();
-        let mut progress = Progress::new(start, self.has_watches);
+        let patience = if can_recover { PATIENCE_IF_RECOVERABLE } else { PATIENCE };
+        let mut progress = Progress::new(start, self.has_watches, patience);
+        let log = self.stub.open_log(self.context.recording.log());
         let mut cause = StopCause::Stub;
         let mut interrupted_at: Option<Instant> = None;
         loop {
@@ -203,8 +226,7 @@ impl<'a, 'c> Forward<'a, 'c> {
                     Err(_) if can_recover => return Ok(WaitEnd::Lost(progress.lost(None))),
                     Err(e) => return Err(e),
                 };
-                let is_at_loss = can_recover && self.is_at_loss(icount)?;
-                if progress.is_lost(icount, is_at_loss) {
+                if progress.is_lost(icount, log.and_then(OpenFile::offset)) {
                     if can_recover {
                         return Ok(WaitEnd::Lost(progress.lost(Some(icount))));
                     }
@@ -285,15 +307,16 @@ struct Progress {
     began: Instant,
     asked: Instant,
     ask_every: Duration,
+    patience: Duration,
     greatest: u64,
 }
 
 impl Progress {
-    fn new(start: u64, has_watches: bool) -> Self {
+    fn new(start: u64, has_watches: bool, patience: Duration) -> Self {
         let began = Instant::now();
         let ask_every = if has_watches { ASK_WATCHED_EVERY } else { ASK_EVERY };
         let detector = StallDetector::new(start);
-        Self { detector, began, asked: began, ask_every, greatest: start }
+        Self { detector, began, asked: began, ask_every, patience, greatest: start }
     }
 
     /// Returns true if the VM is to be asked for its instruction.
@@ -306,16 +329,16 @@ impl Progress {
         icount < self.greatest
     }
 
-    /// Notes the VM's instruction. Returns true if the counter has gone back, or the VM has stayed
-    /// there for too long.
-    fn is_lost(&mut self, icount: u64, is_at_loss: bool) -> bool {
+    /// Notes the VM's instruction and how far it has read its log, if that is known. Returns true if
+    /// the counter has gone back, or the VM has stood still for too long.
+    fn is_lost(&mut self, icount: u64, log_bytes: Option<u64>) -> bool {
         self.asked = Instant::now();
         if self.is_behind(icount) {
             return true;
         }
         self.greatest = icount;
-        let patience = if is_at_loss { PATIENCE_AT_LOSS } else { PATIENCE };
-        let progress = self.detector.observe(self.began.elapsed(), icount, None, patience);
+        let elapsed = self.began.elapsed();
+        let progress = self.detector.observe(elapsed, icount, log_bytes, self.patience);
         matches!(progress, ReplayProgress::Stalled { .. })
     }
 
@@ -344,12 +367,12 @@ mod tests {
 
     #[test]
     fn a_counter_that_goes_back_is_lost() {
-        let mut progress = Progress::new(100_000, true);
-        assert!(!progress.is_lost(100_000, false));
-        assert!(!progress.is_lost(120_000, true));
-        assert!(progress.is_lost(119_999, false));
+        let mut progress = Progress::new(100_000, true, PATIENCE);
+        assert!(!progress.is_lost(100_000, None));
+        assert!(!progress.is_lost(120_000, None));
+        assert!(progress.is_lost(119_999, None));
         let lost = progress.lost(Some(119_999));
         assert_eq!((lost.greatest, lost.icount), (120_000, Some(119_999)));
-        assert!(Progress::new(100_000, true).is_behind(99_999));
+        assert!(Progress::new(100_000, true, PATIENCE).is_behind(99_999));
     }
 }

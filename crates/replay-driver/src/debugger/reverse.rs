@@ -136,9 +136,10 @@ fn last_hit(
     // From a breakpoint QEMU steps, because it would hit the same breakpoint again. The step may
     // touch what is watched.
     let mut command: &[u8] = b"c";
-    while stub.icount()? < stop {
-        let run = Forward::new(context, gdb, &mut stub, stub_state, Some(stop)).run(command)?;
-        let at = stub.icount()?;
+    let mut forward = Forward::new(context, gdb, &mut stub, stub_state, Some(stop));
+    while forward.stub.icount()? < stop {
+        let run = forward.run(command)?;
+        let at = forward.stub.icount()?;
         let is_delivery = match run.cause {
             StopCause::Interrupted | StopCause::Diverged => return Ok(SearchResult::Interrupted),
             StopCause::Stub => false,

@@ -5,8 +5,10 @@ use crate::PausedReplay;
 use crate::error::{ReplayError, Result};
 use crate::idle_watch::{IdleWatch, Idleness};
 use keyframe_gdb::{GdbConnection, GdbMessage, StopReply, wait_for_either};
+use keyframe_kernel::open_file::OpenFile;
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 /// How long QEMU may take to answer. A QEMU whose RAM is being loaded answers when its pages are
@@ -107,6 +109,11 @@ impl Stub {
     /// Returns the watch for a VM that is about to run.
     pub fn idle_watch(&mut self) -> IdleWatch {
         IdleWatch::new(self.paused.replay.restored().vm().pid())
+    }
+
+    /// Returns the file of the log at `log` that QEMU reads, if the kernel tells it.
+    pub fn open_log(&mut self, log: &Path) -> Option<OpenFile> {
+        OpenFile::of(self.paused.replay.restored().vm().pid(), log)
     }
 
     /// Stops a running VM.
