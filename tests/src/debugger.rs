@@ -45,21 +45,50 @@ impl Debugger {
         u64::from_str_radix(hex, 16).expect("hexadecimal").swap_bytes()
     }
 
-    /// The number of the next instruction, from QEMU's monitor.
-    pub fn icount(&mut self) -> u64 {
-        // `info replay`, in hexadecimal.
-        let mut answer = self.ask("qRcmd,696e666f207265706c6179");
+    /// Memory at `address`, `len` bytes of it.
+    pub fn memory(&mut self, address: u64, len: usize) -> Vec<u8> {
+        let hex = self.ask(&format!("m{address:x},{len:x}"));
+        assert_eq!(hex.len(), 2 * len, "memory at {address:#x}: {hex}");
+        from_hex(&hex)
+    }
+
+    /// The first instruction of the handler of an interrupt or exception.
+    pub fn interrupt_handler(&mut self, vector: u64) -> u64 {
+        let registers = self.monitor("info registers");
+        let table = registers
+            .split_once("IDT=")
+            .and_then(|(_, rest)| rest.split(' ').find(|word| !word.is_empty()));
+        let table =
+            table.and_then(|hex| u64::from_str_radix(hex, 16).ok()).expect("the table's address");
+        let gate = self.memory(table + 16 * vector, 16);
+        let bytes = [gate[0], gate[1], gate[6], gate[7], gate[8], gate[9], gate[10], gate[11]];
+        u64::from_le_bytes(bytes)
+    }
+
+    /// Gives QEMU's monitor a line, and returns what it prints.
+    fn monitor(&mut self, line: &str) -> String {
+        let hex: String = line.bytes().map(|byte| format!("{byte:02x}")).collect();
+        let mut answer = self.ask(&format!("qRcmd,{hex}"));
         let mut output = String::new();
         while let Some(hex) = answer.strip_prefix('O').filter(|hex| *hex != "K") {
-            let bytes = (0..hex.len() / 2)
-                .filter_map(|n| u8::from_str_radix(&hex[2 * n..2 * n + 2], 16).ok());
-            output.push_str(&String::from_utf8_lossy(&bytes.collect::<Vec<_>>()));
+            output.push_str(&String::from_utf8_lossy(&from_hex(hex)));
             answer = match self.0.receive(WAIT).expect("the rest of an answer") {
                 Some(GdbMessage::Packet(rest)) => String::from_utf8_lossy(&rest).into_owned(),
                 other => panic!("no end of an answer: {other:?}"),
             };
         }
+        output
+    }
+
+    /// The number of the next instruction, from QEMU's monitor.
+    pub fn icount(&mut self) -> u64 {
+        let output = self.monitor("info replay");
         let count = output.rsplit_once("count = ").and_then(|(_, count)| count.trim().parse().ok());
         count.unwrap_or_else(|| panic!("no instruction in {output:?}"))
     }
+}
+
+fn from_hex(hex: &str) -> Vec<u8> {
+    let byte = |at| u8::from_str_radix(hex.get(at..at + 2)?, 16).ok();
+    (0..hex.len()).step_by(2).map_while(byte).collect()
 }

@@ -12,6 +12,11 @@ use rustix::process::Signal;
 use serde_json::Value;
 use std::time::Duration;
 
+/// The vector of the interrupt of Linux' timer on x86.
+const TIMER_INTERRUPT: u64 = 0xec;
+/// The vector of the exception after an access to a page that is not there.
+const PAGE_FAULT: u64 = 14;
+
 /// The recording has no checkpoints; a replay takes them; each interval replays exactly.
 #[test]
 fn a_replay_takes_the_checkpoints_of_a_recording_without_any() {
@@ -133,7 +138,11 @@ fn a_recording_is_followed_and_moved_through() {
         );
 
         goes_to_a_checkpoint(&env, &all[all.len() - 2]);
-        moves_both_ways(&env, number(&all[all.len() - 2], "begin") + 12_345);
+        let icount = number(&all[all.len() - 2], "begin") + 12_345;
+        moves_both_ways(&env, icount);
+        for vector in [TIMER_INTERRUPT, PAGE_FAULT] {
+            stops_at_a_delivery(&env, icount, vector);
+        }
     }
 }
 
@@ -271,6 +280,98 @@ fn stops_at_breakpoints(gdb: &mut Debugger, pc: u64) {
     assert_eq!(gdb.ask(&format!("z1,{pc:x},1")), "OK");
     assert!(gdb.ask("c").contains("replaylog:end"));
     assert!(gdb.ask("bc").contains("replaylog:begin"));
+}
+
+/// A delivery of an interrupt or exception.
+struct Delivery {
+    /// The instruction before which the processor takes it.
+    icount: u64,
+    /// The first instruction of its handler.
+    handler: u64,
+    /// An address in its frame, whose eight bytes the delivery changes, with these bytes.
+    slot: u64,
+    bytes: Vec<u8>,
+}
+
+/// Finds a delivery after instruction `icount` that changes the memory at its frame.
+fn find_delivery(env: &TestEnv, icount: u64, vector: u64) -> Delivery {
+    let (vm, position) = goto(env, &["--icount", &icount.to_string(), "--gdb", "0"]);
+    let mut gdb = Debugger::attach(number(&position, "gdb") as u16);
+    let handler = gdb.interrupt_handler(vector);
+    let breakpoint = format!("1,{handler:x},1");
+    for _ in 0..20 {
+        assert_eq!(gdb.ask(&format!("Z{breakpoint}")), "OK");
+        let stop = gdb.ask("c");
+        assert!(stop.starts_with("T05") && gdb.register(16) == handler, "{stop}");
+        assert_eq!(gdb.ask(&format!("z{breakpoint}")), "OK");
+        let (icount, frame) = (gdb.icount(), gdb.register(7));
+        let written = gdb.memory(frame, 40);
+        assert!(gdb.ask("bs").starts_with("T05"));
+        let before = gdb.memory(frame, 40);
+        if let Some(at) =
+            (0..40).step_by(8).find(|at| before[*at..*at + 8] != written[*at..*at + 8])
+        {
+            drop(gdb);
+            end(vm);
+            let (slot, bytes) = (frame + at as u64, written[at..at + 8].to_vec());
+            return Delivery { icount, handler, slot, bytes };
+        }
+        while gdb.icount() <= icount {
+            assert!(gdb.ask("s").starts_with("T05"));
+        }
+    }
+    panic!("vector {vector:#x}: no delivery of 20 changes its frame");
+}
+
+/// The debugger stops when an interrupt or exception writes its frame to what is watched, in both
+/// directions. QEMU's own replay would diverge.
+fn stops_at_a_delivery(env: &TestEnv, icount: u64, vector: u64) {
+    let delivery = find_delivery(env, icount, vector);
+    let begin = (delivery.icount - 1_000).to_string();
+    let (vm, position) = goto(env, &["--icount", &begin, "--gdb", "0"]);
+    let mut gdb = Debugger::attach(number(&position, "gdb") as u16);
+    assert_eq!(gdb.ask(&format!("Z2,{:x},8", delivery.slot)), "OK");
+    // Instructions before it may write there, too.
+    let mut before = gdb.icount();
+    loop {
+        let stop = gdb.ask("c");
+        assert!(stop.starts_with("T05") && stop.contains("watch"), "{stop}");
+        if gdb.icount() >= delivery.icount {
+            break;
+        }
+        before = gdb.icount();
+    }
+    let is_there = |gdb: &mut Debugger| {
+        assert_eq!((gdb.icount(), gdb.register(16)), (delivery.icount, delivery.handler));
+        assert_eq!(gdb.memory(delivery.slot, 8), delivery.bytes);
+    };
+    let is_before = |gdb: &mut Debugger, stop: &str| {
+        assert!(stop.starts_with("T05") && stop.contains("watch"), "{stop}");
+        // A processor that waits for an interrupt stands before the instruction with which it waits.
+        let icount = gdb.icount();
+        assert!(icount == delivery.icount || icount + 1 == delivery.icount, "{icount}");
+        assert_ne!(gdb.register(16), delivery.handler);
+        assert_ne!(gdb.memory(delivery.slot, 8), delivery.bytes);
+    };
+    is_there(&mut gdb);
+    let stop = gdb.ask("bc");
+    is_before(&mut gdb, &stop);
+    assert!(gdb.ask("c").contains("watch"));
+    is_there(&mut gdb);
+    // From the next write it comes back, and from there to the write before.
+    assert!(gdb.ask("c").contains("watch"));
+    assert!(gdb.icount() > delivery.icount);
+    for _ in 0..2 {
+        let stop = gdb.ask("bc");
+        if gdb.icount() <= delivery.icount {
+            is_before(&mut gdb, &stop);
+            break;
+        }
+    }
+    assert!(gdb.ask("bc").starts_with("T05"));
+    assert!(gdb.icount() < delivery.icount && gdb.icount() + 1 >= before.min(delivery.icount));
+    drop(gdb);
+    end(vm);
 }
 
 /// An end while QEMU has yet to answer is not reported as an error of QEMU.

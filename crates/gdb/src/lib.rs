@@ -16,7 +16,7 @@ mod request;
 
 pub use connection::{GdbConnection, GdbMessage, wait_for_either};
 pub use packet::{DecodedItem, PACKET_BYTES_MAX, PacketDecoder, frame};
-pub use request::{Breakpoint, GdbRequest, StopReply};
+pub use request::{Breakpoint, GdbRequest, StopReply, WriteWatch};
 
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;

@@ -44,9 +44,58 @@ impl Breakpoint {
         matches!(self.0.first(), Some(b'2'..=b'4'))
     }
 
+    /// Returns the watchpoint for writes to memory, or for all accesses; `None` for others.
+    pub fn write_watch(&self) -> Option<WriteWatch> {
+        let field = match self.0.first()? {
+            b'2' => "watch",
+            b'4' => "awatch",
+            _ => return None,
+        };
+        let (address, bytes) = self.range()?;
+        Some(WriteWatch { field, address, bytes })
+    }
+
+    /// Returns the instruction's address of a breakpoint; `None` for a watchpoint.
+    pub fn instruction(&self) -> Option<u64> {
+        if self.is_watch() { None } else { self.range().map(|(address, _)| address) }
+    }
+
+    /// Returns the address and the kind, which is the number of bytes for a watchpoint.
+    fn range(&self) -> Option<(u64, u64)> {
+        let text = std::str::from_utf8(&self.0).ok()?;
+        // Conditions may follow.
+        let text = text.split(';').next()?;
+        let mut numbers = text.split(',').skip(1).map(|hex| u64::from_str_radix(hex, 16).ok());
+        Some((numbers.next()??, numbers.next()??))
+    }
+
     /// Returns the payload of the packet with which GDB sets this breakpoint: `ZTYPE,ADDRESS,KIND`.
     pub fn packet(&self) -> Vec<u8> {
         [b"Z", &self.0[..]].concat()
+    }
+
+    /// Returns the payload of the packet with which GDB removes this breakpoint:
+    /// `zTYPE,ADDRESS,KIND`.
+    pub fn removal_packet(&self) -> Vec<u8> {
+        [b"z", &self.0[..]].concat()
+    }
+}
+
+/// A watchpoint that stops the target when it writes to memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WriteWatch {
+    /// The name of its field in a stop reply: `watch`, or `awatch` if reads stop the target, too.
+    field: &'static str,
+    /// The address of the memory.
+    pub address: u64,
+    /// The number of bytes.
+    pub bytes: u64,
+}
+
+impl WriteWatch {
+    /// Returns the field of a stop reply after a write, as QEMU writes it: `watch:ADDRESS;`.
+    pub fn stop_field(&self) -> String {
+        format!("{}:{:016x};", self.field, self.address)
     }
 }
 
@@ -150,6 +199,22 @@ mod tests {
         };
         assert!(point.is_watch());
         assert_eq!(point.packet(), b"Z2,ffff,8");
+        assert_eq!(point.removal_packet(), b"z2,ffff,8");
+    }
+
+    #[test]
+    fn breakpoints_know_what_they_watch() {
+        let point = |text: &str| Breakpoint(text.into());
+        let watch = point("4,ff00,8;X1,0").write_watch().unwrap();
+        assert_eq!((watch.address, watch.bytes), (0xff00, 8));
+        assert_eq!(watch.stop_field(), "awatch:000000000000ff00;");
+        assert_eq!(point("2,1,1").write_watch().unwrap().stop_field(), "watch:0000000000000001;");
+        assert_eq!(point("2,ff00,8").instruction(), None);
+        assert_eq!(point("1,ff00,1").instruction(), Some(0xff00));
+        // A read watchpoint sees no write; bad numbers name no memory.
+        for bad in ["3,ff00,8", "1,ff00,8", "2,ff00", "2,xx,8", "2", ""] {
+            assert_eq!(point(bad).write_watch(), None, "{bad}");
+        }
     }
 
     #[test]

@@ -12,14 +12,17 @@
 //! Invariant: a debugger cannot change what is replayed. Writes are refused; breakpoints are
 //! QEMU's, not the guest's.
 
+mod careful;
+mod deliveries;
+mod forward;
 mod reverse;
 mod session;
 mod stub;
 
 use crate::error::{Error, ReplayError, Result};
 use crate::event::{EventSink, ReplayEvent};
-use crate::{PausedReplay, ReplayableRecording};
-use keyframe_gdb::{Breakpoint, GdbConnection};
+use crate::{PauseOptions, PausedReplay, ReplayRoute, ReplayableRecording};
+use keyframe_gdb::{Breakpoint, GdbConnection, GdbMessage};
 use keyframe_replay::interval::RecordedCheckpoint;
 use session::{Session, SessionEnd};
 use std::collections::BTreeSet;
@@ -40,6 +43,28 @@ struct DebugContext<'a> {
     extra: Vec<OsString>,
     events: &'a dyn EventSink<ReplayEvent>,
     interrupted: &'a AtomicBool,
+}
+
+impl DebugContext<'_> {
+    /// Replays `route` with a gdbstub. Returns `None` if the debugger or the user interrupts this.
+    /// Errors: those of [`PausedReplay::at`].
+    fn replay(
+        &self,
+        gdb: &mut GdbConnection<TcpStream>,
+        route: ReplayRoute,
+    ) -> Result<Option<PausedReplay>> {
+        let options = PauseOptions { extra: &self.extra, has_gdbstub: true };
+        let interrupted = AtomicBool::new(self.interrupted.load(Ordering::Relaxed));
+        let mut look = |_| {
+            let message = gdb.receive(Duration::ZERO);
+            if !matches!(message, Ok(None | Some(GdbMessage::Packet(_))))
+                || self.interrupted.load(Ordering::Relaxed)
+            {
+                interrupted.store(true, Ordering::Relaxed);
+            }
+        };
+        PausedReplay::at(self.recording, route, options, &interrupted, &mut look)
+    }
 }
 
 /// What a debugger has told a gdbstub, for the gdbstubs after it.

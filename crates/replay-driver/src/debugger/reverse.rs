@@ -10,15 +10,14 @@
 //! The nearest range is searched first, and it is short: a breakpoint that is hit a million times
 //! in an interval is hit shortly before `from`. A range begins where a replay can stop and go on.
 
-use super::stub::Stub;
+use super::forward::{Forward, StopCause};
+use super::stub::{Registers, Stub};
 use super::{DebugContext, StubState};
-use crate::error::{ReplayError, Result};
-use crate::{PauseOptions, PausedReplay, ReplayRoute};
-use keyframe_gdb::{Breakpoint, GdbConnection, GdbMessage, StopReply};
+use crate::ReplayRoute;
+use crate::error::Result;
+use keyframe_gdb::{Breakpoint, GdbConnection, StopReply};
 use std::net::TcpStream;
 use std::ops::Range;
-use std::sync::atomic::Ordering;
-use std::time::Duration;
 
 /// Instructions in the first range.
 const FIRST_LEN: u64 = 10_000;
@@ -43,22 +42,39 @@ pub(super) struct ReverseStop {
     pub icount: u64,
     /// `watch:ADDRESS;`, if it is a watchpoint.
     pub watch: Option<String>,
+    /// True if an interrupt or exception before the instruction is what touched the memory.
+    pub is_delivery: bool,
+}
+
+impl ReverseStop {
+    /// The stop at an instruction, without a watchpoint.
+    pub fn at(icount: u64) -> Self {
+        Self { icount, watch: None, is_delivery: false }
+    }
+}
+
+/// Where a debugger begins to go back.
+pub(super) struct ReverseStart {
+    pub icount: u64,
+    /// The processor's registers, which tell the states at an instruction with deliveries apart.
+    pub registers: Registers,
 }
 
 /// Finds the last hit of the points of `stub_state` before `from`. Without a hit, it is the
-/// recording's beginning. Returns `None` if the debugger or the user interrupts the search.
+/// recording's beginning. Returns `None` if the debugger or the user interrupts the search, or a
+/// replay diverges.
 pub(super) fn search(
     context: &DebugContext<'_>,
     gdb: &mut GdbConnection<TcpStream>,
     stub_state: &StubState,
-    from: u64,
+    from: &ReverseStart,
 ) -> Result<Option<ReverseStop>> {
-    let begin = Some(ReverseStop { icount: 0, watch: None });
+    let begin = Some(ReverseStop::at(0));
     if stub_state.points.is_empty() {
         return Ok(begin);
     }
-    for range in search_ranges(context, from)? {
-        match last_hit(context, gdb, stub_state, range)? {
+    for range in search_ranges(context, from.icount)? {
+        match last_hit(context, gdb, stub_state, range, from)? {
             SearchResult::Found(found) => return Ok(Some(found)),
             SearchResult::Nothing => {}
             SearchResult::Interrupted => return Ok(None),
@@ -107,12 +123,10 @@ fn last_hit(
     gdb: &mut GdbConnection<TcpStream>,
     stub_state: &StubState,
     range: Range<u64>,
+    from: &ReverseStart,
 ) -> Result<SearchResult> {
     let route = ReplayRoute::to(context.recording, &context.checkpoints, range.start)?;
-    let options = PauseOptions { extra: &context.extra, has_gdbstub: true };
-    let interrupted = context.interrupted;
-    let paused = PausedReplay::at(context.recording, route, options, interrupted, &mut |_| ())?;
-    let Some(paused) = paused else { return Ok(SearchResult::Interrupted) };
+    let Some(paused) = context.replay(gdb, route)? else { return Ok(SearchResult::Interrupted) };
     let mut stub = Stub::new(paused, stub_state)?;
     // QEMU stops at a watchpoint behind the instruction that touched the memory. The debugger is to
     // stop before that instruction.
@@ -122,20 +136,29 @@ fn last_hit(
     // From a breakpoint QEMU steps, because it would hit the same breakpoint again. The step may
     // touch what is watched.
     let mut command: &[u8] = b"c";
-    while stub.icount()? < stop {
-        // QEMU forgets this stop when it stops elsewhere.
-        stub.break_at(stop)?;
-        let Some(reply) = run_on(context, gdb, &mut stub, command)? else {
-            return Ok(SearchResult::Interrupted);
+    let mut forward = Forward::new(context, gdb, &mut stub, stub_state, Some(stop));
+    while forward.stub.icount()? < stop {
+        let run = forward.run(command)?;
+        let at = forward.stub.icount()?;
+        let is_delivery = match run.cause {
+            StopCause::Interrupted | StopCause::Diverged => return Ok(SearchResult::Interrupted),
+            StopCause::Stub => false,
+            // It has happened before `from` if the debugger does not stand before it.
+            StopCause::Delivery { states_before }
+                if at == from.icount && states_before.contains(&from.registers) =>
+            {
+                break;
+            }
+            StopCause::Delivery { .. } => true,
         };
-        let at = stub.icount()?;
-        let Some(hit) = StopReply::parse(&reply).filter(|reply| reply.signal == TRAP) else {
+        let Some(hit) = StopReply::parse(&run.reply).filter(|reply| reply.signal == TRAP) else {
             // The range's end, or the guest's.
             break;
         };
         let was_step = command == b"s";
         command = b"c";
         let icount = match &hit.watch {
+            Some(_) if is_delivery => at,
             Some(_) => at.saturating_sub(1),
             None if was_step => continue,
             None => {
@@ -143,39 +166,10 @@ fn last_hit(
                 at
             }
         };
-        if icount >= range.end {
+        if icount >= range.end && !is_delivery {
             break;
         }
-        last = Some(ReverseStop { icount, watch: hit.watch });
+        last = Some(ReverseStop { icount, watch: hit.watch, is_delivery });
     }
     Ok(last.map_or(SearchResult::Nothing, SearchResult::Found))
-}
-
-/// Lets the VM run until it stops, and returns the gdbstub's packet. Returns `None` if the debugger
-/// or the user interrupts this.
-fn run_on(
-    context: &DebugContext<'_>,
-    gdb: &mut GdbConnection<TcpStream>,
-    stub: &mut Stub,
-    command: &[u8],
-) -> Result<Option<Vec<u8>>> {
-    let mut idle_watch = stub.idle_watch();
-    stub.send(command)?;
-    loop {
-        stub.wait(gdb, &mut idle_watch)?;
-        match stub.receive(Duration::ZERO)? {
-            Some(GdbMessage::Packet(reply)) if StopReply::parse(&reply).is_some() => {
-                return Ok(Some(reply));
-            }
-            Some(GdbMessage::Closed) => return Err(ReplayError::EndedInSearch.into()),
-            _ => {}
-        }
-        let interrupted = matches!(
-            gdb.receive(Duration::ZERO)?,
-            Some(GdbMessage::Interrupt | GdbMessage::Closed)
-        );
-        if interrupted || context.interrupted.load(Ordering::Relaxed) {
-            return Ok(None);
-        }
-    }
 }

@@ -1,25 +1,19 @@
 //! The session of one debugger.
 
-use super::reverse::{self, ReverseMotion, ReverseStop};
+use super::forward::{Forward, INTERRUPT, StopCause};
+use super::reverse::{self, ReverseMotion, ReverseStart, ReverseStop};
 use super::stub::Stub;
 use super::{DebugContext, LOOK_EVERY, StubState};
-use crate::error::{ReplayError, Result};
-use crate::event::{EventSink, ReplayEvent};
-use crate::{PauseOptions, PausedReplay, ReplayRoute};
+use crate::error::Result;
+use crate::event::ReplayEvent;
+use crate::{PausedReplay, ReplayRoute};
 use keyframe_gdb::{GdbConnection, GdbMessage, GdbRequest, StopReply};
-use keyframe_replay::{ReplayProgress, StallDetector};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// How long a running VM may stay at one instruction before it counts as diverged.
-const PATIENCE: Duration = Duration::from_secs(20);
-/// How often a running VM is asked for its instruction.
-const ASK_EVERY: Duration = Duration::from_secs(1);
 /// The signal of a stop at a breakpoint, watchpoint or step: SIGTRAP.
 const TRAP: u8 = 5;
-/// The signal of a stop that the user asked for: SIGINT.
-const INTERRUPT: u8 = 2;
 
 /// How a session ended.
 #[derive(PartialEq, Eq)]
@@ -153,7 +147,6 @@ impl<'a> Session<'a> {
     fn run_on(&mut self, payload: &[u8]) -> Result<Vec<u8>> {
         let context = self.context;
         let end = context.recording.last_stop()?;
-        let gdb = &mut self.gdb;
         let stub = &mut self.stub;
         let thread = stub.thread.clone();
         let at_end = || {
@@ -163,40 +156,14 @@ impl<'a> Session<'a> {
         if stub.icount()? >= end {
             return Ok(at_end());
         }
-        if !context.recording.ends_with_log()? {
-            stub.break_at(end)?;
+        let limit = if context.recording.ends_with_log()? { None } else { Some(end) };
+        let stop =
+            Forward::new(context, &mut self.gdb, stub, &self.stub_state, limit).run(payload)?;
+        let is_delivery = matches!(stop.cause, StopCause::Delivery { .. });
+        if !is_delivery && (stub.icount()? >= end || stub.is_shut_down()?) {
+            return Ok(at_end());
         }
-        stub.send(payload)?;
-        let (mut idle_watch, mut stall_watch) = (stub.idle_watch(), StallWatch::new());
-        let mut has_stopped = false;
-        loop {
-            stub.wait(gdb, &mut idle_watch)?;
-            match stub.receive(Duration::ZERO)? {
-                Some(GdbMessage::Packet(reply)) => match StopReply::parse(&reply) {
-                    // Console output and the like.
-                    None => gdb.send(&reply)?,
-                    Some(_) if stub.icount()? >= end || stub.is_shut_down()? => {
-                        return Ok(at_end());
-                    }
-                    Some(_) => return Ok(reply),
-                },
-                Some(GdbMessage::Closed) => return Err(ReplayError::EndedUnderDebugger.into()),
-                Some(GdbMessage::Interrupt) | None => {}
-            }
-            // After a debugger that has gone, the next one finds the VM paused.
-            let wants_stop = matches!(
-                gdb.receive(Duration::ZERO)?,
-                Some(GdbMessage::Interrupt | GdbMessage::Closed)
-            );
-            if !has_stopped
-                && (wants_stop
-                    || context.interrupted.load(Ordering::Relaxed)
-                    || stall_watch.is_stalled(stub, context.events)?)
-            {
-                stub.interrupt()?;
-                has_stopped = true;
-            }
-        }
+        Ok(stop.reply)
     }
 
     /// Replays to where the debugger comes when it goes back, and changes over to that replay.
@@ -208,25 +175,35 @@ impl<'a> Session<'a> {
             StopReply { signal, watch, thread: thread.clone() }.packet(why)
         };
         let found = match motion {
-            ReverseMotion::Step => {
-                Some(ReverseStop { icount: from.saturating_sub(1), watch: None })
+            ReverseMotion::Step => Some(ReverseStop::at(from.saturating_sub(1))),
+            ReverseMotion::Run => {
+                let start = ReverseStart { icount: from, registers: self.stub.registers()? };
+                reverse::search(context, &mut self.gdb, &self.stub_state, &start)?
             }
-            ReverseMotion::Run => reverse::search(context, &mut self.gdb, &self.stub_state, from)?,
         };
         let Some(found) = found else {
             // Interrupted: the VM is still where it was.
             return Ok(stop(INTERRUPT, None, ""));
         };
-        let route = ReplayRoute::to(context.recording, &context.checkpoints, found.icount)?;
+        // The processor has several states at the instruction of a delivery.
+        let icount = if found.is_delivery {
+            context.recording.log_index()?.last_unambiguous(found.icount)
+        } else {
+            found.icount
+        };
+        let route = ReplayRoute::to(context.recording, &context.checkpoints, icount)?;
         if route.icount >= from {
             return Ok(stop(TRAP, None, "replaylog:begin;"));
         }
         // The paused VM is kept until the other one is there: if that fails, nothing is lost.
-        let options = PauseOptions { extra: &context.extra, has_gdbstub: true };
-        let interrupted = context.interrupted;
-        let paused = PausedReplay::at(context.recording, route, options, interrupted, &mut |_| ())?;
+        let paused = context.replay(&mut self.gdb, route)?;
         let Some(paused) = paused else { return Ok(stop(INTERRUPT, None, "")) };
         self.stub = Stub::new(paused, &self.stub_state)?;
+        if found.is_delivery {
+            let (gdb, stub) = (&mut self.gdb, &mut self.stub);
+            Forward::new(context, gdb, stub, &self.stub_state, None)
+                .approach_delivery(found.icount)?;
+        }
         let is_begin = found.icount < route.icount || found.icount == 0;
         Ok(stop(TRAP, found.watch, if is_begin { "replaylog:begin;" } else { "" }))
     }
@@ -240,34 +217,4 @@ fn with_reverse(mut answer: Vec<u8>) -> Vec<u8> {
         }
     }
     answer
-}
-
-/// Detects a running VM that hangs.
-struct StallWatch {
-    detector: Option<StallDetector>,
-    began: Instant,
-    asked: Instant,
-}
-
-impl StallWatch {
-    fn new() -> Self {
-        Self { detector: None, began: Instant::now(), asked: Instant::now() }
-    }
-
-    /// Returns true if the VM has stayed at one instruction for too long, and tells `events`.
-    fn is_stalled(&mut self, stub: &mut Stub, events: &dyn EventSink<ReplayEvent>) -> Result<bool> {
-        if self.asked.elapsed() < ASK_EVERY {
-            return Ok(false);
-        }
-        self.asked = Instant::now();
-        let icount = stub.icount()?;
-        let detector = self.detector.get_or_insert_with(|| StallDetector::new(icount));
-        let ReplayProgress::Stalled { icount } =
-            detector.observe(self.began.elapsed(), icount, None, PATIENCE)
-        else {
-            return Ok(false);
-        };
-        events.event(&ReplayEvent::DivergedUnderDebugger { icount });
-        Ok(true)
-    }
 }

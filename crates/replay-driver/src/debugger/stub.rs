@@ -5,13 +5,36 @@ use crate::PausedReplay;
 use crate::error::{ReplayError, Result};
 use crate::idle_watch::{IdleWatch, Idleness};
 use keyframe_gdb::{GdbConnection, GdbMessage, StopReply, wait_for_either};
+use keyframe_kernel::open_file::OpenFile;
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 /// How long QEMU may take to answer. A QEMU whose RAM is being loaded answers when its pages are
 /// there.
 const ANSWER_WAIT: Duration = Duration::from_secs(60);
+
+/// The registers of an x86 processor in 64-bit form, as the gdbstub tells them: first the 16
+/// general registers, then the instruction pointer, 16 digits each.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Registers(Vec<u8>);
+
+impl Registers {
+    /// The number of digits of the general registers.
+    const GENERAL: usize = 16 * 16;
+
+    /// Returns the general registers, with the stack pointer, but without the instruction pointer.
+    pub fn general(&self) -> &[u8] {
+        self.0.get(..Self::GENERAL).unwrap_or(&self.0)
+    }
+
+    /// Returns the instruction pointer; `None` if the gdbstub did not tell it.
+    pub fn instruction_pointer(&self) -> Option<u64> {
+        let digits = self.0.get(Self::GENERAL..Self::GENERAL + 16)?;
+        u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok().map(u64::swap_bytes)
+    }
+}
 
 /// A paused VM, and a connection to its gdbstub.
 pub(super) struct Stub {
@@ -88,9 +111,40 @@ impl Stub {
         IdleWatch::new(self.paused.replay.restored().vm().pid())
     }
 
+    /// Returns the file of the log at `log` that QEMU reads, if the kernel tells it.
+    pub fn open_log(&mut self, log: &Path) -> Option<OpenFile> {
+        OpenFile::of(self.paused.replay.restored().vm().pid(), log)
+    }
+
     /// Stops a running VM.
     pub fn interrupt(&mut self) -> Result<()> {
         Ok(self.link.interrupt()?)
+    }
+
+    /// Returns the processor's registers.
+    pub fn registers(&mut self) -> Result<Registers> {
+        Ok(Registers(self.ask(b"g")?))
+    }
+
+    /// Removes the watchpoints of `state` from QEMU.
+    pub fn disarm(&mut self, state: &StubState) -> Result<()> {
+        for point in state.points.iter().filter(|point| point.is_watch()) {
+            self.ask(&point.removal_packet())?;
+        }
+        Ok(())
+    }
+
+    /// Sets the watchpoints of `state` again.
+    pub fn arm(&mut self, state: &StubState) -> Result<()> {
+        for point in state.points.iter().filter(|point| point.is_watch()) {
+            self.ask(&point.packet())?;
+        }
+        Ok(())
+    }
+
+    /// Returns what the gdbstub tells of `bytes` bytes of memory: hexadecimal digits, or an error.
+    pub fn memory(&mut self, address: u64, bytes: u64) -> Result<Vec<u8>> {
+        self.ask(format!("m{address:x},{bytes:x}").as_bytes())
     }
 
     /// Makes QEMU stop before an instruction, once.

@@ -71,9 +71,6 @@ pub enum ReplayError {
     /// QEMU ended while its gdbstub was asked.
     #[error("QEMU has ended")]
     EndedInStub,
-    /// QEMU ended while breakpoints were searched for.
-    #[error("QEMU has ended in a replay")]
-    EndedInSearch,
     /// QEMU's gdbstub does not answer.
     #[error("QEMU's stub has not answered for {seconds} s")]
     StubSilent {

@@ -52,7 +52,6 @@ fn of_replays() -> Vec<Error> {
         ReplayError::MonitorClosed,
         ReplayError::EndedUnderDebugger,
         ReplayError::EndedInStub,
-        ReplayError::EndedInSearch,
         ReplayError::StubSilent { seconds: 60 },
         ReplayError::NoStub,
         ReplayError::Listen { port: 1234, source: io::ErrorKind::AddrInUse.into() },
