@@ -67,7 +67,7 @@ impl Debugger {
 
     /// Gives QEMU's monitor a line, and returns what it prints.
     fn monitor(&mut self, line: &str) -> String {
-        let hex: String = line.bytes().map(|byte| format!("{byte:02x}")).collect();
+        let hex = line.bytes().fold(String::new(), |hex, byte| format!("{hex}{byte:02x}"));
         let mut answer = self.ask(&format!("qRcmd,{hex}"));
         let mut output = String::new();
         while let Some(hex) = answer.strip_prefix('O').filter(|hex| *hex != "K") {
