@@ -6,10 +6,15 @@ use keyframe_tests::disks::{
     virtio_disk, wait_for_records,
 };
 use keyframe_tests::{
-    Boot, NO_QEMU_10, Process, Qemu, TestEnv, distribution_qemu, hash_lines, qemu_10, skip,
-    variants,
+    Boot, NO_QEMU_10, Process, Qemu, TestEnv, distribution_qemu, hash_lines, qemu_10, qemu_11,
+    skip, variants,
 };
 use rustix::process::Signal;
+
+/// The QEMUs that are later than the distribution's.
+fn later_qemus() -> Vec<Qemu> {
+    qemu_10().into_iter().chain(qemu_11()).collect()
+}
 
 /// Machines with their devices.
 fn machines() -> Vec<(&'static str, &'static [&'static str])> {
@@ -75,13 +80,26 @@ fn goes_on(mut restored: Process, later: &Qemu) {
 /// RAM loaded at once and on first touch.
 #[test]
 fn a_later_qemu_goes_on_with_a_checkpoint() {
-    let Some(later) = qemu_10() else { skip!("{NO_QEMU_10}") };
+    let all = later_qemus();
+    if all.is_empty() {
+        skip!("{NO_QEMU_10}");
+    }
     for (machine, devices) in variants(machines(), 1) {
         println!("-- {machine} {devices:?}");
         let env = TestEnv::new();
         let id = checkpoint_with_records(&env, &distribution_qemu(), machine, devices);
-        goes_on(env.restore(&id, &["--qemu", &later.path]), &later);
-        goes_on(env.restore(&id, &["--qemu", &later.path, "--lazy"]), &later);
+        for later in &all {
+            println!("-- QEMU {}", later.label);
+            goes_on(env.restore(&id, &["--qemu", &later.path]), later);
+            goes_on(env.restore(&id, &["--qemu", &later.path, "--lazy"]), later);
+        }
+    }
+    // From 10 to 11.
+    if let [ten, eleven] = &all[..] {
+        let (machine, devices) = variants(machines(), 1)[0];
+        let env = TestEnv::new();
+        let id = checkpoint_with_records(&env, ten, machine, devices);
+        goes_on(env.restore(&id, &["--qemu", &eleven.path]), eleven);
     }
 }
 
