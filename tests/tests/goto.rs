@@ -140,9 +140,9 @@ fn a_recording_is_followed_and_moved_through() {
         goes_to_a_checkpoint(&env, &all[all.len() - 2]);
         let icount = number(&all[all.len() - 2], "begin") + 12_345;
         moves_both_ways(&env, icount);
-        for vector in [TIMER_INTERRUPT, PAGE_FAULT] {
-            stops_at_a_delivery(&env, icount, vector);
-        }
+        stops_at_a_delivery(&env, icount, TIMER_INTERRUPT);
+        // The guest's programs start later than this, and touch new pages.
+        stops_at_a_delivery(&env, number(&all[1], "begin") + 12_345, PAGE_FAULT);
     }
 }
 
@@ -332,14 +332,14 @@ fn stops_at_a_delivery(env: &TestEnv, icount: u64, vector: u64) {
     let mut gdb = Debugger::attach(number(&position, "gdb") as u16);
     assert_eq!(gdb.ask(&format!("Z2,{:x},8", delivery.slot)), "OK");
     // Instructions before it may write there, too.
-    let mut before = gdb.icount();
+    let mut last_write = None;
     loop {
         let stop = gdb.ask("c");
         assert!(stop.starts_with("T05") && stop.contains("watch"), "{stop}");
         if gdb.icount() >= delivery.icount {
             break;
         }
-        before = gdb.icount();
+        last_write = Some(gdb.icount());
     }
     let is_there = |gdb: &mut Debugger| {
         assert_eq!((gdb.icount(), gdb.register(16)), (delivery.icount, delivery.handler));
@@ -358,18 +358,20 @@ fn stops_at_a_delivery(env: &TestEnv, icount: u64, vector: u64) {
     is_before(&mut gdb, &stop);
     assert!(gdb.ask("c").contains("watch"));
     is_there(&mut gdb);
-    // From the next write it comes back, and from there to the write before.
+    // It comes back from the next write, and goes on to the write before.
     assert!(gdb.ask("c").contains("watch"));
     assert!(gdb.icount() > delivery.icount);
-    for _ in 0..2 {
-        let stop = gdb.ask("bc");
-        if gdb.icount() <= delivery.icount {
-            is_before(&mut gdb, &stop);
-            break;
-        }
-    }
+    assert!(gdb.ask("bc").contains("watch"));
+    assert!(gdb.icount() >= delivery.icount);
+    let stop = gdb.ask("bc");
+    is_before(&mut gdb, &stop);
     assert!(gdb.ask("bc").starts_with("T05"));
-    assert!(gdb.icount() < delivery.icount && gdb.icount() + 1 >= before.min(delivery.icount));
+    let icount = gdb.icount();
+    match last_write {
+        // A delivery has the same instruction before and after it.
+        Some(after) => assert!(icount == after || icount + 1 == after, "{icount} {after}"),
+        None => assert!(icount < delivery.icount - 1_000, "{icount}"),
+    }
     drop(gdb);
     end(vm);
 }
