@@ -208,7 +208,7 @@ fn read_range<'a>(
 mod tests {
     use super::*;
 
-    const VERSION: LogVersion = LogVersion::QEMU_11;
+    const VERSION: LogVersion = LogVersion::QEMU_10;
     use crate::cut_points::find_cut_points;
     use crate::log::tests::bytes;
     use proptest::prelude::*;
