@@ -2,13 +2,15 @@
 //! The events of QEMU's record/replay log.
 
 use keyframe_replay::cut_points::{CutFinder, CutSpacing};
-use keyframe_replay::log::{LogIndex, LogReader};
+use keyframe_replay::log::{LogIndex, LogReader, LogVersion};
 use libfuzzer_sys::fuzz_target;
 use std::path::Path;
 use std::time::Duration;
 
 fuzz_target!(|data: &[u8]| {
-    let mut reader = LogReader::new(data, Path::new("log"));
+    let Some((choice, data)) = data.split_first() else { return };
+    let version = LogVersion::ALL[usize::from(*choice) % LogVersion::ALL.len()];
+    let mut reader = LogReader::new(data, Path::new("log"), version);
     let mut index = LogIndex::default();
     let mut finders =
         [CutSpacing::Instructions(1 << 20), CutSpacing::Time(Duration::from_millis(1))].map(CutFinder::new);

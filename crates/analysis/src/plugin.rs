@@ -4,28 +4,25 @@ use crate::error::{Result, file};
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-/// A version of QEMU's plugin interface.
+/// A text that each plugin prints when QEMU calls it without arguments. It then refuses to be
+/// installed, and QEMU ends.
+pub const REFUSAL: &str = "keyframe plugin: argument tool is missing";
+
+/// A version of QEMU's plugin interface. QEMU accepts some, which it is asked for by loading
+/// plugins; its version does not tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum PluginInterface {
-    /// Version 1: QEMU 6.0 to 8.1; tested with 7.2.
+    /// Version 1: tested with QEMU 7.2.
     V1,
-    /// Version 4: QEMU 9.1 to 10.2; tested with 10.0.
+    /// Version 4: tested with QEMU 10.0.
     V4,
-    /// Version 7: QEMU 11; tested with 11.1.
+    /// Version 7: tested with QEMU 11.1, which accepts no other.
     V7,
 }
 
 impl PluginInterface {
-    /// Returns the interface of QEMU `major`.`minor`; `None` for versions before 6.0 and from 8.2
-    /// to 9.0.
-    pub fn of_qemu(major: u32, minor: u32) -> Option<Self> {
-        match (major, minor) {
-            (6..=7, _) | (8, 0..=1) => Some(Self::V1),
-            (9, 1..) | (10, _) => Some(Self::V4),
-            (11.., _) => Some(Self::V7),
-            _ => None,
-        }
-    }
+    /// All versions for which there is a plugin, the newest first.
+    pub const ALL: [Self; 3] = [Self::V7, Self::V4, Self::V1];
 
     /// Returns the number by which QEMU calls the interface.
     pub fn number(self) -> u32 {

@@ -6,7 +6,8 @@ mod support;
 use keyframe_analysis::ThirdPartyTool;
 use keyframe_analysis::tools::by_name;
 use keyframe_testing::{
-    NO_QEMU_10, distribution_qemu, qemu_10, skip, small_guest, tests_every_variant,
+    NO_QEMU_10, NO_QEMU_11, distribution_qemu, qemu_10, qemu_11, skip, small_guest,
+    tests_every_variant,
 };
 use std::path::Path;
 use std::time::Duration;
@@ -164,6 +165,11 @@ fn side_by_side_equals_in_sequence_on_the_first_interface() {
 #[test]
 fn side_by_side_equals_in_sequence_on_the_fourth_interface() {
     if let Some(qemu) = qemu_10() { all_tools(&qemu.into(), 1) } else { skip!("{NO_QEMU_10}") }
+}
+
+#[test]
+fn side_by_side_equals_in_sequence_on_the_seventh_interface() {
+    if let Some(qemu) = qemu_11() { all_tools(&qemu.into(), 0) } else { skip!("{NO_QEMU_11}") }
 }
 
 /// The example of a third party's tool: compiled, run over each interval, merged.

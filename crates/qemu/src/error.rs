@@ -79,6 +79,16 @@ pub enum Error {
         /// What the user can do.
         fix: String,
     },
+    /// The QEMU binary lacks a feature.
+    #[error("{} offers no {feature} that Keyframe can use: {problem}", path.display())]
+    Probe {
+        /// The binary.
+        path: PathBuf,
+        /// The feature.
+        feature: &'static str,
+        /// What was seen.
+        problem: String,
+    },
     /// The QEMU binary has another version than the checkpoint's.
     #[error("{} is QEMU {found}, but the checkpoint was taken from QEMU {expected}: {problem}", path.display())]
     DifferentVersion {
@@ -306,6 +316,9 @@ impl Error {
                  use --libvirt DOMAIN"
                     .into(),
             ),
+            Self::Probe { feature, .. } => Some(format!(
+                "name a QEMU that has {feature}, as those of distributions have"
+            )),
             Self::DifferentVersion { expected, problem, .. } => Some(match **problem {
                 VersionProblem::Earlier => {
                     format!("name a binary of version {expected} or later with --qemu PATH")
@@ -398,6 +411,11 @@ mod tests {
                 path: "qemu".into(),
                 reason: "there is no such program in PATH".into(),
                 fix: "install QEMU".into(),
+            },
+            Error::Probe {
+                path: "/usr/bin/qemu".into(),
+                feature: "plugins",
+                problem: "-plugin: invalid option".into(),
             },
             Error::DifferentVersion {
                 path: "/usr/bin/qemu".into(),

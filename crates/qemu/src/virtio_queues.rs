@@ -46,17 +46,10 @@ impl VirtioQueues {
             if !is_card && !DISKS.contains(&text("name")) {
                 continue;
             }
-            let status =
-                qmp.execute("x-query-virtio-status", Some(json!({ "path": text("path") })))?;
-            match status.get("num-vqs").and_then(Value::as_u64) {
-                Some(count) => {
-                    let all = 0..count.min(QUEUES_MAX);
-                    let requests =
-                        all.filter(|queue| !is_card || queue % 2 == 1 || queue + 1 == count);
-                    queues.extend(requests.map(|queue| (text("path").to_owned(), queue)));
-                }
-                None => return Err(qmp.unexpected("x-query-virtio-status", &status)),
-            }
+            let count = count(qmp, text("path"))?;
+            let requests =
+                (0..count).filter(|queue| !is_card || queue % 2 == 1 || queue + 1 == count);
+            queues.extend(requests.map(|queue| (text("path").to_owned(), queue)));
         }
         Ok(Self(queues))
     }
@@ -65,10 +58,7 @@ impl VirtioQueues {
     /// tells whether one was a moment ago. Error: QEMU does not answer.
     pub fn are_busy(&self, qmp: &mut Qmp) -> Result<bool> {
         for (path, queue) in &self.0 {
-            let status = qmp.execute(
-                "x-query-virtio-queue-status",
-                Some(json!({ "path": path, "queue": queue })),
-            )?;
+            let status = queue_status(qmp, path, *queue)?;
             let number = |key: &str| status.get(key).and_then(Value::as_u64);
             let (Some(in_use), Some(taken), Some(ring)) =
                 (number("inuse"), number("last-avail-idx"), number("vring-avail"))
@@ -82,6 +72,29 @@ impl VirtioQueues {
         }
         Ok(false)
     }
+}
+
+/// Returns the number of queues of the virtio device at `path`: that of the first queue that it does
+/// not have. QEMU 11.1 aborts when it is asked for a device's status (`x-query-virtio-status`), which
+/// has the number, too.
+///
+/// Error: the monitor fails.
+fn count(qmp: &mut Qmp, path: &str) -> Result<u64> {
+    for queue in 0..QUEUES_MAX {
+        match queue_status(qmp, path, queue) {
+            Ok(_) => {}
+            Err(Error::Refused { reason, .. }) if reason.contains("Invalid virtqueue number") => {
+                return Ok(queue);
+            }
+            Err(other) => return Err(other),
+        }
+    }
+    Ok(QUEUES_MAX)
+}
+
+fn queue_status(qmp: &mut Qmp, path: &str, queue: u64) -> Result<Value> {
+    let arguments = json!({ "path": path, "queue": queue });
+    qmp.execute("x-query-virtio-queue-status", Some(arguments))
 }
 
 /// 16 bits of guest memory, little-endian.

@@ -34,9 +34,9 @@ pub use results::differing_files;
 
 use crate::error::{AnalysisError, Error, Result};
 use crate::event::{EventSink, ReplayEvent};
+use crate::qemu_probe::{InstalledPlugin, install_plugin};
 use crate::{AnalysisSubject, KnownIntervals, jobs};
 use files::{claim, finished_part};
-use keyframe_analysis::plugin::{self, PluginInterface};
 use keyframe_analysis::{SymbolTable, Tool};
 use keyframe_cluster::{
     ItemSource, LocalRunner, NewItems, Placement, Queue, QueueItem, Slot, WorkerId, drive,
@@ -74,8 +74,7 @@ pub struct Analysis<'a> {
     /// The instructions that are to be analysed.
     range: Range<u64>,
     out: PathBuf,
-    interface: PluginInterface,
-    plugin: PathBuf,
+    plugin: InstalledPlugin,
     _plugins: ScratchDirectory,
     /// The intervals whose parts an earlier run has made.
     old: BTreeSet<u32>,
@@ -149,22 +148,15 @@ impl<'a> Analysis<'a> {
         (header, known): (AnalysisHeader, KnownIntervals),
         out: &Path,
     ) -> Result<Self> {
-        let version = subject.qemu_version();
-        let mut numbers =
-            version.split(|c: char| !c.is_ascii_digit()).map_while(|word| word.parse().ok());
-        let (major, minor) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-        let interface = PluginInterface::of_qemu(major, minor)
-            .ok_or_else(|| AnalysisError::NoPluginInterface { version: version.to_owned() })?;
         let folder = ScratchDirectory::new("plugin");
         let folder = folder.map_err(|e| Error::io("make a directory for the plugin", e))?;
-        let plugin = plugin::install(folder.path(), interface)?;
+        let plugin = install_plugin(&subject.qemu(), folder.path())?;
         Ok(Self {
             subject,
             tool,
             progress: RwLock::new(Progress { known, header }),
             range: 0..u64::MAX,
             out: out.to_owned(),
-            interface,
             plugin,
             _plugins: folder,
             old: BTreeSet::new(),

@@ -5,6 +5,7 @@ use crate::error::{AnalysisError, Error, Result};
 use crate::replay::StartTimes;
 use crate::replayable_recording::was_taken_live;
 use crate::{LiveRecording, Replay, ReplayOptions, ReplayableRecording, StopReason, UnrecordedRun};
+use keyframe_qemu::QemuIdentity;
 use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_store::Store;
@@ -62,12 +63,17 @@ impl<'a> AnalysisSubject<'a> {
         }
     }
 
-    /// Returns the version of the QEMU that ran the VM.
-    pub fn qemu_version(self) -> &'a str {
-        match self {
-            Self::Recorded(recording) => &recording.recording.meta.qemu_version,
-            Self::Live(live) => &live.recording.meta.qemu_version,
-            Self::Unrecorded(run) => &run.qemu_version,
+    /// Returns the QEMU that ran the VM.
+    pub fn qemu(self) -> QemuIdentity {
+        let meta = match self {
+            Self::Recorded(recording) => &recording.recording.meta,
+            Self::Live(live) => &live.recording.meta,
+            Self::Unrecorded(run) => return run.qemu.clone(),
+        };
+        QemuIdentity {
+            path: meta.qemu_path.clone().into(),
+            version: meta.qemu_version.clone(),
+            blake3: meta.qemu_blake3.clone(),
         }
     }
 

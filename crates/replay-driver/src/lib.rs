@@ -35,6 +35,7 @@ pub mod jobs;
 pub mod live_recording;
 pub mod measurements;
 pub mod paused_replay;
+mod qemu_probe;
 pub mod qemu_support;
 mod replay;
 pub mod replay_stepper;
@@ -64,11 +65,12 @@ pub use keyframe_qemu::stream::DifferingSection;
 pub use live_recording::LiveRecording;
 pub use measurements::{MeasuredInterval, RecordingMeasurements};
 pub use paused_replay::{PauseOptions, PausedReplay, ReplayRoute};
+pub use qemu_probe::log_version_of;
 pub use qemu_support::QemuSupport;
 pub use replay::{Replay, ReplayOptions, StartTimes};
 pub use replay_stepper::{ReplayStepper, StopReason};
 pub use replayable_recording::{
-    ReplayableRecording, adopt_first_checkpoint, checkpoints_in, copy_checkpoints, log_version_of,
+    ReplayableRecording, adopt_first_checkpoint, checkpoints_in, copy_checkpoints,
     sealed_checkpoints_in,
 };
 pub use unrecorded_run::{SimulatedVm, UnrecordedRun};

@@ -2,7 +2,7 @@
 
 use crate::error::Result;
 use crate::log_version_of;
-use keyframe_analysis::plugin::PluginInterface;
+use crate::qemu_probe::require_plugin;
 use keyframe_qemu::QemuIdentity;
 use std::fmt;
 
@@ -23,22 +23,21 @@ pub struct QemuSupport {
 }
 
 impl QemuSupport {
-    /// Asks the QEMU `name`: a path, or a name that `PATH` resolves. It is run twice for that, each
-    /// time without a guest.
+    /// Asks the QEMU `name`: a path, or a name that `PATH` resolves. It is run without a
+    /// guest for that.
     ///
     /// Errors: there is no such program, or it is no QEMU.
     pub fn of(name: &str) -> Result<Self> {
-        let QemuIdentity { path, version, .. } = QemuIdentity::named(name)?;
-        let series = series(&version);
+        let qemu = QemuIdentity::named(name)?;
+        let series = series(&qemu.version);
         let is_new = series.is_some_and(|series| series >= CAPTURED_FROM);
-        let record = log_version_of(&path).err().map(|error| error.to_string());
-        let interface = series.and_then(|(major, minor)| PluginInterface::of_qemu(major, minor));
-        let analysis = record.as_ref().map(|_| "needs a recording".to_owned()).or_else(|| {
-            let problem = "its plugin interface is not known".to_owned();
-            interface.is_none().then_some(problem)
-        });
+        let record = log_version_of(&qemu).err().map(|error| error.to_string());
+        let analysis = match record {
+            Some(_) => Some("needs a recording".to_owned()),
+            None => require_plugin(&qemu).err().map(|error| error.to_string()),
+        };
         let capture = (!is_new).then(|| "needs QEMU 7.2 or later".to_owned());
-        Ok(Self { version, capture, record, analysis })
+        Ok(Self { version: qemu.version, capture, record, analysis })
     }
 
     /// Returns true if nothing is missing.

@@ -6,7 +6,7 @@ use keyframe_qemu::restore::Until;
 use keyframe_replay::interval::{
     Interval, RecordedCheckpoint, intervals, with_unambiguous_ends, with_unambiguous_last_end,
 };
-use keyframe_replay::log::{LogIndex, LogVersion};
+use keyframe_replay::log::LogIndex;
 use keyframe_replay::recording::{ImageMeta, ReadableLog};
 use keyframe_replay::{Recording, RecordingEnding};
 use keyframe_store::{Sealed, Store};
@@ -196,20 +196,6 @@ impl ReplayableRecording {
     pub fn with_unambiguous_ends(&self, all: &[Interval]) -> Result<Vec<Interval>> {
         Ok(with_unambiguous_ends(all, self.log_index()?))
     }
-}
-
-/// Returns the version of the logs that the QEMU binary at `path` writes, which it is run for.
-///
-/// # Errors
-///
-/// [`Error::UnknownLog`] if Keyframe does not read logs of this version; QEMU cannot be run, or does
-/// not record.
-pub fn log_version_of(path: &Path) -> Result<LogVersion> {
-    let found = LogVersion(keyframe_qemu::log_version(path)?);
-    if found.is_known() {
-        return Ok(found);
-    }
-    Err(Error::UnknownLog { qemu: path.to_owned(), found })
 }
 
 /// Returns the checkpoints of `recording` in `store`, by instruction. Error: the store cannot be

@@ -27,7 +27,7 @@ use keyframe_inspect::source_of;
 use keyframe_kernel::cpu_time;
 use keyframe_qemu::restore::{self, Plan, RestoreOptions};
 use keyframe_qemu::restore::{CloneOptions, clone_line};
-use keyframe_qemu::{Accelerator, QmpEvent};
+use keyframe_qemu::{Accelerator, QemuIdentity, QmpEvent};
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_scratch_directory::ScratchDirectory;
 use keyframe_store::{Meta, Sealed, Store};
@@ -49,8 +49,8 @@ pub struct UnrecordedRun {
     pub store: Store,
     /// The run's id.
     pub run: String,
-    /// The version of the QEMU that ran the VM.
-    pub qemu_version: String,
+    /// The QEMU that ran the VM.
+    pub qemu: QemuIdentity,
     selection: RunSelection,
     /// The intervals of a run that is not followed.
     fixed: Option<KnownIntervals>,
@@ -72,9 +72,14 @@ impl UnrecordedRun {
         if !newest.meta.members.is_empty() {
             return Err(AnalysisError::GroupNotSimulated.into());
         }
-        let (run, qemu_version) =
-            (newest.meta.run.clone(), newest.meta.machine.vmm_version.clone());
-        let mut opened = Self { store, run, qemu_version, selection, fixed: None };
+        let machine = &newest.meta.machine;
+        let qemu = QemuIdentity {
+            path: machine.binary().to_owned(),
+            version: machine.vmm_version.clone(),
+            blake3: machine.binary_blake3.clone(),
+        };
+        let run = newest.meta.run.clone();
+        let mut opened = Self { store, run, qemu, selection, fixed: None };
         if !follow {
             opened.fixed = Some(opened.intervals_in(&all, false)?);
         }

@@ -121,8 +121,11 @@ mod tests {
             &taken(1),
             &[22, 255, 255, 255, 255, 0, 0, 0, 0],
         ]);
-        let console =
-            Console::new(LogReader::new(&log[12..], Path::new("log")), b"a\r\nbc").unwrap();
+        let console = Console::new(
+            LogReader::new(&log[12..], Path::new("log"), crate::log::LogVersion::QEMU_10),
+            b"a\r\nbc",
+        )
+        .unwrap();
         let line = |first, last, text: &str| ConsoleLine { first, last, text: text.into() };
         assert_eq!(console.lines, [line(10, 15, "a"), line(20, 20, "b")]);
         assert_eq!(console.unplaced_bytes, 1);

@@ -32,6 +32,7 @@ const BLOCK_BYTES_MIN: u64 = 4096;
 pub struct GrowingLog {
     file: File,
     path: PathBuf,
+    version: LogVersion,
     block_bytes: u64,
     warp_corrector: WarpCorrector,
     /// Byte offset up to which the log has been searched for readings to correct.
@@ -84,6 +85,7 @@ impl GrowingLog {
         Ok(Some(Self {
             file,
             path: path.to_owned(),
+            version,
             block_bytes: metadata.blksize().max(BLOCK_BYTES_MIN),
             warp_corrector: WarpCorrector::default(),
             searched: HEADER_BYTES,
@@ -127,7 +129,7 @@ impl GrowingLog {
     /// to which nothing remains to be corrected.
     fn correct_warps(&mut self) -> Result<()> {
         let len = self.file.metadata().map_err(Error::io("look at", &self.path))?.len();
-        let mut reader = read_range(&self.file, &self.path, self.searched..len, 0)?;
+        let mut reader = read_range(&self.file, &self.path, self.version, self.searched..len, 0)?;
         while let Some(event) = reader.next_event()? {
             if let Some(correction) = self.warp_corrector.add(event) {
                 correction.write(&self.file, &self.path)?;
@@ -156,7 +158,7 @@ impl GrowingLog {
     fn read_until(&mut self, until: u64) -> Result<bool> {
         let len = self.corrected;
         let range = self.offset..until.min(len);
-        let mut reader = read_range(&self.file, &self.path, range, self.icount)?;
+        let mut reader = read_range(&self.file, &self.path, self.version, range, self.icount)?;
         while let Some(event) = reader.next_event()? {
             self.index.add(event);
             self.cut_finder.add_event(event)?;
@@ -192,16 +194,17 @@ impl GrowingLog {
     }
 }
 
-/// A reader of the bytes `range` of the log, before which `icount` instructions ran.
+/// A reader of the bytes `range` of the log of `version`, before which `icount` instructions ran.
 fn read_range<'a>(
     mut file: &'a File,
     path: &Path,
+    version: LogVersion,
     range: Range<u64>,
     icount: u64,
 ) -> Result<LogReader<Take<&'a File>>> {
     file.seek(SeekFrom::Start(range.start)).map_err(Error::io("read", path))?;
     let bytes = file.take(range.end.saturating_sub(range.start));
-    Ok(LogReader::resume(bytes, path, range.start, icount))
+    Ok(LogReader::resume(bytes, path, version, range.start, icount))
 }
 
 #[cfg(test)]

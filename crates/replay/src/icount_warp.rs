@@ -228,7 +228,8 @@ pub(crate) mod tests {
             let before = log(&letters.join(" "));
             let after = corrected(&before);
             let kinds = |log: &[u8]| {
-                let mut events = log::LogReader::new(&log[log::HEADER_BYTES as usize..], Path::new("log"));
+                let (events, version) = (&log[log::HEADER_BYTES as usize..], log::LogVersion::QEMU_10);
+                let mut events = log::LogReader::new(events, Path::new("log"), version);
                 let mut all = Vec::new();
                 while let Some(event) = events.next_event().unwrap() {
                     let is_clock = matches!(event.event, LogEvent::WarpClock(_));

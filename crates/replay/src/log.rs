@@ -1,9 +1,10 @@
-//! QEMU's record/replay log, as QEMU 7.2, 10.0 and 11.1 write it.
+//! QEMU's record/replay log, as QEMU 7.2 to 11.1 write it.
 //!
 //! ```text
 //!   header   12 bytes: version (big-endian, 4) | 8 unused; all zero until QEMU ends in good order
-//!              e0200c   QEMU 7.2, 10.0
-//!              e0200e   QEMU 11.1
+//!              e0200c   QEMU 7.2 to 10.0
+//!              e0200d   QEMU 11.0, by its source (not tried): audio input (26) tells its length
+//!              e0200e   QEMU 11.1: a key (in 5) is Linux's number of it, without a kind before it
 //!   events   kind (1) | payload
 //!     0        instructions: count (4, big-endian)
 //!     1, 2     interrupt, exception
@@ -42,19 +43,23 @@ use std::path::Path;
 ///
 /// Each QEMU writes one version, and replays no other. A log that is still written has none yet, so
 /// the version is asked of the QEMU that writes it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct LogVersion(pub u32);
 
 impl LogVersion {
-    /// The version of QEMU 7.2 and 10.0.
+    /// The version of QEMU 7.2 to 10.0.
     pub const QEMU_10: Self = Self(0x00e0_200c);
+    /// The version of QEMU 11.0.
+    pub const QEMU_11_0: Self = Self(0x00e0_200d);
     /// The version of QEMU 11.1.
     pub const QEMU_11: Self = Self(0x00e0_200e);
+    /// The versions that this crate reads, rising.
+    pub const ALL: [Self; 3] = [Self::QEMU_10, Self::QEMU_11_0, Self::QEMU_11];
 
     /// Returns true if this crate reads logs of this version.
     pub fn is_known(self) -> bool {
-        [Self::QEMU_10, Self::QEMU_11].contains(&self)
+        Self::ALL.contains(&self)
     }
 
     /// Reads the version in the header of the log at `path`; `None` for a log without a header.
@@ -100,7 +105,10 @@ pub struct LogSummary {
 ///
 /// Errors: [`Error::Io`], [`Error::Damaged`].
 pub fn summarize(path: &Path) -> Result<LogSummary> {
-    let mut reader = open(path)?;
+    summarize_events(open(path)?)
+}
+
+fn summarize_events(mut reader: LogReader<File>) -> Result<LogSummary> {
     let (mut summary, mut shutdown) = (LogSummary::default(), ShutdownRequest::default());
     while let Some(event) = reader.next_event()? {
         summary.events += 1;
@@ -111,14 +119,27 @@ pub fn summarize(path: &Path) -> Result<LogSummary> {
     Ok(summary)
 }
 
-/// Opens the log at `path` and returns a reader that stands at its first event.
+/// Opens the log at `path`, which has its header, and returns a reader that stands at its first
+/// event.
 ///
-/// Error: [`Error::Io`], also for a file that is shorter than the header.
+/// Errors: [`Error::Io`], also for a file that is shorter than the header; [`Error::Damaged`] for a
+/// log of an unknown version.
 pub fn open(path: &Path) -> Result<LogReader<File>> {
+    let (file, version) = open_after_header(path)?;
+    if !version.is_known() {
+        let problem = format!("it is no log of a version that this Keyframe reads: {version}");
+        return Err(Error::Damaged { path: path.into(), offset: 0, problem });
+    }
+    Ok(LogReader::new(file, path, version))
+}
+
+/// Opens the log at `path`. Returns it, at its first event, with the version in its header.
+fn open_after_header(path: &Path) -> Result<(File, LogVersion)> {
     let mut file = File::open(path).map_err(Error::io("open", path))?;
     let mut header = [0; HEADER_BYTES as usize];
     file.read_exact(&mut header).map_err(Error::io("read the header of", path))?;
-    Ok(LogReader::new(file, path))
+    let [a, b, c, d, ..] = header;
+    Ok((file, LogVersion(u32::from_be_bytes([a, b, c, d]))))
 }
 
 /// Makes the log of a killed QEMU readable: writes the missing header and cuts an incomplete last
@@ -126,7 +147,8 @@ pub fn open(path: &Path) -> Result<LogReader<File>> {
 ///
 /// Errors: [`Error::Io`]; [`Error::Damaged`] for a file that is not a log of this version.
 pub fn repair(path: &Path, version: LogVersion) -> Result<bool> {
-    let summary = summarize(path)?;
+    let (events, _) = open_after_header(path)?;
+    let summary = summarize_events(LogReader::new(events, path, version))?;
     let file =
         File::options().read(true).write(true).open(path).map_err(Error::io("open", path))?;
     let was_missing = write_missing_header(&file, path, version)?;

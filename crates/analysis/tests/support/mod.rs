@@ -46,7 +46,11 @@ pub fn qemus() -> Vec<Qemu> {
 
 impl From<keyframe_testing::Qemu> for Qemu {
     fn from(qemu: keyframe_testing::Qemu) -> Self {
-        let interface = if qemu.label == "10" { PluginInterface::V4 } else { PluginInterface::V1 };
+        let interface = match qemu.label {
+            "10" => PluginInterface::V4,
+            "11" => PluginInterface::V7,
+            _ => PluginInterface::V1,
+        };
         Self { path: qemu.path, interface }
     }
 }

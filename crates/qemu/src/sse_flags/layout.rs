@@ -9,18 +9,15 @@
 
 use super::firmware::CERTAIN;
 use super::search::CpuNames;
+use crate::binary_cache;
 use memchr::memmem;
 use serde::{Deserialize, Serialize};
-use std::fs::DirBuilder;
-use std::os::unix::fs::DirBuilderExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The directory of the files, in the cache.
 const DIRECTORY: &str = "cpu-layouts";
 /// The format of the files.
 const VERSION: u32 = 1;
-/// The longest file that is read.
-const FILE_BYTES_MAX: u64 = 4096;
 /// Upper bound of the distances in bytes.
 pub(super) const DISTANCE_MAX: usize = 64 << 10;
 /// The words after the first register between which the instruction pointer lies: after the 16
@@ -78,10 +75,7 @@ impl CpuLayout {
 
     /// Returns the layout of the binary with the BLAKE3 hash `binary`, if the cache has it.
     pub fn load(cache: &Path, binary: &str) -> Option<Self> {
-        let path = path(cache, binary);
-        let bytes = std::fs::metadata(&path).ok()?.len();
-        let text = (bytes <= FILE_BYTES_MAX).then(|| std::fs::read(&path).ok()).flatten()?;
-        let layout: Self = serde_json::from_slice(&text).ok()?;
+        let layout: Self = binary_cache::load(cache, DIRECTORY, binary)?;
         let distances = [layout.rip, layout.mxcsr, layout.flags, layout.vendor, layout.model];
         let is_known = layout.version == VERSION && distances.iter().all(|d| *d < DISTANCE_MAX);
         is_known.then_some(layout)
@@ -90,16 +84,7 @@ impl CpuLayout {
     /// Writes the layout to the cache. If the cache cannot be written, the next start needs another
     /// trial.
     pub fn store(&self, cache: &Path, binary: &str) {
-        let path = path(cache, binary);
-        let temporary = path.with_extension(std::process::id().to_string());
-        let written = serde_json::to_vec(self).map_err(std::io::Error::from).and_then(|text| {
-            DirBuilder::new().mode(0o700).recursive(true).create(cache.join(DIRECTORY))?;
-            std::fs::write(&temporary, text)?;
-            std::fs::rename(&temporary, &path)
-        });
-        if written.is_err() {
-            let _ = std::fs::remove_file(&temporary);
-        }
+        binary_cache::store(cache, DIRECTORY, binary, self);
     }
 
     /// Returns the number of bytes from the first register to the last that [`CpuLayout::flags`]
@@ -119,10 +104,6 @@ impl CpuLayout {
     pub fn flags(&self, memory: &[u8]) -> Option<u32> {
         Some(translate(u16_at(memory, self.flags)?, &self.meaning))
     }
-}
-
-fn path(cache: &Path, binary: &str) -> PathBuf {
-    cache.join(DIRECTORY).join(format!("{binary}.json"))
 }
 
 /// The meaning of each bit of the flags at `at`; `None` if `at` cannot be their place.

@@ -328,8 +328,8 @@ impl Analysis<'_> {
             end: Icount(first.from_icount),
         });
         Ok(RunContext {
-            interface: self.interface,
-            plugin: self.plugin.clone(),
+            interface: self.plugin.interface,
+            plugin: self.plugin.path.clone(),
             ram: self.ram_at(begin)?,
             dir: dir.to_owned(),
             warm_up,
@@ -344,7 +344,7 @@ impl Analysis<'_> {
         let sealed = store.sealed(checkpoint.checkpoint);
         let meta = sealed.map_err(|e| Error::store(store.path(), e))?.meta;
         let source = source_of(&meta.machine, &meta.ram);
-        guest_ram(&source, &meta.machine.guest_map.unwrap_or_default(), self.interface)
+        guest_ram(&source, &meta.machine.guest_map.unwrap_or_default(), self.plugin.interface)
     }
 }
 

@@ -83,6 +83,7 @@ impl<R: Read> Deliveries<R> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use keyframe_replay::log::LogVersion;
     use std::path::Path;
 
     #[test]
@@ -100,7 +101,7 @@ mod tests {
             &exception,
         ]
         .concat();
-        let log = || LogReader::new(&bytes[..], Path::new("replay.log"));
+        let log = || LogReader::new(&bytes[..], Path::new("replay.log"), LogVersion::QEMU_10);
         let mut all = Deliveries::new(log());
         for (icount, next, count) in
             [(0, Some(10), 0), (10, Some(10), 2), (11, Some(20), 0), (20, Some(20), 1)]

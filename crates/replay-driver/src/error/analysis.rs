@@ -107,12 +107,6 @@ pub enum AnalysisError {
         /// The reason why it has none.
         reason: String,
     },
-    /// Keyframe has no plugin for this version of QEMU.
-    #[error("QEMU {version} has an interface for plugins that Keyframe has none for")]
-    NoPluginInterface {
-        /// The version of the QEMU that recorded.
-        version: String,
-    },
     /// The VM has too few or too many RAM backends for tools.
     #[error("the recorded VM has {count} RAM backends; tools see from 1 to {max}")]
     RamBackends {
@@ -181,7 +175,6 @@ impl AnalysisError {
                 "call it again to try those once more; keyframe verify tells whether the \
                  recording replays"
             }
-            Self::NoPluginInterface { .. } => "record with QEMU 7.2 or 10",
             Self::RamBackends { .. } => "record it with fewer NUMA nodes",
             Self::MemoryModules => "record with QEMU 10, or with all memory in -m",
             Self::RamBackendOrder => {

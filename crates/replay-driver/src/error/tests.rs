@@ -90,7 +90,6 @@ fn of_analyses() -> Vec<Error> {
             index: 4,
             reason: "QEMU has ended".into(),
         },
-        AnalysisError::NoPluginInterface { version: "8.0.2".into() },
         AnalysisError::RamBackends { count: 9, max: 8 },
         AnalysisError::MemoryModules,
         AnalysisError::RamBackendOrder,

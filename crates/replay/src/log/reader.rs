@@ -1,6 +1,6 @@
 //! Reads a log event by event.
 
-use super::HEADER_BYTES;
+use super::{HEADER_BYTES, LogVersion};
 use crate::{Error, Result};
 use std::io::{self, BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,9 @@ const DISK_ANSWER: u8 = 8;
 /// The event kind of a reading of the warp clock.
 pub(crate) const WARP_CLOCK: u8 = 29;
 /// The longest packet or input that is accepted, in bytes.
-const DATA_BYTES_MAX: u32 = 16 << 20;
+const DATA_BYTES_MAX: u64 = 16 << 20;
+/// The length of a sample of audio input, left and right, in bytes.
+const SAMPLE_BYTES: u64 = 16;
 
 /// An event of the log, with the payload that Keyframe needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,6 +64,7 @@ pub struct PositionedEvent {
 pub struct LogReader<R> {
     input: BufReader<R>,
     path: PathBuf,
+    version: LogVersion,
     offset: u64,
     icount: u64,
     has_ended: bool,
@@ -76,18 +79,19 @@ enum EventError {
 }
 
 impl<R: Read> LogReader<R> {
-    /// Creates a reader that begins with the first event. `input` starts directly after the header;
-    /// `path` appears in error messages.
-    pub fn new(input: R, path: &Path) -> Self {
-        Self::resume(input, path, HEADER_BYTES, 0)
+    /// Creates a reader of a log of `version` that begins with the first event. `input` starts
+    /// directly after the header; `path` appears in error messages.
+    pub fn new(input: R, path: &Path, version: LogVersion) -> Self {
+        Self::resume(input, path, version, HEADER_BYTES, 0)
     }
 
-    /// Creates a reader that begins at byte `offset` of the log, before which `icount` instructions
-    /// ran. `input` starts there; `path` appears in error messages.
-    pub fn resume(input: R, path: &Path, offset: u64, icount: u64) -> Self {
+    /// Creates a reader of a log of `version` that begins at byte `offset`, before which `icount`
+    /// instructions ran. `input` starts there; `path` appears in error messages.
+    pub fn resume(input: R, path: &Path, version: LogVersion, offset: u64, icount: u64) -> Self {
         Self {
             input: BufReader::with_capacity(1 << 16, input),
             path: path.into(),
+            version,
             offset,
             icount,
             has_ended: false,
@@ -175,9 +179,10 @@ impl<R: Read> LogReader<R> {
             9 => self.read_bytes::<5>(len).and_then(|_| self.skip_data(len)),
             23 => self.skip_data(len),
             24 | 25 => self.read_bytes::<4>(len).map(drop),
-            26 => Err(EventError::Unknown(
+            26 if self.version < LogVersion::QEMU_11_0 => Err(EventError::Unknown(
                 "recorded audio input, whose length the log does not contain".into(),
             )),
+            26 => self.skip_samples(len),
             27 => self.read_bytes::<4>(len).and_then(|_| self.skip_data(len)),
             _ => Err(EventError::Unknown(format!("an event of unknown kind {kind}"))),
         }
@@ -186,7 +191,9 @@ impl<R: Read> LogReader<R> {
     /// Skips a key press, a button press or a pointer movement.
     fn skip_input_event(&mut self, len: &mut u64) -> std::result::Result<(), EventError> {
         match u32::from_be_bytes(self.read_bytes(len)?) {
-            // A key, by number or by name, and whether it is down.
+            // A key, and whether it is down.
+            0 if self.version >= LogVersion::QEMU_11 => drop(self.read_bytes::<5>(len)?),
+            // The same, the key by number or by name.
             0 => match u32::from_be_bytes(self.read_bytes(len)?) {
                 0 => drop(self.read_bytes::<9>(len)?),
                 _ => drop(self.read_bytes::<5>(len)?),
@@ -203,13 +210,24 @@ impl<R: Read> LogReader<R> {
         Ok(())
     }
 
+    /// Skips the number of samples of audio input (8 bytes), and the samples.
+    fn skip_samples(&mut self, len: &mut u64) -> std::result::Result<(), EventError> {
+        let samples = u64::from_be_bytes(self.read_bytes(len)?);
+        self.skip(samples.saturating_mul(SAMPLE_BYTES), len)
+    }
+
     /// Skips a 4-byte length and that many bytes.
     fn skip_data(&mut self, len: &mut u64) -> std::result::Result<(), EventError> {
         let data_len = u32::from_be_bytes(self.read_bytes(len)?);
+        self.skip(data_len.into(), len)
+    }
+
+    /// Skips `data_len` bytes.
+    fn skip(&mut self, data_len: u64, len: &mut u64) -> std::result::Result<(), EventError> {
         if data_len > DATA_BYTES_MAX {
             return Err(EventError::Unknown(format!("an event of {data_len} bytes")));
         }
-        let mut left = u64::from(data_len);
+        let mut left = data_len;
         while left > 0 {
             let available = self.input.fill_buf().map_err(EventError::Io)?.len() as u64;
             if available == 0 {
@@ -219,7 +237,7 @@ impl<R: Read> LogReader<R> {
             self.input.consume(step as usize);
             left -= step;
         }
-        *len += u64::from(data_len);
+        *len += data_len;
         Ok(())
     }
 

@@ -14,7 +14,11 @@ fn instructions(count: u32) -> Vec<u8> {
 }
 
 fn read(bytes: &[u8]) -> Result<(Vec<PositionedEvent>, u64)> {
-    let mut events = LogReader::new(&bytes[HEADER_BYTES as usize..], Path::new("log"));
+    read_as(bytes, LogVersion::QEMU_10)
+}
+
+fn read_as(bytes: &[u8], version: LogVersion) -> Result<(Vec<PositionedEvent>, u64)> {
+    let mut events = LogReader::new(&bytes[HEADER_BYTES as usize..], Path::new("log"), version);
     let mut all = Vec::new();
     while let Some(event) = events.next_event()? {
         all.push(event);
@@ -40,7 +44,7 @@ fn an_incomplete_event_is_not_returned_and_reading_resumes_at_it() {
         let (all, end) = read(&log[..log.len() - cut]).unwrap();
         assert_eq!((all.len(), end), (1, HEADER_BYTES + 5));
     }
-    let mut rest = LogReader::resume(&log[17..], Path::new("log"), 17, 5);
+    let mut rest = LogReader::resume(&log[17..], Path::new("log"), LogVersion::QEMU_10, 17, 5);
     assert_eq!(rest.next_event().unwrap().unwrap().icount, 14);
 }
 
@@ -136,11 +140,35 @@ fn a_log_without_its_end_is_repaired() {
     assert!(repair(file.path(), LogVersion::QEMU_11).is_err());
 }
 
+/// The events in which versions differ, each followed by instructions. The keys are what QEMU 10.0 and
+/// 11.1 wrote for the key A.
+#[test]
+fn each_version_has_its_own_keys_and_audio_input() {
+    let (old, new) = (LogVersion::QEMU_10, LogVersion::QEMU_11);
+    let key = [&[5, 0, 0, 0, 0, 0, 0, 0, 0x1e, 1, 6][..], &instructions(5)].concat();
+    let key_with_kind =
+        [&[5, 0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, 0x24, 1, 6][..], &instructions(5)].concat();
+    let audio = [&[26, 0, 0, 0, 0, 0, 0, 0, 2][..], &[9; 32], &instructions(5)].concat();
+    let icount = |event: &[u8], version| {
+        let (all, _) = read_as(&bytes(&[event, &[39]]), version).ok()?;
+        all.iter().rfind(|event| event.event == LogEvent::End).map(|end| end.icount)
+    };
+    assert_eq!((icount(&key_with_kind, old), icount(&key, new)), (Some(5), Some(5)));
+    assert_eq!(icount(&key_with_kind, LogVersion::QEMU_11_0), Some(5));
+    assert!(icount(&key, old) != Some(5) && icount(&key_with_kind, new) != Some(5));
+    assert_eq!((icount(&audio, old), icount(&audio, new)), (None, Some(5)));
+    let huge = [&[26][..], &u64::MAX.to_be_bytes()].concat();
+    assert_eq!(icount(&huge, new), None);
+}
+
 proptest! {
     /// The reader reads or refuses any bytes, in bounded memory.
     #[test]
-    fn arbitrary_bytes_are_read_or_refused(log in prop::collection::vec(any::<u8>(), 0..200)) {
-        let mut events = LogReader::new(&log[..], Path::new("log"));
+    fn arbitrary_bytes_are_read_or_refused(
+        log in prop::collection::vec(any::<u8>(), 0..200),
+        version in prop::sample::select(LogVersion::ALL.to_vec()),
+    ) {
+        let mut events = LogReader::new(&log[..], Path::new("log"), version);
         while let Ok(Some(_)) = events.next_event() {}
         prop_assert!(events.offset() <= HEADER_BYTES + log.len() as u64);
     }
