@@ -2,10 +2,10 @@
 # Unpacks QEMU 11 and its libraries from the backports of Debian 13, beside the installed QEMU; called by guests/build.
 #
 #   OUT/bin/qemu-system-x86_64   wrapper: runs the real one with its own data, firmware and modules
-#   OUT/root/                    the packages' files
-#   OUT/recipe.txt               versions
-#
 #   OUT/bin/with-libraries       runs a command with the libraries of QEMU 11 laid over the system's
+#   OUT/root/                    the packages' files
+#   OUT/modules/                 its modules
+#   OUT/recipe.txt               versions
 #
 # QEMU 11 needs a newer C library than an older release has. with-libraries lays its libraries over the system's in a
 # mount namespace of its own, which takes root; programs of both releases run there. The other ways do not do: with the
@@ -42,10 +42,12 @@ mmdebstrap --mode=root --variant=extract --aptopt='Apt::Install-Recommends "fals
 printf 'qemu-system-x86 %s\n' "$version" >> "$out/recipe.txt"
 
 mkdir "$out/bin"
+# In the libraries' directory they would hide the installed QEMU's modules.
+mv "$out/root/usr/lib/x86_64-linux-gnu/qemu" "$out/modules"
 cat > "$out/bin/qemu-system-x86_64" <<'WRAPPER'
 #!/bin/sh
-root=$(dirname -- "$(dirname -- "$(readlink -f -- "$0")")")/root
-QEMU_MODULE_DIR=$root/usr/lib/x86_64-linux-gnu/qemu
+out=$(dirname -- "$(dirname -- "$(readlink -f -- "$0")")") root=$out/root
+QEMU_MODULE_DIR=$out/modules
 export QEMU_MODULE_DIR
 exec "$root/usr/bin/qemu-system-x86_64" -L "$root/usr/share/qemu" -L "$root/usr/share/seabios" -L "$root/usr/lib/ipxe/qemu" "$@"
 WRAPPER
