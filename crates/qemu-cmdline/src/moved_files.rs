@@ -64,12 +64,11 @@ impl MovedFile {
 /// Returns the present path of `path` after all of `moved`; `None` if it has not moved. If several
 /// apply, the longest old path decides. Relative paths begin in `directory`.
 pub fn moved_path(moved: &[MovedFile], path: &Path, directory: &Path) -> Option<PathBuf> {
-    let depth = |one: &&MovedFile| directory.join(&one.old).components().count();
-    moved
-        .iter()
-        .filter(|one| one.apply(path, directory).is_some())
-        .max_by_key(depth)
-        .and_then(|one| one.apply(path, directory))
+    let applied = moved.iter().filter_map(|one| {
+        let depth = directory.join(&one.old).components().count();
+        Some((depth, one.apply(path, directory)?))
+    });
+    applied.max_by_key(|(depth, _)| *depth).map(|(_, new)| new)
 }
 
 /// Returns the command line `words`, the binary first, with the present paths of the files that

@@ -34,6 +34,11 @@ impl QemuIdentity {
         Self::hashed(&real.clone(), real, version)
     }
 
+    /// Returns the first two numbers of the version; `None` if it does not begin with two numbers.
+    pub fn series(&self) -> Option<(u32, u32)> {
+        series(&self.version)
+    }
+
     /// Finds the program `name` as a shell does, and identifies it. Errors: there is no such program;
     /// those of [`QemuIdentity::of`].
     pub fn named(name: &str) -> Result<Self> {
@@ -106,6 +111,17 @@ pub(crate) fn version(path: &Path) -> Result<String> {
             reason: "it does not answer --version as QEMU's system emulator does".into(),
             fix: "begin the line with qemu-system-x86_64 (7.2 or later)".into(),
         })
+}
+
+/// Returns QEMU's own part of `version`, without the distributor's.
+pub(crate) fn release(version: &str) -> &str {
+    version.split_whitespace().next().unwrap_or_default()
+}
+
+/// Returns the first two numbers of `version`; `None` if it does not begin with two numbers.
+pub(crate) fn series(version: &str) -> Option<(u32, u32)> {
+    let mut numbers = release(version).split('.').map(|number| number.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
 }
 
 /// Returns the names of the machine types of the binary at `path`, aliases too. Error: it cannot be

@@ -267,8 +267,8 @@ pub enum VersionProblem {
     /// An older QEMU does not know the state of a newer one.
     #[error("an earlier QEMU cannot load it")]
     Earlier,
-    /// A later QEMU loads it, but not back again.
-    #[error("a VM with a standby needs QEMUs of the same series on both hosts")]
+    /// This use needs the checkpoint's series: a standby's VM could not come back from a later one.
+    #[error("this needs a QEMU of the same series")]
     Series,
     /// Only the same release executes a recorded VM in the same way.
     #[error("a recording is replayed by the same release only")]

@@ -34,6 +34,10 @@ use stub::Stub;
 
 /// How often a wait is interrupted for other work.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
+/// The signal of a stop that the user asked for: SIGINT.
+const INTERRUPT: u8 = 2;
+/// The signal of a stop at a breakpoint, watchpoint or step: SIGTRAP.
+const TRAP: u8 = 5;
 
 /// What all replays of a session share.
 struct DebugContext<'a> {

@@ -29,8 +29,7 @@ impl QemuSupport {
     /// Errors: there is no such program, or it is no QEMU.
     pub fn of(name: &str) -> Result<Self> {
         let qemu = QemuIdentity::named(name)?;
-        let series = series(&qemu.version);
-        let is_new = series.is_some_and(|series| series >= CAPTURED_FROM);
+        let is_new = qemu.series().is_some_and(|series| series >= CAPTURED_FROM);
         let record = log_version_of(&qemu).err().map(|error| error.to_string());
         let analysis = match record {
             Some(_) => Some("needs a recording".to_owned()),
@@ -66,13 +65,6 @@ impl fmt::Display for QemuSupport {
     }
 }
 
-/// The first two numbers of a version.
-fn series(version: &str) -> Option<(u32, u32)> {
-    let mut numbers =
-        version.split_whitespace().next()?.split('.').map(|number| number.parse().ok());
-    Some((numbers.next()??, numbers.next()??))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -102,9 +94,5 @@ mod tests {
              record yes, analysis no (its plugin interface is not known)"
         );
         assert!(!support.is_complete());
-        assert_eq!(
-            (series("11.1.3 (Debian)"), series("x.1"), series("")),
-            (Some((11, 1)), None, None)
-        );
     }
 }

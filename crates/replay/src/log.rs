@@ -61,16 +61,6 @@ impl LogVersion {
     pub fn is_known(self) -> bool {
         Self::ALL.contains(&self)
     }
-
-    /// Reads the version in the header of the log at `path`; `None` for a log without a header.
-    ///
-    /// Error: [`Error::Io`], also for a file that is shorter than the version.
-    pub fn of_log(path: &Path) -> Result<Option<Self>> {
-        let mut header = [0; 4];
-        let file = File::open(path).map_err(Error::io("open", path))?;
-        file.read_exact_at(&mut header, 0).map_err(Error::io("read the header of", path))?;
-        Ok(Some(Self(u32::from_be_bytes(header))).filter(|version| version.0 != 0))
-    }
 }
 
 impl Default for LogVersion {

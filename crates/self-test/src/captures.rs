@@ -40,7 +40,7 @@ pub(crate) fn run(program: &Program<'_>, guest: &Guest<'_>, on_check: &dyn Fn(Ch
     }
     for backing in BACKINGS {
         let name = format!("RAM in {}", backing.name);
-        if backing.name == "huge pages" && free_huge_pages() < HUGE_PAGES {
+        if backing.options.contains("hugetlb=on") && free_huge_pages() < HUGE_PAGES {
             let reason = "no free huge pages of 2 MiB (sysctl vm.nr_hugepages)";
             on_check(Check::skipped("capture", name, reason));
             continue;

@@ -1,7 +1,7 @@
 //! Ends the VMs that a `keyframe` that died has left.
 //!
-//! A VM survives the death of its engine, as it should. The guests of the self-test are of no use to
-//! anyone, and their command lines name its scratch directory.
+//! A VM survives the death of its engine. A guest of the self-test serves no other purpose, so it is
+//! ended. Its command line names the scratch directory of the self-test.
 
 use rustix::process::{Pid, Signal, kill_process};
 use std::path::Path;

@@ -36,8 +36,8 @@ pub struct CommitSource {
     pub disk_bytes: u64,
     /// The checkpoint's description of the disk; `None` if no checkpoint records the image.
     pub known: Option<DiskMeta>,
-    /// The path of the image in checkpoints; `None` if it is `base`.
-    named: Option<PathBuf>,
+    /// The paths of the image: that in checkpoints, and `base` if it has moved.
+    paths: Vec<PathBuf>,
     layer: Option<Box<dyn Layer>>,
     overlay: Option<(Overlay, PathBuf)>,
     /// The store that may have dependents of the image.
@@ -64,9 +64,13 @@ impl CommitSource {
         // The store's path may change until an interrupted commit goes on, its id does not.
         let name = format!("disk {} of checkpoint {id} of store {}", meta.name, store.id());
         let named = named.iter().find(|disk| disk.name == meta.name);
+        let mut paths: Vec<_> =
+            named.map(|disk| disk.base.path.clone().into()).into_iter().collect();
+        paths.push(disk.image());
+        paths.dedup();
         let source = Self {
             name: one_line(&name),
-            named: named.map(|disk| PathBuf::from(&disk.base.path)),
+            paths,
             base: disk.image(),
             format: disk.format()?,
             layer: Some(disk.layer()?),
@@ -91,7 +95,7 @@ impl CommitSource {
         let mut source = Self {
             name: one_line(&format!("overlay {}", dir.display())),
             base: base.to_owned(),
-            named: None,
+            paths: vec![base.to_owned()],
             format,
             layer: None,
             disk_bytes: overlay.disk_bytes(),
@@ -175,9 +179,7 @@ impl CommitSource {
     /// store. Error: the store cannot be read.
     pub fn dependents(&self) -> Result<Option<ImageDependents>> {
         let own = self.overlay.as_ref().map(|(_, dir)| dir.as_path());
-        let images: Vec<&Path> =
-            self.named.iter().chain([&self.base]).map(PathBuf::as_path).collect();
-        self.store.as_ref().map(|store| ImageDependents::on(&images, store, own)).transpose()
+        self.store.as_ref().map(|store| ImageDependents::on(&self.paths, store, own)).transpose()
     }
 
     /// Returns true if the checkpoint holds all blocks of the disk: it has no image below.

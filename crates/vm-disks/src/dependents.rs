@@ -31,10 +31,10 @@ pub struct ImageDependents {
 }
 
 impl ImageDependents {
-    /// Finds the dependents in `store` of the image with the paths `image`: its own, and an older
-    /// one. Ignores the overlay directory `own`, if one is given. Error: the store cannot be read.
-    pub fn on(image: &[&Path], store: &Store, own: Option<&Path>) -> Result<Self> {
-        let wanted = image.iter().map(|path| resolved(path)).collect();
+    /// Finds the dependents in `store` of the image with these `paths`, its present one and older
+    /// ones. Ignores the overlay directory `own`, if one is given. Error: the store cannot be read.
+    pub fn on(paths: &[PathBuf], store: &Store, own: Option<&Path>) -> Result<Self> {
+        let wanted = paths.iter().map(|path| resolved(path)).collect();
         let mut images = Images { wanted, known: HashMap::new() };
         let mut dependents = Self::default();
         let own = own.map(resolved);

@@ -469,6 +469,11 @@ mod tests {
     #[test]
     fn error_texts_are_golden() {
         let (image, checkpoint) = (|| PathBuf::from("a.img"), CheckpointId(7));
+        let medium = |change| {
+            let file =
+                ReadFile { path: "a.iso".into(), option: "-cdrom".into(), ..Default::default() };
+            Error::MediumChanged(Box::new(ChangedFile { file, change }))
+        };
         let errors = [
             Error::io("open", Path::new("a.img"), io::ErrorKind::NotFound.into()),
             Error::ImageMissing { path: image(), source: io::ErrorKind::NotFound.into() },
@@ -494,22 +499,8 @@ mod tests {
                 stated: vec!["/images/base".into()],
                 found: vec![],
             },
-            Error::MediumChanged(Box::new(ChangedFile {
-                file: ReadFile {
-                    path: "a.iso".into(),
-                    option: "-cdrom".into(),
-                    ..Default::default()
-                },
-                change: FileChange::Content,
-            })),
-            Error::MediumChanged(Box::new(ChangedFile {
-                file: ReadFile {
-                    path: "a.iso".into(),
-                    option: "-cdrom".into(),
-                    ..Default::default()
-                },
-                change: FileChange::Missing,
-            })),
+            medium(FileChange::Content),
+            medium(FileChange::Missing),
             Error::ImageUsedTwice { first: "d".into(), second: "e".into(), image: image() },
             Error::RemoteDrive { name: "d".into(), address: "nbd:localhost:10809".into() },
             Error::FormatNotServed { name: "d".into(), format: "vmdk".into(), image: image() },

@@ -29,9 +29,11 @@ pub fn apply(moved: &[MovedFile], meta: &mut Meta) -> Result<()> {
     let root = Path::new("/");
     for disk in &mut meta.disks {
         let base = &mut disk.base;
-        let paths = base.files.iter_mut().map(|file| &mut file.path).chain([&mut base.path]);
-        let moves = paths.filter_map(|path| move_text(moved, path, root).then_some(())).count();
-        if moves > 0 && !disk.left_out {
+        let mut has_moved = move_text(moved, &mut base.path, root);
+        for file in &mut base.files {
+            has_moved |= move_text(moved, &mut file.path, root);
+        }
+        if has_moved && !disk.left_out {
             require_chain(&disk.base)?;
         }
     }

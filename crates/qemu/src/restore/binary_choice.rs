@@ -16,7 +16,7 @@
 //! A replay needs the same release: its code executes the same path.
 
 use super::RestoreSource;
-use crate::binary::{self, QemuIdentity};
+use crate::binary::{self, QemuIdentity, release, series};
 use crate::error::VersionProblem;
 use crate::{Error, Result};
 use keyframe_qemu_cmdline::options;
@@ -173,17 +173,6 @@ fn unversioned_cpu(source: &RestoreSource) -> Option<String> {
     matches!(model, "max" | "host").then(|| model.to_owned())
 }
 
-/// QEMU's own version, without the distributor's part.
-fn release(version: &str) -> &str {
-    version.split_whitespace().next().unwrap_or_default()
-}
-
-/// The first two numbers of a version; `None` if it does not begin with two numbers.
-fn series(version: &str) -> Option<(u32, u32)> {
-    let mut numbers = release(version).split('.').map(|number| number.parse().ok());
-    Some((numbers.next()??, numbers.next()??))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -206,6 +195,10 @@ mod tests {
                 "{other}"
             );
         }
+        assert_eq!(
+            (series("11.1.3 (Debian)"), series("x.1"), series("")),
+            (Some((11, 1)), None, None)
+        );
         assert_eq!(compare("7.2.22", "7.2.9", Accepted::Series), Ok(Age::SameSeries));
         assert_eq!(compare("7.2.22", "10.0.2", Accepted::Series), Err(VersionProblem::Series));
     }

@@ -8,25 +8,22 @@
 //! No delivery meets a watchpoint, which QEMU's replay would not survive. A delivery that leaves
 //! the watched bytes as they were is no stop, and a read watchpoint sees no delivery.
 
-use super::StubState;
 use super::deliveries::Deliveries;
 use super::forward::{Forward, ForwardStop, StopCause};
 use super::stub::{Registers, Stub};
+use super::{StubState, TRAP};
 use crate::error::Result;
 use keyframe_gdb::{Breakpoint, StopReply, WriteWatch};
 use std::fs::File;
 
-/// The signal of a stop at a breakpoint, watchpoint or step: SIGTRAP.
-const TRAP: u8 = 5;
 /// Instructions at whose end the processor waits for an interrupt, or takes an exception: `hlt`,
 /// `mwait`; `int3`, `int`, `into`, `int1`. A step executes them and the delivery.
 const DELIVERING: [&[u8]; 6] = [b"f4", b"0f01c9", b"cc", b"cd", b"ce", b"f1"];
-
+/// The length of the longest of [`DELIVERING`], in bytes.
+const CODE_BYTES: u64 = 3;
 /// The number of deliveries after a hit that are passed carefully, too: a stack is often at the same
 /// place, and this takes less time than another replay.
 const DELIVERIES_AFTER_HIT: u32 = 64;
-/// The length of the longest of them in bytes.
-const CODE_BYTES: u64 = 3;
 
 /// What a step does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -14,7 +14,7 @@
 use super::careful::{CarefulEnd, CarefulPosition, CarefulRun};
 use super::deliveries::Deliveries;
 use super::stub::{Registers, Stub};
-use super::{DebugContext, StubState};
+use super::{DebugContext, INTERRUPT, StubState};
 use crate::error::{ReplayError, Result};
 use crate::event::ReplayEvent;
 use crate::{PauseOptions, PausedReplay, ReplayRoute};
@@ -35,8 +35,6 @@ const ASK_EVERY: Duration = Duration::from_secs(1);
 const ASK_WATCHED_EVERY: Duration = Duration::from_millis(100);
 /// By how many instructions QEMU's counter goes back when it loses a delivery.
 const LOST_INSTRUCTIONS: u64 = 65_535;
-/// The signal of a stop that the user asked for: SIGINT.
-pub(super) const INTERRUPT: u8 = 2;
 
 /// Lets a VM run forward.
 pub(super) struct Forward<'a, 'c> {
@@ -149,8 +147,8 @@ impl<'a, 'c> Forward<'a, 'c> {
         self.wait(start.icount, self.has_watches, is_step)
     }
 
-    /// Waits until a VM that runs since `start` has stopped. A divergence is an error of the replay:
-    /// it is told.
+    /// Waits until a VM that runs since instruction `start` has stopped. If its replay diverges, this
+    /// tells the event and stops it.
     pub fn wait_for_stop(&mut self, start: u64) -> Result<ForwardStop> {
         match self.wait(start, false, true)? {
             WaitEnd::Stopped(stop) => Ok(stop),

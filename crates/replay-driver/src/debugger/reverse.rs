@@ -12,7 +12,7 @@
 
 use super::forward::{Forward, StopCause};
 use super::stub::{Registers, Stub};
-use super::{DebugContext, StubState};
+use super::{DebugContext, StubState, TRAP};
 use crate::ReplayRoute;
 use crate::error::Result;
 use keyframe_gdb::{Breakpoint, GdbConnection, StopReply};
@@ -23,8 +23,6 @@ use std::ops::Range;
 const FIRST_LEN: u64 = 10_000;
 /// The ratio of the lengths of consecutive ranges.
 const GROWTH: u64 = 16;
-/// The signal of a stop at a breakpoint, watchpoint or step: SIGTRAP.
-const TRAP: u8 = 5;
 
 /// How far a debugger goes back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,9 +1,9 @@
 //! The session of one debugger.
 
-use super::forward::{Forward, INTERRUPT, StopCause};
+use super::forward::{Forward, StopCause};
 use super::reverse::{self, ReverseMotion, ReverseStart, ReverseStop};
 use super::stub::Stub;
-use super::{DebugContext, LOOK_EVERY, StubState};
+use super::{DebugContext, INTERRUPT, LOOK_EVERY, StubState, TRAP};
 use crate::error::Result;
 use crate::event::ReplayEvent;
 use crate::{PausedReplay, ReplayRoute};
@@ -11,9 +11,6 @@ use keyframe_gdb::{GdbConnection, GdbMessage, GdbRequest, StopReply};
 use std::net::TcpStream;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
-
-/// The signal of a stop at a breakpoint, watchpoint or step: SIGTRAP.
-const TRAP: u8 = 5;
 
 /// How a session ended.
 #[derive(PartialEq, Eq)]
