@@ -150,7 +150,7 @@ fn what_no_qemu_promises_is_refused() {
         run.wait();
         for command in ["restore", "branch"] {
             let words = [command, "--store", &env.store(), &id, "--qemu", &to.path];
-            env.refused(&words, 1, &[reason, "--qemu PATH"]);
+            env.refused(&words, 1, &["7.2", "10.0", reason, "fix:", "--qemu PATH"]);
         }
     }
 }
