@@ -172,8 +172,7 @@ impl QemuDisks {
                 disk.meta.disk_bytes = now.disk_bytes;
             }
             if changes != before {
-                let own = self.present.iter().filter(|disk| disk.member == number);
-                member.vm.qemu()?.mind_disks(own.map(|disk| disk.node.clone()).collect());
+                tell(member.vm.qemu()?, number, &self.present);
             }
         }
         Ok(changes)
@@ -230,6 +229,13 @@ impl QemuDisks {
         self.unplugged.extend(gone);
         has_changed
     }
+}
+
+/// Tells VM `number` which of `disks` are its own, and which of them its user left out.
+pub fn tell(vm: &mut Vm, number: usize, disks: &[QemuDisk]) {
+    let own = || disks.iter().filter(|disk| disk.member == number);
+    vm.mind_disks(own().map(|disk| disk.node.clone()).collect());
+    vm.leave_out_disks(own().filter(|disk| disk.left_out).map(|disk| disk.node.clone()).collect());
 }
 
 /// The disks that a VM has at one time.
