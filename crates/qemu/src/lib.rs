@@ -30,6 +30,7 @@ mod audit;
 mod binary;
 mod blocknodes;
 mod changed_line;
+mod deletions;
 mod device_table;
 mod error;
 mod eventfd_coalesce;
