@@ -117,6 +117,37 @@ fn a_disk_that_is_unplugged_is_in_no_further_checkpoint_until_it_is_plugged_in_a
 }
 
 #[test]
+fn a_disk_that_is_plugged_in_again_on_another_node_before_the_next_checkpoint_is_complete_in_it() {
+    for qemu in chosen_qemus(2) {
+        let mut changed = Changed::start(&qemu, &["--disk", "bitmap"]);
+        changed.write("/dev/vdb", 'a');
+        take_checkpoint(&changed.env);
+        changed.unplug();
+        changed.command("blockdev-del", json!({ "node-name": "e" }));
+        let file = changed.env.path().join("second.qcow2");
+        let node = json!({ "driver": "qcow2", "node-name": "e2",
+            "file": { "driver": "file", "filename": file } });
+        changed.command("blockdev-add", node);
+        let device = json!({ "driver": "virtio-blk-pci", "id": "b2", "drive": "e2" });
+        changed.command("device_add", device);
+        let there = "until [ -b /dev/vdb ]; do sleep 0.1; done";
+        run_in_guest(&mut changed.vm.console, there, "there");
+        let again = take_checkpoint(&changed.env);
+        changed.write("/dev/vdb", 'b');
+        let written = take_checkpoint(&changed.env);
+        assert_eq!(changed.newest().0, ["d", "e"]);
+        let env = changed.end();
+        begins_with(&restored_disk_named(&env, &again, &[], "e"), 'a');
+        begins_with(&restored_disk_named(&env, &written, &[], "e"), 'b');
+        let mut restored = env.restore(&written, &[]);
+        restored.wait_for_error("is running after");
+        let read = "head -c 4 /dev/vdb | grep -q bbbb && echo KF-\"\"DISK";
+        run_in_guest(&mut restored, read, "restored");
+        assert!(restored.lines().iter().any(|l| l.trim() == "KF-DISK"), "{}", restored.report());
+    }
+}
+
+#[test]
 fn the_first_take_after_a_resize_and_after_a_snapshot_succeeds() {
     for qemu in chosen_qemus(1) {
         let mut changed = Changed::start(&qemu, &["--disk", "bitmap"]);

@@ -241,6 +241,43 @@ fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
 }
 
 #[test]
+fn a_dimm_that_is_exchanged_between_two_checkpoints_begins_a_new_run() {
+    let mut vm = Plugged::start(&[]);
+    vm.plug(1);
+    vm.run.wait_for_error("a new run begins");
+    vm.write_to_dimm(1, 0xa5);
+    vm.more(2);
+    {
+        let _stopped = vm.stop_between_pauses();
+        vm.must("device_del", json!({ "id": "dimm1" }));
+        let gone = || {
+            let devices = vm.qmp().execute("query-memory-devices", None).unwrap();
+            devices.as_array().unwrap().is_empty()
+        };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while !gone() {
+            if Instant::now() > deadline {
+                record_skip(Scope::Part, "this guest does not release the DIMM");
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        vm.must("object-del", json!({ "id": "mem1" }));
+        vm.plug(1);
+    }
+    let begun = |p: &Process| p.errors().matches("a new run begins").count();
+    let third = vm.run.wait_until(|run| (begun(run) == 2).then_some(()));
+    assert!(third.is_some(), "no third run; {}", vm.run.report());
+    vm.write_to_dimm(1, 0x5a);
+    let list = vm.more(2);
+    assert_eq!(runs(&list).len(), 3, "{list:?}");
+    vm.env.ok(&["stop"]);
+    assert!(matches!(vm.run.wait().code(), Some(0 | 3)), "{}", vm.run.report());
+    assert!(!vm.run.errors().contains("AUDIT"), "{}", vm.run.report());
+    assert_restores_exactly(&vm.env, &newest(&vm.env.list()));
+}
+
+#[test]
 fn a_device_with_which_qemu_dies_at_a_save_can_be_plugged_in_without_harm() {
     let mut plugged = Plugged::start(&[]);
     plugged.more(2);

@@ -10,7 +10,10 @@
 
 use crate::machine_shape::get;
 use crate::{Qmp, Result, Vm};
-use keyframe_qemu_cmdline::{DiskNames, LineDrive, line_drives, options};
+use keyframe_qemu_cmdline::{
+    DiskNames, LineDrive, line_drives,
+    options::{self, Argument, value_of},
+};
 use serde_json::{Value, json};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -118,6 +121,14 @@ impl Vm {
         writable(self.qmp())
     }
 
+    /// Returns true if the block node `node` exists, also beneath others. Error: QEMU does not
+    /// answer.
+    pub fn has_block_node(&mut self, node: &str) -> Result<bool> {
+        let nodes = self.qmp().execute("query-named-block-nodes", Some(json!({ "flat": true })))?;
+        let mut all = nodes.as_array().into_iter().flatten();
+        Ok(all.any(|found| found.get("node-name").and_then(Value::as_str) == Some(node)))
+    }
+
     /// Returns the disks that the guest can write to, each with its drive on the VM's command line,
     /// whose relative paths begin at `directory`.
     ///
@@ -130,6 +141,21 @@ impl Vm {
         let line = options::parse(self.user_command().get(1..).unwrap_or_default())?;
         Ok(matched(line_drives(&line)?, nodes, directory))
     }
+}
+
+/// Returns what a device of `line` names to use the disk `disk`; `None` if the line does not make
+/// it. Relative paths begin at `directory`.
+pub(crate) fn drive_on_line(
+    line: &[Argument],
+    disk: &WritableNode,
+    directory: &Path,
+) -> Option<String> {
+    let drive = matched(line_drives(line).ok()?, vec![disk.clone()], directory).pop()?.drive?;
+    // It can name a filter above the disk.
+    let of_device = options::devices(line)
+        .filter(|keys| value_of(keys, "id").is_some_and(|id| drive.is_of_device(id)))
+        .find_map(|keys| value_of(&keys, "drive").map(str::to_owned));
+    Some(of_device.unwrap_or(drive.name))
 }
 
 fn matched(
@@ -218,6 +244,17 @@ mod tests {
         assert_eq!(names, [Some("virtio-0"), Some("d"), None]);
         let image = |disk: &LineDisk| disk.drive.clone().unwrap().drive.unwrap().image;
         assert_eq!(image(&found[0]), dir.path().join("b.img"));
+    }
+
+    #[test]
+    fn a_disk_on_a_node_of_another_name_is_found_in_the_line_by_its_file() {
+        let words = ["-blockdev", "raw,node-name=e,file.driver=file,file.filename=/a.img"];
+        let device = ["-device", "virtio-blk-pci,drive=e,id=b1"];
+        let words: Vec<String> = words.into_iter().chain(device).map(str::to_owned).collect();
+        let line = options::parse(&words).unwrap();
+        let other = WritableNode { node: "e2".into(), ..node("", "/a.img") };
+        assert_eq!(drive_on_line(&line, &other, Path::new("/")).as_deref(), Some("e"));
+        assert_eq!(drive_on_line(&line, &node("", "/b.img"), Path::new("/")), None);
     }
 
     #[test]

@@ -14,6 +14,7 @@
 mod device_words;
 
 use crate::audit::{self, PLUGGED, name_and_kind};
+use crate::blocknodes::drive_on_line;
 use crate::hotplug::{self, is_memory};
 use crate::machine_shape::{CapturedDisks, get};
 use crate::{Qmp, Result, Vm};
@@ -24,7 +25,7 @@ use keyframe_qemu_cmdline::{
 };
 use keyframe_vmm::{AuditFinding, Severity};
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
 /// The command lines that make a machine as it is now.
@@ -80,7 +81,7 @@ impl Vm {
         let captured = self.captured_disks();
         let mut look =
             ChangedLine { line: &line, edits: LineEdits::default(), findings: Vec::new() };
-        look.devices(self.qmp(), &captured)?;
+        look.devices(self.qmp(), &directory, &captured)?;
         look.media(self.qmp(), &directory, &captured)?;
         look.memory(self.qmp())?;
         let ChangedLine { edits, mut findings, .. } = look;
@@ -122,7 +123,7 @@ struct ChangedLine<'a> {
 
 impl ChangedLine<'_> {
     /// Compares the devices.
-    fn devices(&mut self, qmp: &mut Qmp, captured: &CapturedDisks) -> Result<()> {
+    fn devices(&mut self, qmp: &mut Qmp, directory: &Path, captured: &CapturedDisks) -> Result<()> {
         let present = present_devices(qmp)?;
         let has_config = self.line.iter().any(|a| a.name() == "readconfig");
         let at_start = |id: &str| present.iter().any(|d| d.id == id && !d.is_hotplugged);
@@ -136,7 +137,12 @@ impl ChangedLine<'_> {
             self.pin(qmp, &present)?;
         }
         let mut appended = Vec::new();
-        let mut wanted = Wanted { known, words: Vec::new() };
+        let mut wanted = Wanted {
+            known,
+            words: Vec::new(),
+            captured: self.captured_drives(captured, directory),
+            used_drives: BTreeSet::new(),
+        };
         for device in present.iter().filter(|d| d.is_hotplugged && !is_memory(&d.kind)) {
             if let Some(finding) = audit::device_finding(&device.id, &device.kind) {
                 self.findings.push(finding);
@@ -151,9 +157,25 @@ impl ChangedLine<'_> {
                 }
             }
         }
+        self.edits.unused_drives.retain(|drive| !wanted.used_drives.contains(drive));
         self.edits.appended.extend(wanted.words);
         self.edits.appended.append(&mut appended);
         Ok(())
+    }
+
+    /// Returns the drives of the command line by the names of the nodes that the captured disks
+    /// have now.
+    fn captured_drives(
+        &self,
+        captured: &CapturedDisks,
+        directory: &Path,
+    ) -> BTreeMap<String, String> {
+        let drives = captured.nodes.iter().filter_map(|disk| {
+            let drive = drive_on_line(self.line, disk, directory)?;
+            let backends = [&disk.node, &disk.device].into_iter().filter(|name| !name.is_empty());
+            Some(backends.map(move |name| (name.clone(), drive.clone())).collect::<Vec<_>>())
+        });
+        drives.flatten().collect()
     }
 
     /// Finds devices without an id that were unplugged.

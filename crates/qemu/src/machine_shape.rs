@@ -13,6 +13,7 @@
 
 use crate::audit::{self, name_and_kind};
 use crate::blocknodes::WritableNode;
+use crate::deletions::Deletions;
 use crate::hotplug::{self, is_memory};
 use crate::{Qmp, Result, Vm, ramblock};
 use keyframe_qemu_cmdline::is_served;
@@ -38,8 +39,8 @@ pub struct MachineShape {
     processors: usize,
     /// What keeps QEMU from saving the machine's whole state, in QEMU's words.
     blockers: Vec<String>,
-    /// The number of devices that QEMU has reported as unplugged.
-    deletions: u64,
+    /// The devices that QEMU has reported as unplugged.
+    deletions: Deletions,
 }
 
 /// The disks that a run captures.
@@ -168,7 +169,7 @@ impl MachineShape {
 
     fn of_answers(qmp: &Qmp, answers: &[Value; 5], captured: &CapturedDisks) -> Result<Self> {
         let [with_id, without_id, blocks, processors, migration] = answers;
-        let mut shape = Self { deletions: qmp.deletions(), ..Self::default() };
+        let mut shape = Self { deletions: qmp.deletions().clone(), ..Self::default() };
         for (folder, answer) in audit::PLUGGED.iter().zip([with_id, without_id]) {
             let children = answer.as_array().ok_or_else(|| qmp.unexpected("qom-list", answer))?;
             for (name, kind) in children.iter().filter_map(name_and_kind) {
@@ -197,6 +198,13 @@ impl MachineShape {
     /// a device can be unplugged and plugged in again elsewhere.
     pub fn may_differ_from(&self, before: &Self) -> bool {
         self.deletions != before.deletions || !self.changes_since(before).is_empty()
+    }
+
+    /// Returns true if a memory device that is there now was unplugged since `before`, and plugged in
+    /// again: its RAM is another one, also if all names are the same.
+    pub fn has_other_memory(&self, before: &Self) -> bool {
+        let memory = self.devices.iter().filter(|(_, kind)| is_memory(kind));
+        memory.into_iter().any(|(path, _)| self.deletions.of(path) != before.deletions.of(path))
     }
 
     /// Returns the changes from `before` to this shape.
@@ -473,6 +481,22 @@ mod tests {
     }
 
     #[test]
+    fn a_memory_device_that_was_unplugged_and_plugged_in_again_is_other_memory() {
+        let before = shape(&[("dimm1", "pc-dimm"), ("r0", "virtio-rng-pci")], &[]);
+        let after = |id: &str| {
+            let mut now = before.clone();
+            let path = format!("/machine/peripheral/{id}");
+            now.deletions.note(&json!({ "data": { "device": id, "path": path } }));
+            now
+        };
+        assert!(after("dimm1").has_other_memory(&before));
+        assert!(!after("r0").has_other_memory(&before) && !before.has_other_memory(&before));
+        // An unplugged one is no RAM of this machine.
+        let gone = MachineShape { devices: BTreeMap::new(), ..after("dimm1") };
+        assert!(!gone.has_other_memory(&before) && gone.may_differ_from(&before));
+    }
+
+    #[test]
     fn a_device_that_brings_a_drive_is_one_change() {
         let before = shape(&[], &[]);
         let now = shape(&[("b1", "virtio-blk-pci")], &[("b1", Some("x"))]);
@@ -519,7 +543,8 @@ mod tests {
         assert_eq!(now.changes_since(&before).len(), 2);
         // What no longer blocks is no obstacle.
         assert_eq!(before.changes_since(&now).len(), 1);
-        let replugged = MachineShape { deletions: 1, ..before.clone() };
+        let mut replugged = before.clone();
+        replugged.deletions.note(&json!({ "data": { "path": "/machine/peripheral/r0" } }));
         assert_eq!(replugged.changes_since(&before), []);
         assert!(replugged.may_differ_from(&before) && !before.may_differ_from(&before));
     }

@@ -31,6 +31,7 @@ mod virsh;
 
 pub use event::{QmpEvent, RunStatus};
 
+use crate::deletions::Deletions;
 use crate::{Error, Result};
 use channel::QmpChannel;
 use serde_json::{Value, json};
@@ -100,7 +101,7 @@ pub struct Qmp {
     last_id: u64,
     events: VecDeque<QmpEvent>,
     /// Events of unplugged devices.
-    deletions: u64,
+    deletions: Deletions,
     /// Events in all, for finding out whether one came.
     stops: u64,
     /// When the last of them happened.
@@ -185,7 +186,7 @@ impl Qmp {
             timeout: TIMEOUT,
             last_id: 0,
             events: VecDeque::new(),
-            deletions: 0,
+            deletions: Deletions::default(),
             stops: 0,
             stopped_us: None,
             stands_since_load: false,
@@ -294,9 +295,9 @@ impl Qmp {
         Ok(answers)
     }
 
-    /// The number of events by which QEMU has reported unplugged devices. Always 0 over libvirt.
-    pub(crate) fn deletions(&self) -> u64 {
-        self.deletions
+    /// The devices that QEMU has reported as unplugged. Over libvirt there are never any.
+    pub(crate) fn deletions(&self) -> &Deletions {
+        &self.deletions
     }
 
     /// Pauses the VM. Returns whether the VM ran before. Error: QEMU refuses the command or does
@@ -530,7 +531,7 @@ impl Qmp {
             _ => {}
         }
         if event == QmpEvent::Other("DEVICE_DELETED".into()) {
-            self.deletions += 1;
+            self.deletions.note(message);
         }
         if self.events.len() >= EVENTS_MAX {
             self.events.pop_front();

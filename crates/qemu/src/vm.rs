@@ -73,6 +73,8 @@ pub struct Vm {
     backends: Option<Vec<String>>,
     /// Nodes of disks that are captured, or left out knowingly.
     minded: Vec<WritableNode>,
+    /// The disks that the user left out.
+    left_out: Vec<WritableNode>,
     /// The socket of the disk server, for a restored VM whose disks the caller serves.
     server: Option<PathBuf>,
     /// Present if the VM records or replays.
@@ -203,6 +205,7 @@ impl Vm {
             origin,
             backends: None,
             minded: Vec::new(),
+            left_out: Vec::new(),
             server: None,
             single_core: None,
             sse_flags: None,
@@ -366,6 +369,16 @@ impl Vm {
     /// does not report them.
     pub fn mind_disks(&mut self, disks: Vec<WritableNode>) {
         self.minded = disks;
+    }
+
+    /// Tells the VM which of its disks the user left out: that one of them has no space is reported
+    /// as [`keyframe_vmm::VmEvent::LeftOutDiskFull`].
+    pub fn leave_out_disks(&mut self, disks: Vec<WritableNode>) {
+        self.left_out = disks;
+    }
+
+    pub(crate) fn left_out_disks(&self) -> &[WritableNode] {
+        &self.left_out
     }
 
     /// Returns true if the machine has a device that discards guest RAM (balloon, virtio-mem).

@@ -4,7 +4,7 @@ use crate::restore::lazy::Lazy;
 use crate::restore::{self, Plan, RestoreOptions, Restored};
 use crate::vm::Origin;
 use crate::watchdog::Watchdog;
-use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm};
+use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm, WritableNode};
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
@@ -133,7 +133,8 @@ impl Vmm for Vm {
 
     fn drain_events(&mut self) -> Result<Vec<VmEvent>, VmmError> {
         let events = self.qmp().drain_events()?;
-        Ok(events.iter().filter_map(vm_event).collect())
+        let left_out = self.left_out_disks();
+        Ok(events.iter().filter_map(|event| vm_event(event, left_out)).collect())
     }
 
     fn stop(&mut self) -> Result<StopOutcome, VmmError> {
@@ -239,7 +240,8 @@ impl Vmm for Vm {
     }
 }
 
-fn vm_event(event: &QmpEvent) -> Option<VmEvent> {
+/// Returns the event as that of any VMM. `left_out` are the disks that the user left out.
+fn vm_event(event: &QmpEvent, left_out: &[WritableNode]) -> Option<VmEvent> {
     match event {
         QmpEvent::Stop => Some(VmEvent::Paused),
         QmpEvent::Resume => Some(VmEvent::Resumed),
@@ -252,7 +254,15 @@ fn vm_event(event: &QmpEvent) -> Option<VmEvent> {
             _ if *guest => VmEvent::GuestEnded(GuestEnd::PoweredOff),
             _ => VmEvent::ShutDown,
         }),
-        QmpEvent::DiskError { no_space: true, stops: true } => Some(VmEvent::DiskFull),
+        QmpEvent::DiskError { no_space: true, stops: true, names } => {
+            let is_it = |disk: &WritableNode| {
+                names.iter().any(|name| *name == disk.node || *name == disk.device)
+            };
+            Some(match names.last() {
+                Some(name) if left_out.iter().any(is_it) => VmEvent::LeftOutDiskFull(name.clone()),
+                _ => VmEvent::DiskFull,
+            })
+        }
         QmpEvent::GuestPanicked => Some(VmEvent::GuestFailed(GuestEnd::Panicked)),
         // After a reset the guest begins anew, and the state that failed is gone.
         QmpEvent::Watchdog { action } if matches!(&**action, "poweroff" | "pause" | "shutdown") => {
@@ -367,6 +377,30 @@ mod tests {
         assert_eq!(wrapped.kind(), VmmErrorKind::Other);
         let gone = Error::Gone { monitor: "/q".into(), operation: "cont".into() };
         assert_eq!(VmmError::from(gone).kind(), VmmErrorKind::MonitorLost);
+    }
+
+    #[test]
+    fn a_full_disk_that_the_user_left_out_is_told_apart() {
+        let event = |data: serde_json::Value| {
+            let message = serde_json::json!({ "event": "BLOCK_IO_ERROR", "data": data });
+            QmpEvent::parse(&message).unwrap()
+        };
+        let of = |device: &str, node: &str| {
+            event(serde_json::json!({
+                "device": device, "node-name": node, "nospace": true, "action": "stop",
+            }))
+        };
+        let block = serde_json::json!({ "device": "", "inserted": {
+            "ro": false, "file": "/a", "drv": "raw", "node-name": "logs",
+            "image": { "virtual-size": 512 },
+        } });
+        let left_out = [WritableNode::of(&block).unwrap()];
+        let full = |event| vm_event(&event, &left_out);
+        assert_eq!(full(of("", "logs")), Some(VmEvent::LeftOutDiskFull("logs".into())));
+        assert_eq!(full(of("d", "other")), Some(VmEvent::DiskFull));
+        assert_eq!(full(of("", "")), Some(VmEvent::DiskFull));
+        let goes_on = serde_json::json!({ "device": "d", "nospace": true, "action": "report" });
+        assert_eq!(full(event(goes_on)), None);
     }
 
     #[test]

@@ -105,6 +105,11 @@ pub enum Event {
     },
     /// There is space again, and the VM runs on.
     ResumedWithSpace,
+    /// QEMU has stopped the VM: a disk that its user left out has no space.
+    StoppedByLeftOutDisk {
+        /// The disk, and what to do.
+        error: SharedError,
+    },
     /// A member of a group has ended, so no more checkpoints of the group are taken.
     MemberLost {
         /// The member.

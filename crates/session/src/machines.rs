@@ -54,6 +54,8 @@ pub struct Member {
     shut_down: bool,
     /// Why it stands still although its user wants it to run; `None` if it does not.
     halt: Option<Halt>,
+    /// The disk that its user left out and for which QEMU has stopped it, until it is told.
+    full_disk: Option<String>,
     guest_end: Option<SeenEnd>,
     ended: Option<ExitStatus>,
     /// The result of stopping the VM, during a pause.
@@ -66,6 +68,9 @@ pub struct Member {
 enum Halt {
     /// QEMU has stopped it for want of space for a write of its guest.
     Space,
+    /// QEMU has stopped it for want of space on a disk that its user left out, and its user is to
+    /// resume it.
+    LeftOutDisk,
     /// [`Machines::suspend`] has paused it.
     Suspended,
 }
@@ -81,6 +86,7 @@ impl Member {
             standing: None,
             shut_down: false,
             halt: None,
+            full_disk: None,
             guest_end: None,
             ended: None,
             stopped: None,
@@ -221,6 +227,12 @@ impl Machines {
         self.members.iter().filter(stands).any(|m| m.standing.as_ref() == Some(&io_error))
     }
 
+    /// Returns the name of a disk that a user left out, if QEMU has stopped a VM because that disk
+    /// has no space. Returns it once for each such stop.
+    pub fn take_full_disk(&mut self) -> Option<String> {
+        self.members.iter_mut().find_map(|member| member.full_disk.take())
+    }
+
     /// Resumes the VMs that were stopped for want of space. Their guests' writes are repeated.
     /// Error: a VM does not answer.
     pub fn repeat_writes(&mut self) -> Result<()> {
@@ -243,9 +255,18 @@ impl Machines {
                     VmEvent::ShutDown => (member.runs, member.shut_down) = (false, true),
                     VmEvent::Resumed => {
                         member.runs = true;
-                        member.halt = member.halt.filter(|halt| *halt != Halt::Space);
+                        member.halt = member.halt.filter(|halt| *halt == Halt::Suspended);
                     }
+                    // If several disks were full, the user's counts.
+                    VmEvent::DiskFull if member.halt == Some(Halt::LeftOutDisk) => {}
                     VmEvent::DiskFull => member.halt = Some(Halt::Space),
+                    VmEvent::LeftOutDiskFull(disk) => {
+                        // QEMU sends the event for each write that had no space.
+                        if member.halt != Some(Halt::LeftOutDisk) {
+                            member.full_disk = Some(disk);
+                        }
+                        member.halt = Some(Halt::LeftOutDisk);
+                    }
                     VmEvent::GuestEnded(end) => {
                         (member.runs, member.shut_down) = (false, true);
                         member.note_end(end, true);

@@ -80,6 +80,8 @@ pub struct SessionVm {
     shape: Option<MachineShape>,
     /// The changes from it that the newest look has found.
     changes: Option<Vec<MachineChange>>,
+    /// Whether the newest look has found a memory device that was unplugged and plugged in again.
+    has_other_memory: bool,
     end_hold: EndHold,
     events: Option<SharedEventSink>,
     /// False if a part of the last device state was not known.
@@ -116,6 +118,7 @@ impl SessionVm {
             watches_discards,
             shape: None,
             changes: None,
+            has_other_memory: false,
             end_hold: EndHold::default(),
             events: None,
             has_whole_states: true,
@@ -216,11 +219,12 @@ impl SessionVm {
                 let compared = looked.map(|(layout, now)| {
                     let changes =
                         now.may_differ_from(&expected).then(|| now.changes_since(&expected));
-                    (layout, now.discards_ram(), changes)
+                    (layout, now.discards_ram(), changes, now.has_other_memory(&expected))
                 });
                 self.shape = Some(expected);
-                let (layout, discards, changes) = compared?;
+                let (layout, discards, changes, has_other_memory) = compared?;
                 self.changes.clone_from(&changes);
+                self.has_other_memory = has_other_memory;
                 if let Some(changes) = changes {
                     return Err(SessionVmError::Changed { changes }.into());
                 }
@@ -239,6 +243,12 @@ impl SessionVm {
     /// are none.
     pub fn changes(&self) -> Option<&[MachineChange]> {
         self.changes.as_deref()
+    }
+
+    /// Returns true if the newest look has found a memory device that was unplugged and plugged in
+    /// again: the tracker of the RAM before does not see its writes.
+    pub fn has_other_memory(&self) -> bool {
+        self.has_other_memory
     }
 
     /// Makes `machine` describe the machine as it is now, and expects this machine from now on. The
@@ -271,7 +281,7 @@ impl SessionVm {
             self.tell_uncounted(CpusChanged);
         }
         (machine.vcpus, machine.guest_map) = (vcpus, Some(guest_map));
-        (self.shape, self.changes) = (Some(shape), None);
+        (self.shape, self.changes, self.has_other_memory) = (Some(shape), None, false);
         Ok(Ok(()))
     }
 

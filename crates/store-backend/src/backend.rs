@@ -40,10 +40,12 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// process has the lock. Error: the lock cannot be read.
     fn lock_holder(&self) -> Result<Option<String>>;
 
-    /// Removes locks whose holders have ended, and returns what it did. If `force` is true, also
-    /// removes locks whose holder cannot be checked. By default there is nothing to remove: the
-    /// kernel drops a lock together with its process. Errors: the lock cannot be read or removed.
-    fn unlock(&self, _force: bool) -> Result<UnlockOutcome> {
+    /// Removes locks whose holders have ended, and returns what it did. Also removes a lock whose
+    /// holder cannot be checked, if `may_break` returns true for the holder's text. The lock that is
+    /// removed is the one of that holder, also if another process takes the lock meanwhile. By
+    /// default there is nothing to remove: the kernel drops a lock together with its process.
+    /// Errors: the lock cannot be read or removed.
+    fn unlock(&self, _may_break: &dyn Fn(&str) -> bool) -> Result<UnlockOutcome> {
         Ok(match self.lock_holder()? {
             Some(holder) => UnlockOutcome::Held(holder),
             None => UnlockOutcome::Nothing,

@@ -102,8 +102,8 @@ impl Backend for EncryptedBackend {
         self.below.is_pruning()
     }
 
-    fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
-        self.below.unlock(force)
+    fn unlock(&self, may_break: &dyn Fn(&str) -> bool) -> Result<UnlockOutcome> {
+        self.below.unlock(may_break)
     }
 
     fn ciphertext(&self) -> Option<Arc<dyn Backend>> {

@@ -217,8 +217,8 @@ impl Backend for S3Backend {
         Ok(lease::holder(&self.shared.client, PRUNE_LOCK)?.is_some())
     }
 
-    fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
-        lease::break_lease(&self.shared.client, LOCK, force)
+    fn unlock(&self, may_break: &dyn Fn(&str) -> bool) -> Result<UnlockOutcome> {
+        lease::break_lease(&self.shared.client, LOCK, may_break)
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {

@@ -99,10 +99,11 @@ impl StoreFiles {
         Ok(self.0.lock_holder()?)
     }
 
-    /// Removes locks whose holders have ended, and returns what it did. If `force` is true, also
-    /// removes locks whose holder cannot be checked. Error: the backend fails.
-    pub fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
-        Ok(self.0.unlock(force)?)
+    /// Removes locks whose holders have ended, and returns what it did. Also removes a lock whose
+    /// holder cannot be checked, if `may_break` returns true for the holder's text. Error: the
+    /// backend fails.
+    pub fn unlock(&self, may_break: &dyn Fn(&str) -> bool) -> Result<UnlockOutcome> {
+        Ok(self.0.unlock(may_break)?)
     }
 
     /// Returns true if a prune is in progress. Error: the backend fails.

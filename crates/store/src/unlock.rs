@@ -11,11 +11,7 @@ impl Store {
     /// read or removed.
     pub fn unlock(&self, force: bool) -> Result<UnlockOutcome> {
         let backend = &self.inner().backend;
-        let unlocked = match backend.unlock(force)? {
-            UnlockOutcome::Held(holder) if is_dead(&holder) => backend.unlock(true)?,
-            other => other,
-        };
-        Ok(match unlocked {
+        Ok(match backend.unlock(&|holder| force || is_dead(holder))? {
             UnlockOutcome::Nothing => UnlockOutcome::Nothing,
             UnlockOutcome::Removed(holder) => UnlockOutcome::Removed(describe_holder(&holder)),
             UnlockOutcome::Held(holder) => UnlockOutcome::Held(describe_holder(&holder)),

@@ -36,7 +36,7 @@ pub enum RunState {
 }
 
 /// An event that the engine reacts to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VmEvent {
     /// The virtual CPUs were stopped.
     Paused,
@@ -50,6 +50,9 @@ pub enum VmEvent {
     /// The virtual CPUs were stopped because there was no space for a write of the guest. The write
     /// is repeated when the VM is resumed.
     DiskFull,
+    /// The virtual CPUs were stopped because there was no space for a write to the disk of this
+    /// name, which the user left out of checkpoints.
+    LeftOutDiskFull(String),
     /// The guest has failed in this way. Later events say whether the VMM ends.
     GuestFailed(GuestEnd),
 }

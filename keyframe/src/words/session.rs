@@ -95,6 +95,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             (Always, text)
         }
         Event::ResumedWithSpace => (Always, "there is space again: the VM runs on".into()),
+        Event::StoppedByLeftOutDisk { error } => (Always, error.to_string()),
         Event::ResumedWithDisks => (Always, "the VM's disks are served again: it runs on".into()),
         Event::MemberLost { vm } => {
             let text = format!(

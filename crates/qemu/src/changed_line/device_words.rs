@@ -8,7 +8,7 @@ use crate::machine_shape::{get, pci_address};
 use crate::{Qmp, Result};
 use keyframe_qemu_cmdline::options::{Argument, escape, properties, value_of};
 use serde_json::{Value, json};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// The backends that the devices of a command line need.
 pub(super) struct Wanted {
@@ -16,6 +16,10 @@ pub(super) struct Wanted {
     pub known: BTreeSet<String>,
     /// The words for those that the command line lacks.
     pub words: Vec<String>,
+    /// The drives of the command line by the nodes that the captured disks have now.
+    pub captured: BTreeMap<String, String>,
+    /// The drives that the devices use.
+    pub used_drives: BTreeSet<String>,
 }
 
 /// Types of devices whose words were tried: a QEMU that is started with them has the same device.
@@ -111,9 +115,14 @@ pub(super) fn words_of(
                 value.as_i64().filter(|index| *index >= 0).map(|index| index.to_string())
             }
             "drive" | "netdev" | "chardev" => {
-                let backend = value.as_str().unwrap_or_default().to_owned();
+                let mut backend = value.as_str().unwrap_or_default().to_owned();
                 if backend.is_empty() {
                     continue;
+                }
+                if name == "drive" {
+                    // A disk that was plugged in again can have a node of another name.
+                    backend = wanted.captured.get(&backend).cloned().unwrap_or(backend);
+                    wanted.used_drives.insert(backend.clone());
                 }
                 let made = match name {
                     "drive" => drive_words(qmp, &backend, line, wanted)?,

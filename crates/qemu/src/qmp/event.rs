@@ -28,6 +28,8 @@ pub enum QmpEvent {
         no_space: bool,
         /// True if the VM was stopped for it.
         stops: bool,
+        /// The names of its block backend and its topmost node that are known.
+        names: Vec<String>,
     },
     /// The guest's watchdog expired.
     Watchdog {
@@ -40,7 +42,7 @@ pub enum QmpEvent {
 
 impl QmpEvent {
     /// The event in `message`; `None` if it has none.
-    pub(super) fn parse(message: &Value) -> Option<Self> {
+    pub(crate) fn parse(message: &Value) -> Option<Self> {
         let name = message.get("event")?.as_str()?;
         let data = message.get("data");
         Some(match name {
@@ -63,6 +65,12 @@ impl QmpEvent {
                     .and_then(Value::as_bool)
                     .unwrap_or(false),
                 stops: data.and_then(|d| d.get("action")).and_then(Value::as_str) == Some("stop"),
+                names: ["device", "node-name"]
+                    .into_iter()
+                    .filter_map(|key| data?.get(key)?.as_str())
+                    .filter(|name| !name.is_empty())
+                    .map(str::to_owned)
+                    .collect(),
             },
             "WATCHDOG" => Self::Watchdog {
                 action: data

@@ -14,7 +14,8 @@
 //! paused. So a disk with such snapshots has none: each of its checkpoints is complete.
 //!
 //! After an external snapshot, a mirror, a commit or a change of a disk's size by another client,
-//! the next checkpoint is complete. After a change of the size, and if a disk was unplugged or
+//! the next checkpoint is complete. So it is if a disk was unplugged and plugged in again with
+//! another node between two checkpoints. After a change of the size, and if a disk was unplugged or
 //! plugged in again, it is the first of another run.
 //!
 //! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no

@@ -10,7 +10,7 @@
 //! Under `run`, `auto` never depends on the file system. A user must know beforehand whether QEMU
 //! writes to the images.
 
-use super::qemu_disk::QemuDisk;
+use super::qemu_disk::{QemuDisk, tell};
 use super::{ClonedDiskCapture, DiskCapture, FleecedDiskCapture};
 use crate::error::{CloneObstacle, DiskError, Result};
 use crate::event::SharedEventSink;
@@ -115,11 +115,10 @@ pub fn own(
     // An engine that was killed may have left nodes above the disks.
     found.iter_mut().try_for_each(|one| fleece::sweep(one.vm.qmp()).map(drop))?;
     let mut disks = all_disks(found, is_group)?;
-    for (member, one) in found.iter_mut().enumerate() {
-        let of_vm = disks.iter().filter(|disk| disk.member == member);
-        one.vm.mind_disks(of_vm.map(|disk| disk.node.clone()).collect());
-    }
     leave(&mut disks, leave_out)?;
+    for (member, one) in found.iter_mut().enumerate() {
+        tell(&mut one.vm, member, &disks);
+    }
     if disks.is_empty() {
         return Ok(None);
     }
@@ -173,8 +172,7 @@ pub fn beside_served(
     leave(&mut disks, leave_out)?;
     disks.retain(|disk| disk.left_out);
     for (member, one) in found.iter_mut().enumerate() {
-        let of_vm = disks.iter().filter(|disk| disk.member == member);
-        one.vm.mind_disks(of_vm.map(|disk| disk.node.clone()).collect());
+        tell(&mut one.vm, member, &disks);
     }
     match served {
         Some(mut served) => {

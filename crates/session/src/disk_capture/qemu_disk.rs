@@ -70,7 +70,8 @@ pub struct QemuDisks {
 /// The changes that another client of QEMU has made to the disks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskChanges {
-    /// A disk is over another image: after an external snapshot, a mirror or a commit.
+    /// A disk is over another image, after an external snapshot, a mirror or a commit; or it was
+    /// plugged in again with another node over its image.
     pub have_other_image: bool,
     /// A disk has another size.
     pub have_other_size: bool,
@@ -151,21 +152,27 @@ impl QemuDisks {
                 (self.have_direct_io, changes.have_come_or_gone) = (true, true);
             }
             for disk in self.present.iter_mut().filter(|disk| disk.member == number) {
-                let Some(now) = other_state(&disk.node, &look.nodes, images) else { continue };
-                if !look.from_start.contains(&now.node) {
+                let is_new_node = look.replaced.contains(&disk.node.node);
+                let again =
+                    look.nodes.iter().find(|now| is_new_node && now.is_same_disk(&disk.node));
+                let other = || other_state(&disk.node, &look.nodes, images);
+                let Some(now) = again.or_else(other) else { continue };
+                let is_same = now.is_same_disk(&disk.node);
+                if !is_same && !look.from_start.contains(&now.node) {
                     continue;
                 }
-                let is_same = now.is_same_disk(&disk.node);
-                changes.have_other_image |= !is_same;
+                let has_node = is_same && !is_new_node;
+                changes.have_other_image |= !has_node;
                 changes.have_other_size |= now.disk_bytes != disk.node.disk_bytes;
                 // Under a filter of a job, the disk is still the node beneath it.
-                let node = if is_same { disk.node.node.clone() } else { now.node.clone() };
-                disk.node = WritableNode { node, ..now.clone() };
+                let before = std::mem::replace(&mut disk.node, now.clone());
+                if has_node {
+                    (disk.node.node, disk.node.driver) = (before.node, before.driver);
+                }
                 disk.meta.disk_bytes = now.disk_bytes;
             }
             if changes != before {
-                let own = self.present.iter().filter(|disk| disk.member == number);
-                member.vm.qemu()?.mind_disks(own.map(|disk| disk.node.clone()).collect());
+                tell(member.vm.qemu()?, number, &self.present);
             }
         }
         Ok(changes)
@@ -181,6 +188,15 @@ impl QemuDisks {
                 from_start.push(now.node.clone());
             }
         }
+        let mut replaced = Vec::new();
+        for disk in own() {
+            let other = nodes.iter().find(|now| is_on_other_node(&disk.node, now));
+            // A filter of a job has another driver, and the disk's node is beneath it.
+            let Some(now) = other else { continue };
+            if now.driver == disk.node.driver || !vm.has_block_node(&disk.node.node)? {
+                replaced.push(disk.node.node.clone());
+            }
+        }
         let is_known = |now: &WritableNode| {
             own().any(|disk| disk.node.node == now.node && disk.node.is_same_disk(now))
         };
@@ -189,7 +205,7 @@ impl QemuDisks {
         if !self.have_direct_io && !has_direct_io && !nodes.iter().all(is_known) {
             has_direct_io = vm.pins_ram()?;
         }
-        Ok(Look { nodes, from_start, has_direct_io })
+        Ok(Look { nodes, from_start, replaced, has_direct_io })
     }
 
     /// Parts the disks of VM `member` into those that it has and those that it has not. Returns
@@ -215,13 +231,27 @@ impl QemuDisks {
     }
 }
 
+/// Tells VM `number` which of `disks` are its own, and which of them its user left out.
+pub fn tell(vm: &mut Vm, number: usize, disks: &[QemuDisk]) {
+    let own = || disks.iter().filter(|disk| disk.member == number);
+    vm.mind_disks(own().map(|disk| disk.node.clone()).collect());
+    vm.leave_out_disks(own().filter(|disk| disk.left_out).map(|disk| disk.node.clone()).collect());
+}
+
 /// The disks that a VM has at one time.
 struct Look {
     nodes: Vec<WritableNode>,
     /// The names of those nodes in another state than before whose devices were there at the VM's
     /// start.
     from_start: Vec<String>,
+    /// The names of the nodes that disks had before. They were unplugged and plugged in again with
+    /// other nodes.
+    replaced: Vec<String>,
     has_direct_io: bool,
+}
+
+fn is_on_other_node(disk: &WritableNode, now: &WritableNode) -> bool {
+    now.node != disk.node && now.is_same_disk(disk)
 }
 
 /// Returns the node of the disk `disk` among `nodes`, if it has another image that is followed, or

@@ -22,7 +22,9 @@ use keyframe_capture::BoxError;
 
 impl Engine<'_> {
     /// Follows the changes of the machines. Begins a new run if one of them has direct I/O for the
-    /// first time: then RAM has to be scanned in pauses. Fails if that is not possible.
+    /// first time: then RAM has to be scanned in pauses. Also begins one if memory was unplugged and
+    /// plugged in again, since the tracker does not see writes to the new RAM. Fails if that is not
+    /// possible.
     pub(super) fn follow_machine(&mut self) -> Result<(), NotCaptured> {
         // Before anything is followed: if a VM does not answer, it is asked again.
         let has_new_direct_io = match self.has_new_direct_io() {
@@ -31,8 +33,9 @@ impl Engine<'_> {
                 return Err(self.failed(CheckpointError::LookAtMachine(error), 1, false).into());
             }
         };
+        let has_other_memory = self.machines.members().iter().any(|m| m.vm.has_other_memory());
         self.follow_changes()?;
-        if !has_new_direct_io {
+        if !has_new_direct_io && !has_other_memory {
             return Ok(());
         }
         self.begin_anew(false).map_err(|restart| {

@@ -10,9 +10,11 @@
 //! processors stand still nevertheless.
 //!
 //! The writes to served disks go to the store. If its file system is full, QEMU stops the VM
-//! (`io-error`) and keeps the write. The engine resumes the VM when there is space again.
+//! (`io-error`) and keeps the write. The engine resumes the VM when there is space again. If a disk
+//! that the user left out has no space, the user is to resume the VM, and the engine says so once.
 
-use super::{Engine, Event, Instant, VmState};
+use super::{Arc, Engine, Event, Instant, VmState};
+use crate::error::DiskError;
 use crate::event::{Step, tell_failed};
 use std::time::Duration;
 
@@ -50,6 +52,11 @@ impl Engine<'_> {
 
     /// Resumes VMs that QEMU has stopped for want of space, once the store has some again.
     pub(super) fn look_for_space(&mut self) {
+        if let Some(disk) = self.machines.take_full_disk() {
+            let error = Arc::new(DiskError::LeftOutFull(disk));
+            self.update(|status| status.last_error = Some(error.to_string()));
+            self.tell(&Event::StoppedByLeftOutDisk { error });
+        }
         let is_stopped = self.machines.wait_for_space();
         let relieved = self.machines.storage().map(|(disks, vms)| disks.relieve(is_stopped, vms));
         if relieved == Some(true) {

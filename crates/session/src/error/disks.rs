@@ -18,6 +18,12 @@ pub enum DiskError {
         /// The system's error.
         source: io::Error,
     },
+    /// QEMU has stopped the VM: this disk, which the user left out, has no space.
+    #[error(
+        "QEMU has stopped the VM because disk {0}, which checkpoints leave out, has no space; make \
+         space for it, and then resume the VM in QEMU's monitor (cont)"
+    )]
+    LeftOutFull(String),
     /// `--disk reflink` was asked for, and an image cannot be cloned.
     #[error("--disk reflink: {0}")]
     NotCloneable(CloneObstacle),

@@ -165,12 +165,16 @@ pub fn holder(client: &S3Client, name: &str) -> Result<Option<String>> {
     Ok((!over).then(|| decode(&object.bytes).map_or_else(String::new, |text| text.holder)))
 }
 
-/// Frees the lock `name` if its lease has ended; with `force` also the lock of a holder that may
-/// live, which then can write nothing more. Frees only the object that it has read. Looks again if
-/// its holder has renewed it meanwhile; a lock that another process has taken stays. Returns what it
-/// did, with the holder's text. Errors: the service
-/// refuses or cannot be reached.
-pub fn break_lease(client: &S3Client, name: &str, force: bool) -> Result<UnlockOutcome> {
+/// Frees the lock `name` if its lease has ended. Also frees the lock of a holder that may live if
+/// `may_break` returns true for its text; that holder then can write nothing more. Frees only the
+/// object that it has read. Looks again if its holder has renewed it meanwhile; a lock that another
+/// process has taken stays. Returns what it did, with the holder's text. Errors: the service refuses
+/// or cannot be reached.
+pub fn break_lease(
+    client: &S3Client,
+    name: &str,
+    may_break: &dyn Fn(&str) -> bool,
+) -> Result<UnlockOutcome> {
     let mut outcome = UnlockOutcome::Nothing;
     for _ in 0..BREAKS_MAX {
         let Some(object) = client.get_if_there(name)? else { return Ok(UnlockOutcome::Nothing) };
@@ -182,7 +186,7 @@ pub fn break_lease(client: &S3Client, name: &str, force: bool) -> Result<UnlockO
         let own = OwnLock { text: text.unwrap_or_default(), tag: object.tag };
         let holder = own.text.holder.clone();
         let is_taken = matches!(&outcome, UnlockOutcome::Held(first) if *first != holder);
-        if is_taken || is_held && !force {
+        if is_taken || is_held && !may_break(&holder) {
             return Ok(UnlockOutcome::Held(holder));
         }
         if release(client, name, own)? != S3PutOutcome::Refused {

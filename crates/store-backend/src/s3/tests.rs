@@ -137,14 +137,18 @@ fn a_lock_is_freed_only_if_it_is_the_one_that_was_meant() {
     let endpoint = server.endpoint();
     let (one, other) = (at(&endpoint, "freed", 600), at(&endpoint, "freed", 600));
     let held = one.lock("the first").unwrap();
-    assert_eq!(other.unlock(false).unwrap(), UnlockOutcome::Held("the first".into()));
-    assert_eq!(other.unlock(true).unwrap(), UnlockOutcome::Removed("the first".into()));
-    assert_eq!(other.unlock(true).unwrap(), UnlockOutcome::Nothing);
+    assert_eq!(other.unlock(&|_| false).unwrap(), UnlockOutcome::Held("the first".into()));
+    assert_eq!(other.unlock(&|_| true).unwrap(), UnlockOutcome::Removed("the first".into()));
+    assert_eq!(other.unlock(&|_| true).unwrap(), UnlockOutcome::Nothing);
     let successor = other.lock("the successor").unwrap();
     // The first holder does not know yet that its lock was broken.
     drop(held);
     assert_eq!(one.lock_holder().unwrap().as_deref(), Some("the successor"));
-    assert_eq!(one.unlock(false).unwrap(), UnlockOutcome::Held("the successor".into()));
+    assert_eq!(one.unlock(&|_| false).unwrap(), UnlockOutcome::Held("the successor".into()));
+    // A caller who means the first holder frees no other's lock.
+    let first = |holder: &str| holder == "the first";
+    assert_eq!(one.unlock(&first).unwrap(), UnlockOutcome::Held("the successor".into()));
+    assert_eq!(other.lock_holder().unwrap().as_deref(), Some("the successor"));
     drop(successor);
     assert_eq!(one.lock_holder().unwrap(), None);
     drop(one.lock("the third").unwrap());
@@ -193,7 +197,7 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     // After its lock was broken, it writes nothing more and removes nothing of its successor's.
     let mut growing = one.create("packs/00000001.pack").unwrap();
     growing.append(b"records").unwrap();
-    assert_eq!(other.unlock(true).unwrap(), UnlockOutcome::Removed("the living".into()));
+    assert_eq!(other.unlock(&|_| true).unwrap(), UnlockOutcome::Removed("the living".into()));
     let successor = other.lock("the successor").unwrap();
     eventually(|| one.put("tags/b", b"until it knows").is_err());
     assert!(
@@ -205,5 +209,5 @@ fn a_lock_whose_holder_is_gone_ends_and_one_that_is_renewed_does_not() {
     assert_eq!(one.lock_holder().unwrap().as_deref(), Some("the successor"));
     assert_eq!(other.read("tags/a", 9).unwrap(), b"x");
     drop(successor);
-    assert_eq!(other.unlock(true).unwrap(), UnlockOutcome::Nothing);
+    assert_eq!(other.unlock(&|_| true).unwrap(), UnlockOutcome::Nothing);
 }

@@ -375,7 +375,7 @@ fn nothing_is_written() {
         assert!(error.fix().unwrap().contains("where the store is"), "{error}");
     }
     assert!(served.read("store.json", 1 << 16).is_ok());
-    assert_eq!(served.unlock(true).unwrap(), keyframe_store_backend::UnlockOutcome::Nothing);
+    assert_eq!(served.unlock(&|_| true).unwrap(), keyframe_store_backend::UnlockOutcome::Nothing);
 }
 
 /// No name leads out of the store.

@@ -1,7 +1,7 @@
 //! How a test looks at a fake VM, changes it, and scripts what happens to it.
 
 use super::{FakeState, FakeVm, FakeWatchdog, Incident, OneCommand, Step, lock, set_page};
-use crate::{AuditFinding, Capabilities, GuestEnd, RunState, VmOrigin};
+use crate::{AuditFinding, Capabilities, GuestEnd, RunState, VmEvent, VmOrigin};
 use keyframe_machine::MachineSpec;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use std::sync::{Arc, Mutex};
@@ -76,11 +76,27 @@ impl FakeControl {
         lock(&self.shared).pause();
     }
 
+    /// Resumes the guest, as another client would.
+    pub fn resume(&self) {
+        lock(&self.shared).resume();
+    }
+
     /// Stops the guest in the run state `state`, as an event of the guest or its disks would.
     pub fn stand(&self, state: RunState) {
         let mut shared = lock(&self.shared);
         shared.pause();
         shared.standing = Some(state);
+    }
+
+    /// Stops the guest because a write had no space: on the disk `left_out`, which its user left
+    /// out, or on another one. `events` is the number of writes that failed.
+    pub fn run_out_of_space(&self, left_out: Option<&str>, events: usize) {
+        let full = || match left_out {
+            Some(disk) => VmEvent::LeftOutDiskFull(disk.to_owned()),
+            None => VmEvent::DiskFull,
+        };
+        lock(&self.shared).events.extend(std::iter::repeat_with(full).take(events));
+        self.stand(RunState::Other("io-error".into()));
     }
 
     /// Ends the VMM with the exit code `code`.

@@ -26,6 +26,10 @@ impl DiskCapture for ServedOrNot {
         &[]
     }
 
+    fn are_in_store(&self) -> bool {
+        true
+    }
+
     fn outage(&self) -> Option<String> {
         self.0.lock().unwrap().clone()
     }
@@ -66,6 +70,44 @@ fn a_vm_without_disks_is_paused_until_they_are_served_again() {
     bench.assert_runs();
     assert_eq!(bench.told.count(|event| matches!(event, Event::PausedForDisks)), 1);
     assert_eq!(bench.told.count(|event| matches!(event, Event::ResumedWithDisks)), 1);
+}
+
+#[test]
+fn a_vm_that_stands_for_want_of_space_is_resumed_by_the_owner_of_the_full_disk() {
+    for (left_out, stops, resumes) in [(None, 1, 1), (Some("logs"), 2, 0)] {
+        let (bench, mut options) = Bench::new();
+        options.interval = None;
+        let engine = bench.engine_with(options, Some(Box::new(ServedOrNot::default())));
+        let (client, status) = (Client::of(&engine), Arc::clone(&engine.status));
+        for stop in 0..2 {
+            let control = bench.control.clone();
+            bench.control.before(Step::DrainEvents, move || match (stop, left_out) {
+                (0, _) => control.run_out_of_space(left_out, 3),
+                (_, None) => {}
+                // The VM's user resumes it too early.
+                (_, Some(_)) => {
+                    assert!(!control.runs(), "the engine has resumed the VM");
+                    control.resume();
+                    control.run_out_of_space(left_out, 2);
+                }
+            });
+            bench.control.before(Step::DrainEvents, || ());
+        }
+        let control = bench.control.clone();
+        bench.control.before(Step::DrainEvents, move || {
+            assert_eq!(control.runs(), left_out.is_none(), "{left_out:?}");
+            let why = status.lock().unwrap().last_error.clone();
+            assert_eq!(why.is_some_and(|why| why.contains("disk logs")), left_out.is_some());
+            drop(client.stop(None));
+        });
+        bench.run_engine(engine).unwrap();
+        let told = |of: fn(&Event) -> bool| bench.told.count(of);
+        let own = told(|event| matches!(event, Event::StoppedForSpace { .. }));
+        let users = told(|event| matches!(event, Event::StoppedByLeftOutDisk { .. }));
+        assert_eq!(own + users, stops, "{left_out:?}");
+        assert_eq!(users > 0, left_out.is_some());
+        assert_eq!(told(|event| matches!(event, Event::ResumedWithSpace)), resumes);
+    }
 }
 
 /// A process that answers as a watchdog does, and watches nothing.
