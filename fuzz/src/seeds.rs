@@ -55,6 +55,7 @@ fn main() {
     for (number, memory) in keyframe_kallsyms::fuzzing::seeds().enumerate() {
         corpora.add("kallsyms_memory", &format!("tables-{number}"), &memory);
     }
+    archive(&corpora);
     qemu(&corpora);
     disk(&corpora);
     net(&corpora);
@@ -234,6 +235,21 @@ fn net(corpora: &Corpora<'_>) {
         })
         .collect();
     corpora.add("net_control", "some", &messages);
+}
+
+fn archive(corpora: &Corpora<'_>) {
+    let store = std::env::temp_dir().join(format!("keyframe-seeds-{}", std::process::id()));
+    for (name, bytes) in golden_store() {
+        let path = store.join(&name);
+        std::fs::create_dir_all(path.parent().expect("a folder")).expect("make it");
+        std::fs::write(path, bytes).expect("write a file");
+    }
+    let file = store.join("archive");
+    let open = std::fs::File::create_new(&file).expect("a file");
+    let written = keyframe_store_backend::archive::write_archive(&store, &open, &mut |_| ());
+    written.expect("an archive");
+    corpora.add("store_archive", "golden", &std::fs::read(file).expect("the archive"));
+    std::fs::remove_dir_all(store).expect("remove the directory");
 }
 
 fn served(corpora: &Corpora<'_>) {

@@ -4,6 +4,7 @@ pub mod analysis;
 pub mod analyze;
 pub mod attach;
 pub mod branch;
+pub mod bundle;
 mod changed_files;
 pub mod check;
 pub mod checkpoints;

@@ -96,6 +96,9 @@ impl Failure {
             Error::PreRelease { .. } => failure.fix(
                 "make a new store with this build; only the build that made the old one reads it",
             ),
+            Error::Damaged { .. } if path.is_file() => failure.fix(
+                "copy the bundle again from where it was made, or make it again (keyframe bundle)",
+            ),
             Error::Damaged { .. } => failure.fix(format!(
                 "find out what else is hurt with: keyframe check --read-data --store {}",
                 shell(path)
@@ -205,6 +208,17 @@ impl From<keyframe_session::Error> for Failure {
 impl From<keyframe_session::error::RunDirError> for Failure {
     fn from(error: keyframe_session::error::RunDirError) -> Self {
         keyframe_session::Error::from(error).into()
+    }
+}
+
+impl From<keyframe_bundle::Error> for Failure {
+    fn from(error: keyframe_bundle::Error) -> Self {
+        use keyframe_bundle::Error;
+        match error {
+            Error::Store { store, source } => Self::store(&source, &store),
+            Error::VmDisks(error) => error.into(),
+            error => Self { fix: error.fix(), ..Self::new(chain(&error)) },
+        }
     }
 }
 

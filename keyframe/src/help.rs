@@ -18,8 +18,8 @@ const GROUPS: [(&str, &[&str]); 7] = [
     (
         "Use them",
         &[
-            "list", "show", "diff", "restore", "branch", "rollback", "mount", "export", "import",
-            "commit",
+            "list", "show", "diff", "restore", "branch", "rollback", "mount", "export", "bundle",
+            "import", "commit",
         ],
     ),
     ("Keep a store", &["stats", "check", "tag", "pin", "forget", "prune", "copy", "unlock"]),

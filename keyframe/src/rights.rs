@@ -81,6 +81,7 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::Diff(_)
         | Command::Unlock(_)
         | Command::Copy(_)
+        | Command::Bundle(_)
         | Command::Tag(_)
         | Command::Pin(_)
         | Command::Serve(_)

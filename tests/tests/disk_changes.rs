@@ -123,7 +123,12 @@ fn a_disk_that_is_plugged_in_again_on_another_node_before_the_next_checkpoint_is
         changed.write("/dev/vdb", 'a');
         take_checkpoint(&changed.env);
         changed.unplug();
-        changed.command("blockdev-del", json!({ "node-name": "e" }));
+        // QEMU releases the node a little later than the device.
+        let delete = || {
+            let node = json!({ "node-name": "e" });
+            changed.vm.monitor().execute("blockdev-del", Some(node)).is_ok()
+        };
+        wait_until("QEMU releases the node", delete);
         let file = changed.env.path().join("second.qcow2");
         let node = json!({ "driver": "qcow2", "node-name": "e2",
             "file": { "driver": "file", "filename": file } });

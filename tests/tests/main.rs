@@ -10,6 +10,7 @@ mod attach_disks;
 mod bench;
 mod branch;
 mod budgets;
+mod bundle;
 mod cluster;
 mod commands;
 mod commit;

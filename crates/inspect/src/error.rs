@@ -79,6 +79,9 @@ pub enum Error {
         /// The error of the read.
         source: std::io::Error,
     },
+    /// An export cannot be written.
+    #[error("write the export: {0}")]
+    Export(#[from] std::io::Error),
     /// A picture cannot be encoded.
     #[error("write the picture: {0}")]
     Png(#[from] png::EncodingError),
@@ -100,7 +103,10 @@ impl Error {
             Self::NotDrawn { .. } => Some(
                 "restore it, and look at its display; checkpoints can show that of -vga std".into(),
             ),
-            Self::MembersContradict { .. } | Self::DisplayMemory { .. } | Self::Png(_) => None,
+            Self::MembersContradict { .. }
+            | Self::DisplayMemory { .. }
+            | Self::Export(_)
+            | Self::Png(_) => None,
         }
     }
 }

@@ -7,6 +7,7 @@ mod error;
 pub mod guest_memory;
 pub mod lineage;
 pub mod loading_ram;
+pub mod ram_export;
 pub mod show;
 
 pub use error::{Error, Result};

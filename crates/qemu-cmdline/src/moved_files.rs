@@ -18,6 +18,7 @@ const PATHS: &[&str] = &[
 ];
 /// Options whose value has keys, with the key of a first part without `=`.
 const KEYED: &[(&str, &str)] = &[
+    ("acpitable", ""),
     ("blockdev", "driver"),
     ("device", "driver"),
     ("drive", "file"),

@@ -96,6 +96,12 @@ pub enum Error {
         /// The recording's id.
         recording: String,
     },
+    /// A store lacks the checkpoint before a recording's first instruction.
+    #[error("{} has no checkpoint of the recording's first instruction", .0.display())]
+    NoFirstCheckpoint(PathBuf),
+    /// A recording ended before it had written something.
+    #[error("the recording ended before {0} was there")]
+    EndedBefore(&'static str),
     /// A recording was cut before an interval of it was complete.
     #[error("the recording was cut before its second checkpoint: no interval is left to replay")]
     NoInterval,
@@ -159,12 +165,19 @@ impl Error {
                 "name the store that has them with --store; or take them from a replay: \
                  keyframe segment"
             }
+            Self::NoFirstCheckpoint(_) => {
+                "name the store that it was recorded with, or copy that checkpoint there: keyframe copy"
+            }
             Self::NoInterval => "record it again with --checkpoint-every",
             Self::UnknownLog { .. } => "record with QEMU 7.2, 10.0 or 11.1",
             Self::NoInstruction { last_stop, .. } => {
                 return Some(format!("a replay can stand before any up to {last_stop}"));
             }
-            Self::Gdb(_) | Self::Io { .. } | Self::Interrupted | Self::NotComparable(_) => {
+            Self::Gdb(_)
+            | Self::Io { .. }
+            | Self::Interrupted
+            | Self::EndedBefore(_)
+            | Self::NotComparable(_) => {
                 return None;
             }
         };

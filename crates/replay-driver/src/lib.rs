@@ -34,6 +34,7 @@ pub mod job_spec;
 pub mod jobs;
 pub mod live_recording;
 pub mod measurements;
+pub mod missing_cuts;
 pub mod paused_replay;
 mod qemu_probe;
 pub mod qemu_support;

@@ -137,6 +137,18 @@ pub enum Error {
     /// The guest's instructions are to be counted and cannot be.
     #[error("the guest's instructions cannot be counted: {0}")]
     NotCounted(CountObstacle),
+    /// A migration stream is another machine's than the one that the command line makes.
+    #[error(
+        "the stream is another machine's: {what} is {stream} there, {here} by the command line"
+    )]
+    OtherStream {
+        /// The part that differs.
+        what: String,
+        /// How it is in the stream.
+        stream: String,
+        /// How the command line makes it.
+        here: String,
+    },
     /// A restored VM did not connect to its network.
     #[error("the restored VM did not connect: no {port}")]
     NotConnected {
@@ -237,6 +249,9 @@ impl Error {
             Self::MemberNamedTwice(_) => "give each a name of its own with QEMU's -name",
             Self::GroupRecorded => "record each VM by itself",
             Self::NotCounted(obstacle) => obstacle.fix(),
+            Self::OtherStream { .. } => {
+                "give the command line of the QEMU that wrote the stream, and that QEMU binary"
+            }
             Self::Interrupted => "call it again: it continues with the missing checkpoints",
             Self::Vm(_)
             | Self::Io { .. }

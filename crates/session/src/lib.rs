@@ -37,6 +37,7 @@ pub mod launch;
 pub mod machines;
 pub mod memory_guard;
 pub mod memory_limits;
+pub mod migration_import;
 pub mod ram_capture;
 pub mod recompressor;
 pub mod recording;

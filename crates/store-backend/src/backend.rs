@@ -14,7 +14,9 @@
 //! It does not guarantee: that bytes appended since the last `sync` survive, completely, partly or
 //! in order.
 
-use crate::{Error, LocalBackend, Result, S3Backend, ServedBackend, s3, served};
+use crate::{
+    ArchiveBackend, Error, LocalBackend, Result, S3Backend, ServedBackend, archive, s3, served,
+};
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
@@ -224,19 +226,21 @@ pub fn is_remote(place: &Path) -> bool {
     s3::is_url(place) || served::is_url(place)
 }
 
-/// Returns true if `place` can only be read: a store behind a checkpoint server.
+/// Returns true if `place` can only be read: a store behind a checkpoint server, or a bundle.
 pub fn is_read_only(place: &Path) -> bool {
-    served::is_url(place)
+    served::is_url(place) || archive::is_archive(place)
 }
 
-/// Returns the backend of an existing store: a directory, `s3://BUCKET/PREFIX`, or
-/// `kf://HOST:PORT`. Contacts no server yet. Errors: the URL is malformed; the environment lacks
-/// what it needs.
+/// Returns the backend of an existing store: a directory, `s3://BUCKET/PREFIX`, `kf://HOST:PORT`, or
+/// the file of a bundle. Contacts no server yet. Errors: the URL is malformed; the environment lacks
+/// what it needs; a file is no bundle.
 pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
     Ok(if s3::is_url(place) {
         Arc::new(S3Backend::open(place)?)
     } else if served::is_url(place) {
         Arc::new(ServedBackend::open(place)?)
+    } else if archive::is_archive(place) {
+        Arc::new(ArchiveBackend::open(place)?)
     } else {
         Arc::new(LocalBackend::open(place))
     })

@@ -70,6 +70,12 @@ impl Error {
         Self::Damaged { object: object.into(), problem: problem.into() }
     }
 
+    /// Makes the error of an attempt to write to a store that can only be read.
+    pub(crate) fn read_only(object: &str, operation: &'static str, refusal: RemoteFailure) -> Self {
+        let source = io::Error::new(io::ErrorKind::ReadOnlyFilesystem, refusal);
+        Self::Io { object: object.into(), operation, source }
+    }
+
     /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {

@@ -5,9 +5,12 @@
 
 mod memory;
 
+use crate::layout::{FILES, READ_FOLDERS};
 use crate::served::wire::{self, Answer, Request};
-use crate::{Backend, DataKey, EncryptedBackend};
+use crate::{ArchiveBackend, Backend, DataKey, EncryptedBackend};
 pub use memory::MemoryBackend;
+use std::io::Write;
+use std::path::Path;
 use std::sync::Arc;
 use zeroize::Zeroizing;
 
@@ -42,6 +45,21 @@ pub fn encrypted_seeds(plain: &[u8]) -> [Vec<u8>; 2] {
         let _ = plain.chunks(300).try_for_each(|some| file.append(some));
     }
     ["maps/1", PACK].map(|name| memory.read(name, u64::MAX).unwrap_or_default())
+}
+
+/// Opens `data` as the archive of a store, and reads its files.
+pub fn archive(data: &[u8]) {
+    let Ok(mut file) = tempfile::tempfile() else { return };
+    if file.write_all(data).is_err() {
+        return;
+    }
+    let Ok(backend) = ArchiveBackend::of_file(file, Path::new("fuzzed")) else { return };
+    for folder in READ_FOLDERS.iter().chain(&[FILES]) {
+        for name in backend.list(folder).unwrap_or_default() {
+            let read = backend.read(&format!("{folder}/{name}"), data.len() as u64);
+            assert!(read.is_ok(), "a member lies outside of its archive");
+        }
+    }
 }
 
 /// Decodes a request to a checkpoint server, without its length field. A request has one encoding.

@@ -3,6 +3,7 @@
 //! ```text
 //!   store.json   packs/00000001.pack   maps/0000000012.map   checkpoints/0000000012.ckpt
 //!   tags/NAME    worksets/0000000012.wset   tmp/...
+//!   files/HASH   files/manifest.json        (in bundles alone)
 //! ```
 
 use keyframe_units::CheckpointId;
@@ -19,6 +20,10 @@ pub const CHECKPOINTS: &str = "checkpoints";
 pub const TAGS: &str = "tags";
 /// The folder of the working sets, which tell which pages a restored VM touched first.
 pub const WORKSETS: &str = "worksets";
+/// The folder of files that a bundle holds beside its checkpoint: kernels, firmware, CDs.
+pub const FILES: &str = "files";
+/// The file that describes the files of a bundle.
+pub const MANIFEST: &str = "files/manifest.json";
 /// The folder of files that are being written.
 pub const TMP: &str = "tmp";
 /// The folders that a new store has.
@@ -108,6 +113,19 @@ pub fn is_file(name: &str) -> bool {
     }
 }
 
+/// Returns the name, with its folder, of the file of a bundle whose content has the BLAKE3 hash `hash`
+/// (64 hexadecimal digits).
+pub fn bundled_file(hash: &str) -> String {
+    format!("{FILES}/{hash}")
+}
+
+/// Returns true if `name` is a file that a bundle holds. No such name leads out of the store.
+pub fn is_archived(name: &str) -> bool {
+    let is_hash = |file: &str| file.len() == 64 && file.bytes().all(|c| c.is_ascii_hexdigit());
+    let is_bundled = name.strip_prefix("files/").is_some_and(is_hash);
+    name == MANIFEST || is_bundled || is_file(name) && !name.starts_with(WORKSETS)
+}
+
 /// Returns true if `text` can be a tag: 1 to 64 letters, digits, dots, dashes or underscores, but
 /// neither a number, nor dots alone, nor `latest`.
 pub fn is_tag(text: &str) -> bool {
@@ -147,6 +165,14 @@ mod tests {
             "worksets/0000000001.wset",
         ] {
             assert!(is_file(good), "{good}");
+        }
+        for bundled in
+            ["files/manifest.json", &bundled_file(&"0a".repeat(32)), "packs/00000001.pack"]
+        {
+            assert!(is_archived(bundled), "{bundled}");
+        }
+        for other in ["files/../lock", "files/", "files/0a", "worksets/0000000001.wset", "lock"] {
+            assert!(!is_archived(other), "{other}");
         }
         for bad in [
             "",

@@ -4,6 +4,7 @@
 //!   store ──▶ EncryptedBackend (optional) ──▶ LocalBackend     a directory
 //!                                             S3Backend        s3://BUCKET/PREFIX
 //!                                             ServedBackend    kf://HOST:PORT, read-only
+//!                                             ArchiveBackend   a file, read-only
 //! ```
 //!
 //! - [`layout`] names the files of a store.
@@ -13,6 +14,7 @@
 //!
 //! This crate knows names and bytes only. The contents of the files are the store's concern.
 
+pub mod archive;
 mod backend;
 mod cache;
 mod encrypted;
@@ -26,6 +28,7 @@ pub mod served;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 
+pub use archive::ArchiveBackend;
 pub use backend::{
     AppendFile, Backend, FileStamp, LockGuard, ReadFile, Space, UnlockOutcome, create,
     is_read_only, is_remote, open,

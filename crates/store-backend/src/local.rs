@@ -163,12 +163,16 @@ impl Backend for LocalBackend {
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
         let path = self.path(name)?;
-        let file = OpenOptions::new()
-            .write(true)
-            .create_new(true)
-            .mode(0o600)
-            .open(&path)
-            .map_err(|e| io_error(&path, "create", e))?;
+        let open = || OpenOptions::new().write(true).create_new(true).mode(0o600).open(&path);
+        let file = match open() {
+            // The folder was removed, or a store need not have it.
+            Err(e) if e.kind() == io::ErrorKind::NotFound && self.root.is_dir() => {
+                self.make_folder(path.parent().unwrap_or(&self.root))?;
+                open()
+            }
+            other => other,
+        };
+        let file = file.map_err(|e| io_error(&path, "create", e))?;
         self.sync_parent(&path)?;
         Ok(Box::new(LocalAppendFile { file, path, len_bytes: 0 }))
     }

@@ -174,12 +174,7 @@ pub(crate) fn read_only(object: &str, operation: &'static str) -> Error {
     let problem = "a served store is read-only".to_owned();
     let fix = "do this on the machine where the store is, or copy the checkpoints into a store of \
                your own: keyframe copy --to STORE";
-    io_error(
-        object.into(),
-        operation,
-        io::ErrorKind::ReadOnlyFilesystem,
-        RemoteFailure { problem, fix: Some(fix.into()) },
-    )
+    Error::read_only(object, operation, RemoteFailure { problem, fix: Some(fix.into()) })
 }
 
 fn io_error(

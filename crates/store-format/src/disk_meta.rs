@@ -36,7 +36,8 @@ impl DiskMeta {
 /// The image beneath a disk, as it was when the run began.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BaseMeta {
-    /// Its absolute path; empty if there is no image.
+    /// Its absolute path; empty if there is no image. Of a blank base: the image whose content the
+    /// checkpoint holds, or empty.
     pub path: String,
     /// `raw`, `qcow2`, or `blank` for zeros up to the disk's size.
     pub format: String,
@@ -51,6 +52,18 @@ impl BaseMeta {
     /// Creates a base without an image: all zeros.
     pub fn blank() -> Self {
         Self { format: BLANK.into(), ..Self::default() }
+    }
+
+    /// Creates a base without an image, for a checkpoint that holds the whole content of the image
+    /// `path`.
+    pub fn of_whole_image(path: String) -> Self {
+        Self { path, ..Self::blank() }
+    }
+
+    /// Returns true if the disk's blocks are those that the guest sees, although its command line
+    /// shows the guest a part (`offset`, `size`) of an image.
+    pub fn is_cut(&self) -> bool {
+        self.is_blank() && self.path.is_empty()
     }
 
     /// Returns true if there is no image, and all is zero.

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! The target of a copy has a secret of its own: `--to-key-file`, `KEYFRAME_TO_KEY_FILE`,
-//! `KEYFRAME_TO_PASSPHRASE`.
+//! `KEYFRAME_TO_PASSPHRASE`. So has a bundle: `--bundle-key-file`, `KEYFRAME_BUNDLE_KEY_FILE`,
+//! `KEYFRAME_BUNDLE_PASSPHRASE`.
 //!
 //! Invariants: a passphrase is never on the command line, where other users could read it. The
 //! terminal is asked only if a store needs a passphrase. A secret for a store that is not encrypted
@@ -81,6 +82,41 @@ impl TargetKeyArg {
     }
 }
 
+/// The command-line option for the secret of an encrypted bundle.
+#[derive(clap::Args, Clone, Debug, Default)]
+pub struct BundleKeyArg {
+    /// The key file of an encrypted bundle [env: KEYFRAME_BUNDLE_KEY_FILE]. Without it, keyframe uses
+    /// the passphrase in KEYFRAME_BUNDLE_PASSPHRASE, or asks for the passphrase. --key-file opens the
+    /// store
+    #[arg(long, value_name = "FILE")]
+    bundle_key_file: Option<PathBuf>,
+}
+
+impl BundleKeyArg {
+    fn keys(&self) -> Keys<'_> {
+        Keys { option: self.bundle_key_file.as_deref(), place: &BUNDLE }
+    }
+
+    /// Returns true if the user gave a secret, whether it is needed or not.
+    pub fn is_given(&self) -> bool {
+        self.keys().is_given()
+    }
+
+    /// Opens a bundle, or the store that becomes one; encrypted or not.
+    ///
+    /// Errors: those of [`Store::open`]; a missing, unreadable or wrong secret.
+    pub fn open(&self, bundle: &Path) -> Result<Store, Error> {
+        self.keys().open(bundle)
+    }
+
+    /// Creates an encrypted store that becomes a bundle.
+    ///
+    /// Errors: those of the store; a missing or unreadable secret.
+    pub fn init(&self, store: &Path) -> Result<Store, Error> {
+        self.keys().init(store)
+    }
+}
+
 impl KeyArg {
     /// Makes the option of a command that takes its secret from the environment only.
     pub fn from_environment() -> Self {
@@ -136,6 +172,13 @@ const TARGET: SecretSource = SecretSource {
     passphrase: TO_PASSPHRASE,
     key_file: TO_KEY_FILE,
     prompt: "passphrase of the store to copy to: ",
+    passed_on: false,
+};
+
+const BUNDLE: SecretSource = SecretSource {
+    passphrase: "KEYFRAME_BUNDLE_PASSPHRASE",
+    key_file: "KEYFRAME_BUNDLE_KEY_FILE",
+    prompt: "passphrase of the bundle: ",
     passed_on: false,
 };
 
@@ -270,6 +313,25 @@ pub fn fix_of_target(error: &Error) -> Option<String> {
         Error::NotEncrypted { .. } => "leave out --to-key-file, KEYFRAME_TO_KEY_FILE and KEYFRAME_TO_PASSPHRASE if this \
              is the store you mean; --key-file and the others are for the store to copy from"
             .into(),
+        other => return fix(other),
+    })
+}
+
+/// Returns what the user can do about an error with the key of a bundle; `None` for other errors.
+pub fn fix_of_bundle(error: &Error) -> Option<String> {
+    Some(match error {
+        Error::KeyNeeded { kind: SecretKind::KeyFile, .. } => {
+            "name it with --bundle-key-file FILE, or in KEYFRAME_BUNDLE_KEY_FILE; --key-file is that of the store".into()
+        }
+        Error::KeyNeeded { .. } => {
+            "put it into KEYFRAME_BUNDLE_PASSPHRASE, or run this at a terminal; KEYFRAME_PASSPHRASE is that of the store"
+                .into()
+        }
+        Error::NotEncrypted { .. } => {
+            "leave out --bundle-key-file, KEYFRAME_BUNDLE_KEY_FILE and KEYFRAME_BUNDLE_PASSPHRASE if this is the bundle \
+             you mean"
+                .into()
+        }
         other => return fix(other),
     })
 }

@@ -105,6 +105,30 @@ impl Store {
         tuning: Tuning,
         progress: &mut dyn FnMut(CopyProgress),
     ) -> Result<CopyReport> {
+        self.copy_with(target, ids, tuning, &|_| (), progress)
+    }
+
+    /// Copies as [`Store::copy_to`], and lets `edit` change the description of each copy. `edit` must
+    /// leave the VM's RAM and disks as they are. Returns the report. Errors: those of
+    /// [`Store::copy_to`].
+    pub fn copy_edited(
+        &self,
+        target: &Self,
+        ids: &BTreeSet<CheckpointId>,
+        edit: &dyn Fn(&mut Meta),
+        progress: &mut dyn FnMut(CopyProgress),
+    ) -> Result<CopyReport> {
+        self.copy_with(target, ids, Tuning::default(), edit, progress)
+    }
+
+    fn copy_with(
+        &self,
+        target: &Self,
+        ids: &BTreeSet<CheckpointId>,
+        tuning: Tuning,
+        edit: &dyn Fn(&mut Meta),
+        progress: &mut dyn FnMut(CopyProgress),
+    ) -> Result<CopyReport> {
         if self.id() == target.id() {
             return Err(Error::SameStore { object: target.path().display().to_string() });
         }
@@ -115,8 +139,8 @@ impl Store {
         for sealed in &listed {
             there.add(origin_of(target, sealed.id, &sealed.meta), sealed.meta.taken_at, sealed.id);
         }
-        let mut copy =
-            Copy { source: self, target, writer, there, open: None, report: CopyReport::default() };
+        let report = CopyReport::default();
+        let mut copy = Copy { source: self, target, edit, writer, there, open: None, report };
         let tags = self.tags_of_checkpoints()?;
         for (done, id) in (0..).zip(ids) {
             progress(CopyProgress { checkpoint: *id, done, total: ids.len() as u64 });
@@ -168,6 +192,7 @@ impl There {
 struct Copy<'a> {
     source: &'a Store,
     target: &'a Store,
+    edit: &'a dyn Fn(&mut Meta),
     writer: Writer,
     there: There,
     open: Option<Open>,
@@ -177,12 +202,13 @@ struct Copy<'a> {
 impl Copy<'_> {
     /// The number of a checkpoint's copy. Makes the copy if there is none.
     fn copy_checkpoint(&mut self, id: CheckpointId) -> Result<CheckpointId> {
-        let ram = self.source.load(id)?;
+        let mut ram = self.source.load(id)?;
         let origin = origin_of(self.source, id, &ram.meta);
         if let Some(to) = self.there.get(&origin, Some(ram.meta.taken_at)) {
             self.report.known.push(CopiedCheckpoint { from: id, to });
             return Ok(to);
         }
+        (self.edit)(&mut ram.meta);
         let disks = self.source.load_disks(id)?;
         let goes_on = self.open.as_ref().is_some_and(|open| open.goes_on_with(&ram.meta, &disks));
         if !goes_on {

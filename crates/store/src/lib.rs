@@ -29,7 +29,7 @@
 //!   store, tags, listing                      the handle of a store
 //!   durability, pack_writer, session, run, writer            writing
 //!   loaded, disks, worksets                   reading checkpoints
-//!   forget, prune, check, copy, diff, stats, unlock          operations on a whole store
+//!   forget, prune, check, copy, bundled, diff, stats, unlock operations on a whole store
 //! ```
 //!
 //! Invariants: a sealed checkpoint is complete, verifiable and immutable; an unsealed one is
@@ -41,6 +41,7 @@
 
 mod assemble;
 mod bases;
+mod bundled;
 mod chain;
 mod check;
 mod config;

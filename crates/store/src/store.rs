@@ -8,7 +8,7 @@ use crate::secret_kind::SecretKind;
 use crate::{Error, Result, local};
 use keyframe_bytes::hex::to_hex;
 use keyframe_store_backend::layout::STORE_JSON;
-use keyframe_store_backend::{Backend, EncryptedBackend, is_remote};
+use keyframe_store_backend::{Backend, EncryptedBackend, is_read_only, is_remote};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -118,14 +118,14 @@ impl Store {
     }
 
     /// Returns the directory on this host for data that belongs to the store but cannot be in it.
-    /// For a store in a directory it is the store's own. For a remote store it is a directory of
-    /// the user, which is created. The same holds for an encrypted store, because this data is not
+    /// For a store in a directory it is the store's own. For a remote store and for a bundle it is a
+    /// directory of the user, which is created. The same holds for an encrypted store, because this data is not
     /// encrypted.
     ///
     /// Error: the directory cannot be created, or the environment names no place for it.
     pub fn local_folder(&self) -> Result<PathBuf> {
         let place = self.absolute_path()?;
-        if is_remote(&place) || self.is_encrypted() {
+        if is_remote(&place) || is_read_only(&place) || self.is_encrypted() {
             local::folder(self.id(), &place)
         } else {
             Ok(place)

@@ -102,7 +102,8 @@ struct Images {
 impl Images {
     fn holds(&mut self, base: &BaseMeta) -> bool {
         let Self { wanted, known } = self;
-        base.files.iter().map(|file| &file.path).chain([&base.path]).any(|path| {
+        let own = Some(&base.path).filter(|_| !base.is_blank());
+        base.files.iter().map(|file| &file.path).chain(own).any(|path| {
             if let Some(is) = known.get(path) {
                 return *is;
             }

@@ -11,6 +11,7 @@
 //! ```
 
 pub mod base_image;
+pub mod checkpoint_disks;
 pub mod commit_source;
 pub mod dependents;
 mod error;

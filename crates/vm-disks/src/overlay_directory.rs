@@ -7,7 +7,6 @@
 //! ```
 //! Invariant: the program removes an overlay directory only if the guest has written nothing to its
 //! disks, or if the user asked for temporary writes. The user removes all others.
-//! disks, or if the user asked for temporary writes. The user decides about every other one.
 
 use crate::error::{Error, Result, StoreError};
 use crate::vm_name::name_from;

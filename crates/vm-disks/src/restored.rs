@@ -74,7 +74,7 @@ pub fn server(meta: &Meta, socket: PathBuf, prefix: &str) -> Result<DiskServer> 
     let own = |disk: &DiskMeta| disk.name.strip_prefix(prefix).map(str::to_owned);
     let left_out = DiskNames::of(opened_by_qemu(meta)?.into_iter().filter_map(own));
     // QEMU's own exports are of what the guest sees.
-    let cut = meta.disks.iter().filter(|disk| disk.base.is_blank());
+    let cut = meta.disks.iter().filter(|disk| disk.base.is_cut());
     let cut_slices = DiskNames::of(cut.filter_map(own));
     Ok(DiskServer { prefix: prefix.into(), left_out, cut_slices, ..DiskServer::at(socket) })
 }

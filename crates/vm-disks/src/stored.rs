@@ -115,7 +115,7 @@ impl StoredDisk {
     ///
     /// Errors: the image has changed, or a commit into it is in progress.
     pub fn open(&self) -> Result<Below> {
-        let DiskMeta { name, disk_bytes, base: known, .. } = &self.meta;
+        let DiskMeta { disk_bytes, base: known, .. } = &self.meta;
         if known.is_blank() {
             let blank = Base::blank(*disk_bytes)?;
             return Ok(Below::new(blank, Some(self.layer()?)));
@@ -129,16 +129,30 @@ impl StoredDisk {
         })?;
         // The image is locked, so no Keyframe command changes it from now on.
         require_unchanged(known)?;
-        if image.disk_bytes() != *disk_bytes {
-            return Err(Error::SizeDiffers {
-                path: known.path.clone().into(),
-                image_bytes: image.disk_bytes(),
-                disk: name.clone(),
-                checkpoint: self.disks.id,
-                disk_bytes: *disk_bytes,
-            });
-        }
+        self.require_size(&image)?;
         Ok(Below::new(image, Some(self.layer()?)))
+    }
+
+    /// Opens the image of a disk that was left out of the checkpoint, as it is now. Errors: the image
+    /// cannot be opened, or has another size than the disk.
+    pub fn open_as_now(&self) -> Result<Below> {
+        let image = Base::open(&self.image(), self.format()?)?;
+        self.require_size(&image)?;
+        Ok(Below::new(image, None))
+    }
+
+    fn require_size(&self, image: &Base) -> Result<()> {
+        let DiskMeta { name, disk_bytes, base: known, .. } = &self.meta;
+        if image.disk_bytes() == *disk_bytes {
+            return Ok(());
+        }
+        Err(Error::SizeDiffers {
+            path: known.path.clone().into(),
+            image_bytes: image.disk_bytes(),
+            disk: name.clone(),
+            checkpoint: self.disks.id,
+            disk_bytes: *disk_bytes,
+        })
     }
 
     /// Checks, after a read, that the image has not changed meanwhile. Errors: those of

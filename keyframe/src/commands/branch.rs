@@ -10,24 +10,24 @@
 //!
 //! Left out: groups.
 
-use super::restore::{Accel, overlays, refuse_recorded};
+use super::restore::{Accel, refuse_recorded, tell_elsewhere};
 use super::{MovedArg, StoreArg};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
-use keyframe_qemu::DiskServer;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
 use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
 use keyframe_session::run_dir::{RunDir, RunKind, numbered_name};
 use keyframe_store::{LoadedCheckpoint, Store};
-use keyframe_vm_disks::{self as disks, ServedDisks, moved_images, restored};
+use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
+use keyframe_vm_disks::{moved_images, restored};
 use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -124,7 +124,8 @@ struct Place {
     number: u32,
     name: String,
     directory: RunDir,
-    disks: OwnDisks,
+    /// A process for each clone: it ends with it, or outlives this command with it.
+    disks: Option<CheckpointDisks>,
 }
 
 impl Place {
@@ -137,53 +138,6 @@ impl Place {
         }
         std::os::unix::fs::symlink(target, &name)
             .map_err(|e| Failure::new(format!("name a console {}: {e}", name.display())))
-    }
-}
-
-/// A clone's disks: the checkpoint's, with an overlay of its own. Dropped, what was written to them
-/// is thrown away.
-struct OwnDisks(Option<(ServedDisks, DiskServer)>);
-
-impl OwnDisks {
-    /// A process of its own for each clone: it ends with it, or outlives this command with it.
-    fn serve(
-        store: &Store,
-        loaded: &LoadedCheckpoint,
-        name: &str,
-        directory: &RunDir,
-        work_dir: Option<&Path>,
-    ) -> Result<Self, Failure> {
-        if loaded.meta.disks.is_empty() {
-            return Ok(Self(None));
-        }
-        restored::require_all(loaded.id, &loaded.meta)?;
-        let wanted = restored::disks_of_checkpoint(store, loaded.id, &loaded.meta)?;
-        let socket = directory.path().join("disks.sock");
-        let overlays = overlays(store, name, work_dir)?;
-        let served = disks::serve_in(overlays, name, Some(loaded.id.0), wanted, &socket)?;
-        let server = restored::server(&loaded.meta, socket, "")?;
-        Ok(Self(Some((served, server))))
-    }
-
-    fn server(&self) -> Option<DiskServer> {
-        self.0.as_ref().map(|(_, server)| server.clone())
-    }
-
-    /// After the clone's end: where what it has written is, if that is kept.
-    fn end(&mut self, keep: bool) -> Result<Option<PathBuf>, Failure> {
-        Ok(self.0.take().map_or(Ok(None), |(served, _)| served.end(keep))?)
-    }
-
-    /// The clone runs on, and so does the process that serves them: where what it writes is.
-    fn leave(&mut self) -> Option<PathBuf> {
-        self.0.take().map(|(served, _)| served.directory.path().to_owned())
-    }
-}
-
-impl Drop for OwnDisks {
-    fn drop(&mut self) {
-        // It is the error that led here that is told.
-        let _ = self.end(false);
     }
 }
 
@@ -230,14 +184,17 @@ impl Branch {
     }
 
     fn places(&self, store: &Store, loaded: &LoadedCheckpoint) -> Result<Vec<Place>, Failure> {
+        restored::require_all(loaded.id, &loaded.meta)?;
         let place = |number| {
             let name = match &self.name {
                 Some(prefix) => format!("{prefix}-{number}"),
                 None => numbered_name(&loaded.meta.vm, number),
             };
             let directory = RunDir::claim_clone(&name)?;
-            let disks =
-                OwnDisks::serve(store, loaded, &name, &directory, self.work_dir.as_deref())?;
+            let socket = directory.path().join("disks.sock");
+            let (what, work_dir) = ((loaded.id, &loaded.meta), self.work_dir.as_deref());
+            let disks = CheckpointDisks::serve(store, what, &name, work_dir, socket)?;
+            disks.iter().for_each(tell_elsewhere);
             Ok(Place { number, name, directory, disks })
         };
         (1..=self.count).map(place).collect()
@@ -274,7 +231,7 @@ impl Branch {
             // They run when all are there.
             paused: true,
             accelerator: self.accel.map(Into::into),
-            disks: place.disks.server(),
+            disks: place.disks.as_ref().map(|disks| disks.server(&loaded.meta, "")).transpose()?,
             lineage: Some(lineage.clone()),
             monitor: Some(place.directory.path().join("qmp.sock")),
             ..RestoreOptions::default()
@@ -376,7 +333,8 @@ impl Branch {
                 if !self.quiet {
                     eprintln!("keyframe: clone {name} runs on: QEMU {pid}");
                 }
-                if let Some(path) = clone.place.disks.leave().filter(|_| !self.quiet) {
+                let left = clone.place.disks.take().and_then(CheckpointDisks::leave);
+                if let Some(path) = left.filter(|_| !self.quiet) {
                     eprintln!(
                         "keyframe: what clone {name} writes to its disks is in {}",
                         path.display()
@@ -392,7 +350,8 @@ impl Branch {
     }
 
     fn end_disks(&self, clone: &mut Alive) -> Result<(), Failure> {
-        if let Some(path) = clone.place.disks.end(self.keep_disks)?.filter(|_| !self.quiet) {
+        let kept = clone.place.disks.take().map_or(Ok(None), |disks| disks.end(self.keep_disks))?;
+        if let Some(path) = kept.filter(|_| !self.quiet) {
             let name = &clone.place.name;
             eprintln!(
                 "keyframe: what clone {name} has written to its disks is in {}",

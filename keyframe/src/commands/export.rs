@@ -9,21 +9,15 @@ use keyframe_disk::{ImageFormat, Readable, commit};
 use keyframe_image::Image;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
-use keyframe_qemu::stream;
+use keyframe_inspect::ram_export::RamExport;
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::stored::StoredDisk;
 use std::fs::File;
-use std::io::{self, BufWriter, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-
-/// Bytes that are made at once.
-const CHUNK_BYTES: u64 = 1 << 20;
-/// Zeros of this length become a hole in a file.
-const HOLE_BYTES: usize = 4096;
 
 /// Write a checkpoint as a file: raw RAM, ELF core, migration stream, screen, disk
 #[derive(clap::Args, Debug)]
@@ -78,13 +72,6 @@ enum Format {
     Qcow2,
 }
 
-/// The inputs of writing one file.
-struct Job<'a> {
-    pages: StoredPages<'a>,
-    interrupted: Arc<AtomicBool>,
-    bar: ProgressBar,
-}
-
 impl Export {
     /// Writes the file, whole or not at all.
     pub fn run(&self) -> Outcome {
@@ -120,14 +107,15 @@ impl Export {
         {
             bar.set_style(style);
         }
-        let job = Job { pages: StoredPages::new(&loaded, &guest), interrupted, bar };
+        let (pages, progress) = (StoredPages::new(&loaded, &guest), &|more| bar.inc(more));
+        let export = RamExport { pages, interrupted, progress };
         let written = if to_stdout {
-            job.stream(image.as_ref(), &guest, &mut output::Pipe::new())
+            export.stream(image.as_ref(), &guest, &mut output::Pipe::new()).map_err(Failure::from)
         } else {
-            self.to_file(&job, image.as_ref(), &guest)
+            self.to_file(&export, image.as_ref(), &guest)
         };
-        job.bar.finish_and_clear();
-        written.map_err(|failure| match job.pages.failed() {
+        bar.finish_and_clear();
+        written.map_err(|failure| match export.pages.failed() {
             Some(error) => self.store.failure(&error),
             None => failure,
         })?;
@@ -207,14 +195,19 @@ impl Export {
         Ok(DONE)
     }
 
-    fn to_file(&self, job: &Job<'_>, image: Option<&Image>, guest: &Guest) -> Result<(), Failure> {
+    fn to_file(
+        &self,
+        export: &RamExport<'_>,
+        image: Option<&Image>,
+        guest: &Guest,
+    ) -> Result<(), Failure> {
         self.whole(|file| match image {
             Some(image) => {
                 let fail =
                     |e: io::Error| Failure::new(format!("write {}: {e}", self.output.display()));
-                job.sparse(image, file).map_err(fail)
+                export.sparse(image, file).map_err(fail)
             }
-            None => job.stream(None, guest, &mut &*file),
+            None => export.stream(None, guest, &mut &*file).map_err(Failure::from),
         })
     }
 
@@ -236,78 +229,5 @@ impl Export {
             temporary.persist_noclobber(&self.output)
         };
         kept.map(drop).map_err(|e| fail(e.error))
-    }
-}
-
-impl Job<'_> {
-    /// Writes an image with holes where it is zero.
-    fn sparse(&self, image: &Image, file: &File) -> io::Result<()> {
-        file.set_len(image.len_bytes())?;
-        let mut bytes = vec![0; CHUNK_BYTES as usize];
-        for (at, len) in image.stretches(CHUNK_BYTES) {
-            self.check()?;
-            let chunk = bytes.get_mut(..len as usize).unwrap_or_default();
-            image.read_at(&self.pages, at, chunk)?;
-            let mut offset = at;
-            for run in chunk.chunks(HOLE_BYTES) {
-                if run.iter().any(|byte| *byte != 0) {
-                    file.write_all_at(run, offset)?;
-                }
-                offset += run.len() as u64;
-            }
-            self.bar.set_position(at + len);
-        }
-        Ok(())
-    }
-
-    /// Writes an image, or a migration stream, from its first byte to its last.
-    fn stream(
-        &self,
-        image: Option<&Image>,
-        guest: &Guest,
-        out: &mut dyn Write,
-    ) -> Result<(), Failure> {
-        let fail = |e: io::Error| Failure::new(format!("write the export: {e}"));
-        let mut out = BufWriter::with_capacity(CHUNK_BYTES as usize, Watched { job: self, out });
-        let Some(image) = image else {
-            let (machine, state) = (&guest.machine.machine_type, &guest.device_state);
-            return stream::export(machine, &guest.ram, &self.pages, state, &mut out)
-                .map_err(|e| Failure::qemu(&e.into()));
-        };
-        let mut bytes = vec![0; CHUNK_BYTES as usize];
-        let mut at = 0;
-        while at < image.len_bytes() {
-            let read = image.read_at(&self.pages, at, &mut bytes).map_err(fail)?;
-            out.write_all(bytes.get(..read).unwrap_or_default()).map_err(fail)?;
-            at += read as u64;
-        }
-        out.flush().map_err(fail)
-    }
-
-    fn check(&self) -> io::Result<()> {
-        if self.interrupted.load(Ordering::Relaxed) {
-            return Err(io::Error::new(io::ErrorKind::Interrupted, "it was given up"));
-        }
-        Ok(())
-    }
-}
-
-/// Counts what is written, and ends when asked to.
-struct Watched<'a> {
-    job: &'a Job<'a>,
-    out: &'a mut dyn Write,
-}
-
-impl Write for Watched<'_> {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        // Not as `Interrupted`, which would be tried again.
-        self.job.check().map_err(|e| io::Error::other(e.to_string()))?;
-        let written = self.out.write(bytes)?;
-        self.job.bar.inc(written as u64);
-        Ok(written)
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        self.out.flush()
     }
 }

@@ -16,8 +16,8 @@ use keyframe_session::error::RunDirError;
 use keyframe_session::run_dir::{RunDir, RunKind};
 use keyframe_store::{MachineMeta, Meta, Store};
 use keyframe_units::{CheckpointId, RamLayout};
-use keyframe_vm_disks::overlay_directory::OverlayDirectory;
-use keyframe_vm_disks::{self as disks, ServedDisks, moved_images, restored};
+use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
+use keyframe_vm_disks::{moved_images, restored};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -281,25 +281,23 @@ impl Restore {
     }
 }
 
-/// The directory for what VM `vm` writes to its disks.
-pub(super) fn overlays(
-    store: &Store,
-    vm: &str,
-    work_dir: Option<&Path>,
-) -> Result<OverlayDirectory, Failure> {
-    let directory = OverlayDirectory::claim(store, vm, work_dir)?;
-    if directory.is_elsewhere() {
+/// Tells where the VM's writes are, if that is neither the store nor the user's choice.
+pub(super) fn tell_elsewhere(disks: &CheckpointDisks) {
+    if let Some(path) = disks.elsewhere() {
         eprintln!(
             "keyframe: note: the store cannot be written: what the VM writes to its disks is in {} \
              (choose another directory with --work-dir)",
-            directory.path().display()
+            path.display()
         );
     }
-    Ok(directory)
 }
 
 /// The disks of a checkpoint, served to the VMs that come from it.
-struct RestoredDisks(Option<(ServedDisks, tempfile::TempDir)>);
+struct RestoredDisks {
+    disks: Option<CheckpointDisks>,
+    /// Of their socket: paths of sockets have to be short, so it is not in the store.
+    _folder: tempfile::TempDir,
+}
 
 impl RestoredDisks {
     fn serve(
@@ -308,30 +306,23 @@ impl RestoredDisks {
         meta: &Meta,
         work_dir: Option<&Path>,
     ) -> Result<Self, Failure> {
-        let wanted = restored::disks_of_checkpoint(store, id, meta)?;
-        if wanted.is_empty() {
-            return Ok(Self(None));
-        }
-        // Paths of sockets have to be short, so it is not in the store.
         let folder = tempfile::Builder::new().prefix("keyframe-disks-").tempdir();
         let folder =
             folder.map_err(|e| Failure::new(format!("make a directory for a socket: {e}")))?;
-        let directory = overlays(store, &meta.vm, work_dir)?;
         let socket = folder.path().join("disks.sock");
-        let served = disks::serve_in(directory, &meta.vm, Some(id.0), wanted, &socket)?;
-        Ok(Self(Some((served, folder))))
+        let disks = CheckpointDisks::serve(store, (id, meta), &meta.vm, work_dir, socket)?;
+        disks.iter().for_each(tell_elsewhere);
+        Ok(Self { disks, _folder: folder })
     }
 
     /// The server of the disks, for a VM whose disk names begin with `prefix`.
     fn server(&self, meta: &Meta, prefix: &str) -> Result<Option<DiskServer>, Failure> {
-        let Some((_, folder)) = self.0.as_ref() else { return Ok(None) };
-        Ok(Some(restored::server(meta, folder.path().join("disks.sock"), prefix)?))
+        Ok(self.disks.as_ref().map(|disks| disks.server(meta, prefix)).transpose()?)
     }
 
     /// After the VMs' end.
     fn end(self, command: &Restore, outcome: Outcome) -> Outcome {
-        let Some((served, _folder)) = self.0 else { return outcome };
-        let kept = served.end(command.keep_disks);
+        let kept = self.disks.map_or(Ok(None), |disks| disks.end(command.keep_disks));
         let outcome = outcome?;
         if let Some(place) = kept? {
             command

@@ -6,8 +6,10 @@ use crate::progress::instructions_bar;
 use crate::words::StderrWords;
 use crate::words::replay::ReplayWords;
 use keyframe_replay::cut_points::{CutSpacing, find_cut_points};
-use keyframe_replay::interval::RecordedCheckpoint;
 use keyframe_replay::{GrowingLog, Recording};
+use keyframe_replay_driver::missing_cuts::{
+    RecordingWait, first_checkpoint, follower_name, missing_cuts,
+};
 use keyframe_replay_driver::{
     CompleteLogCuts, GrowingLogCuts, ReplayableRecording, checkpoints_in, copy_checkpoints, jobs,
 };
@@ -15,13 +17,10 @@ use keyframe_session::SessionOptions;
 use keyframe_session::control::OnExit;
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 /// Nice value of one that follows a recording.
 const NICE: i32 = 5;
-/// The time between two checks whether a recording has begun.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Take a recording's checkpoints from a replay of it
 #[derive(clap::Args, Debug)]
@@ -76,11 +75,9 @@ impl Segment {
         }
         let source = self.source()?;
         let there = source.checkpoints()?;
-        let first = first(&there, &source)?;
+        let first = first_checkpoint(&there, &source)?;
         let asked = self.cuts(&source)?;
-        let missing =
-            (0..).zip(&asked).filter(|(n, cut)| !is_there(&there, **cut, asked.get(n + 1)));
-        let cuts: Vec<u64> = missing.map(|(_, cut)| *cut).collect();
+        let cuts = missing_cuts(&there, &asked);
         if cuts.is_empty() {
             self.say(&if asked.is_empty() {
                 "the recording is shorter than that: its one interval is all of it".into()
@@ -132,7 +129,11 @@ impl Segment {
             ReplayableRecording::open(&self.recording, None, &self.key, &ReplayWords::default())?;
         let store = self.key.open(place).map_err(|e| Failure::store(&e, place))?;
         if store.id() != source.store.id() {
-            copy_checkpoints(&source.store, &[first(&source.checkpoints()?, &source)?], &store)?;
+            copy_checkpoints(
+                &source.store,
+                &[first_checkpoint(&source.checkpoints()?, &source)?],
+                &store,
+            )?;
         }
         source.store = store;
         Ok(source)
@@ -152,7 +153,7 @@ impl Segment {
         // The recording comes first.
         let _ = rustix::process::setpriority_process(None, NICE);
         let interrupted = jobs::interruption()?;
-        let wait = Wait { recording: &recording, interrupted: &interrupted };
+        let wait = RecordingWait { recording: &recording, interrupted: &interrupted };
         let place = Some(recording.first_store_path()).filter(|place| place.exists());
         let place = place.unwrap_or_else(|| recording.store_path());
         let own = wait.until("its store", || Ok(self.key.open(&place).ok()))?;
@@ -170,14 +171,13 @@ impl Segment {
         }
         copy_checkpoints(&own, &[beginning], &store)?;
         let every = self.every()?;
-        let growing =
-            wait.until("its log", || GrowingLog::of(&recording, every).map_err(failed))?;
+        let growing = wait.until("its log", || Ok(GrowingLog::of(&recording, every)?))?;
         let source = ReplayableRecording::growing(&recording, store);
-        let options = SessionOptions { name: Some(follower_of(&recording)), ..self.options() };
+        let options = SessionOptions { name: Some(follower_name(&recording)), ..self.options() };
         let mut cut_source = GrowingLogCuts::new(growing, recording.clone());
         let verdict = keyframe_replay_driver::segment::segment(
             &source,
-            first(&source.checkpoints()?, &source)?,
+            first_checkpoint(&source.checkpoints()?, &source)?,
             &mut cut_source,
             options,
             &mut |_| (),
@@ -216,59 +216,4 @@ impl Segment {
             eprintln!("keyframe: {text}");
         }
     }
-}
-
-/// The name, as `keyframe status` has it, of the VM that follows `recording`. Another one of the
-/// same VM may still be followed.
-fn follower_of(recording: &Recording) -> String {
-    let first = |text: &str, count| text.chars().take(count).collect::<String>();
-    format!("{}-follower-{}", first(&recording.meta.vm, 40), first(&recording.meta.id, 8))
-}
-
-/// Waits for something that a recording has not written yet.
-struct Wait<'a> {
-    recording: &'a Recording,
-    interrupted: &'a AtomicBool,
-}
-
-impl Wait<'_> {
-    /// Waits until `find` finds `what`.
-    fn until<T>(
-        &self,
-        what: &str,
-        find: impl Fn() -> Result<Option<T>, Failure>,
-    ) -> Result<T, Failure> {
-        loop {
-            let has_ended = self.recording.has_ended().map_err(|e| Failure::recording(&e))?;
-            if let Some(found) = find()? {
-                return Ok(found);
-            }
-            if self.interrupted.load(Ordering::Relaxed) {
-                return Err(Failure::new("interrupted"));
-            }
-            if has_ended {
-                return Err(Failure::new(format!("the recording ended before {what} was there")));
-            }
-            std::thread::sleep(LOOK_EVERY);
-        }
-    }
-}
-
-/// Whether there is a checkpoint for a cut already: at it, or behind it and before the next one.
-fn is_there(places: &[RecordedCheckpoint], cut: u64, next: Option<&u64>) -> bool {
-    let from = places.partition_point(|place| place.icount < cut);
-    places.get(from).is_some_and(|place| next.is_none_or(|next| place.icount < *next))
-}
-
-/// The checkpoint before the first instruction.
-fn first(
-    places: &[RecordedCheckpoint],
-    source: &ReplayableRecording,
-) -> Result<RecordedCheckpoint, Failure> {
-    let first = places.first().filter(|first| first.icount == 0).copied();
-    first.ok_or_else(|| {
-        let place = source.store.path().display();
-        Failure::new(format!("{place} has no checkpoint of the recording's first instruction"))
-            .fix("name the store that it was recorded with, or copy that checkpoint there: keyframe copy")
-    })
 }

@@ -58,6 +58,11 @@ fn session() -> Vec<String> {
         Error::NotCheckpointable(vec![finding("vfio-pci", "remove it"), finding("ivshmem", "too")]),
         Error::MemberNamedTwice("web".into()),
         Error::GroupRecorded,
+        Error::OtherStream {
+            what: "RAM block".into(),
+            stream: "4096".into(),
+            here: "absent".into(),
+        },
         Error::NotCounted(CountObstacle::Emulated),
         Error::NotCounted(CountObstacle::OtherNamespace),
         Error::NotCounted(CountObstacle::Group),

@@ -57,6 +57,7 @@ impl Store {
         check.maps()?;
         check.packs(options.read_data)?;
         check.tags(&ids)?;
+        check.bundled_files(&ids, options.read_data)?;
         check.leftovers()?;
         Ok(check.report)
     }
@@ -104,7 +105,7 @@ impl Check<'_> {
     }
 
     fn measure(&mut self) -> Result<()> {
-        for folder in [layout::CHECKPOINTS, layout::MAPS, layout::PACKS] {
+        for folder in [layout::CHECKPOINTS, layout::MAPS, layout::PACKS, layout::FILES] {
             for file in self.inner.backend.list(folder)? {
                 self.flow.total_bytes += self.len_of(&format!("{folder}/{file}"));
             }
@@ -147,6 +148,21 @@ impl Check<'_> {
             }
             self.passed(&name);
         }
+    }
+
+    /// Reads the files of a bundle. A checkpoint is of no use without one of them.
+    fn bundled_files(&mut self, ids: &[CheckpointId], read_data: bool) -> Result<()> {
+        for hash in self.inner.bundled_files()? {
+            let name = layout::bundled_file(&hash.to_hex());
+            if read_data
+                && let Err(error) = self.inner.read_bundled_file(&hash, None, &mut std::io::sink())
+            {
+                let (object, problem) = explain(self.inner, &name, error);
+                self.damage(object, problem, ids.to_vec());
+            }
+            self.passed(&name);
+        }
+        Ok(())
     }
 
     /// Checks all maps that exist, and all that checkpoints name.

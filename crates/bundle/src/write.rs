@@ -1,0 +1,209 @@
+//! Making a bundle.
+//!
+//! ```text
+//!   FILE.partial/   a store: files, one whole checkpoint   ─▶ FILE.partial/archive ─▶ renamed to FILE
+//! ```
+//!
+//! Invariant: each step leaves `FILE.partial` so that the same command goes on with it. Only what was
+//! sealed or described there counts; other bytes in it are written again, or deduplicated.
+
+use crate::error::{Error, Result};
+use crate::files::{self, NeededFile};
+use crate::manifest::{BundledFile, Manifest};
+use crate::{machines, whole};
+use keyframe_qemu::cmdline::MovedFile;
+use keyframe_store::{CheckpointId, Store};
+use keyframe_store_backend::archive::write_archive;
+use keyframe_vm_disks::moved_images;
+use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+
+const ARCHIVE: &str = "archive";
+
+/// What a bundle is made of.
+pub struct BundleRequest<'a> {
+    /// The store of the checkpoint.
+    pub store: &'a Store,
+    /// The checkpoint.
+    pub checkpoint: CheckpointId,
+    /// The file to make.
+    pub output: &'a Path,
+    /// Images and media that have moved since the checkpoint.
+    pub moved: &'a [MovedFile],
+    /// Whether disks that were left out of the checkpoint are bundled as they are now.
+    pub left_out_as_now: bool,
+    /// Opens the store in a directory that an interrupted command left, or makes it: the second
+    /// argument is true if it is there.
+    pub staging: &'a dyn Fn(&Path, bool) -> keyframe_store::Result<Store>,
+}
+
+/// A step of a bundle.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// A file that the VM only reads is added.
+    File(String),
+    /// The RAM is added.
+    Ram,
+    /// A disk is added.
+    Disk(String),
+    /// The file of the bundle is written, or its checkpoint imported.
+    Archive,
+}
+
+/// The progress of a step.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// The step.
+    pub step: Step,
+    /// The number of bytes that are done.
+    pub done_bytes: u64,
+    /// The number of all bytes.
+    pub total_bytes: u64,
+}
+
+/// A bundle that was made.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BundleReport {
+    /// Its length, in bytes.
+    pub bundle_bytes: u64,
+    /// The files that the VM only reads.
+    pub files: Vec<BundledFile>,
+    /// The names of the disks.
+    pub disks: Vec<String>,
+}
+
+/// Makes a bundle. Calls `progress` often.
+///
+/// Errors: [`Error::Exists`] if there is a file of that name; [`Error::Recorded`],
+/// [`Error::OpenedByQemu`], [`Error::NotRegular`] if a bundle cannot hold the checkpoint;
+/// [`Error::OtherPartial`] if what an interrupted command left is of another one; the store, an image
+/// or a file cannot be read, or has changed; the bundle cannot be written.
+pub fn write(
+    request: &BundleRequest<'_>,
+    progress: &mut dyn FnMut(&Progress),
+) -> Result<BundleReport> {
+    let output = request.output;
+    require_free(output)?;
+    let of_source = |e| Error::store(request.store, e);
+    let mut meta = request.store.sealed(request.checkpoint).map_err(of_source)?.meta;
+    if machines(&meta).any(|machine| machine.recorded.is_some()) {
+        return Err(Error::Recorded(request.checkpoint));
+    }
+    moved_images::apply(request.moved, &mut meta)?;
+    whole::require_readable(request, &meta)?;
+    let needed = files::needed(machines(&meta))?;
+    let partial = partial_path(output);
+    let exists = partial.join("store.json").exists();
+    let target = (request.staging)(&partial, exists)
+        .map_err(|e| Error::Store { store: partial.clone(), source: Box::new(e) })?;
+    let of_target = |e| Error::store(&target, e);
+    let mut writer = target.lock_writer("keyframe bundle").map_err(of_target)?;
+    let expected = Manifest::new(request.store, request.checkpoint, meta.taken_at);
+    let mut manifest = match Manifest::read(&target)? {
+        Some(manifest) if !manifest.is_of_same(&expected) => {
+            return Err(Error::OtherPartial(partial));
+        }
+        Some(manifest) => manifest,
+        None => {
+            expected.put(&target)?;
+            expected
+        }
+    };
+    for file in &needed {
+        if manifest.files.iter().all(|known| known.path != file.path) {
+            let added = add_file(&target, &partial, file, &manifest, progress)?;
+            manifest.files.push(added);
+            manifest.put(&target)?;
+        }
+    }
+    if target.ids().map_err(of_target)?.is_empty() {
+        whole::copy(request, &target, &mut writer, progress)?;
+    }
+    let tags = request.store.sealed(request.checkpoint).map_err(of_source)?.tags;
+    for (tag, id) in tags.iter().zip(target.ids().map_err(of_target)?.into_iter().cycle()) {
+        writer.set_tag(tag, id).map_err(of_target)?;
+    }
+    let bundle_bytes = pack(&partial, output, progress)?;
+    drop((writer, target));
+    std::fs::remove_dir_all(&partial).map_err(Error::io("remove", &partial))?;
+    let disks = meta.disks.into_iter().map(|disk| disk.name).collect();
+    Ok(BundleReport { bundle_bytes, files: manifest.files, disks })
+}
+
+/// The directory for a bundle that is being made.
+fn partial_path(output: &Path) -> PathBuf {
+    let mut name = output.file_name().unwrap_or_default().to_owned();
+    name.push(".partial");
+    output.with_file_name(name)
+}
+
+fn require_free(output: &Path) -> Result<()> {
+    match output.symlink_metadata() {
+        Ok(_) => Err(Error::Exists(output.to_owned())),
+        Err(_) => Ok(()),
+    }
+}
+
+fn add_file(
+    target: &Store,
+    partial: &Path,
+    file: &NeededFile,
+    manifest: &Manifest,
+    progress: &mut dyn FnMut(&Progress),
+) -> Result<BundledFile> {
+    let content = file.content(partial)?;
+    let (len_bytes, hash) = files::hash(&content).map_err(Error::io("read", &content))?;
+    let added =
+        BundledFile { path: file.path.clone(), len_bytes, blake3: hash.to_hex().to_string() };
+    if manifest.files.iter().all(|known| known.blake3 != added.blake3) {
+        let mut open = File::open(&content).map_err(Error::io("open", &content))?;
+        let mut told = |done_bytes| {
+            let step = Step::File(file.path.clone());
+            progress(&Progress { step, done_bytes, total_bytes: len_bytes });
+        };
+        target
+            .put_bundled_file(&hash, &mut open, &mut told)
+            .map_err(|e| Error::store(target, e))?;
+    }
+    if content != Path::new(&file.path) {
+        std::fs::remove_file(&content).map_err(Error::io("remove", &content))?;
+    }
+    Ok(added)
+}
+
+/// Writes the store in the directory `partial` as an archive, and renames that to `output`. Returns
+/// its length.
+fn pack(partial: &Path, output: &Path, progress: &mut dyn FnMut(&Progress)) -> Result<u64> {
+    let total_bytes = bytes_below(partial).map_err(Error::io("measure", partial))?;
+    let path = partial.join(ARCHIVE);
+    // Only the owner can read it, because it holds the memory of guests.
+    let open = File::options().write(true).create(true).truncate(true).mode(0o600).open(&path);
+    let archive = open.map_err(Error::io("create", &path))?;
+    let mut told =
+        |done_bytes| progress(&Progress { step: Step::Archive, done_bytes, total_bytes });
+    write_archive(partial, &archive, &mut told)
+        .map_err(|e| Error::Store { store: partial.to_owned(), source: Box::new(e.into()) })?;
+    archive.sync_all().map_err(Error::io("sync", &path))?;
+    require_free(output)?;
+    std::fs::rename(&path, output).map_err(Error::io("put in place", output))?;
+    let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    let synced = File::open(folder).and_then(|folder| folder.sync_all());
+    synced.map_err(Error::io("sync the directory of", output))?;
+    Ok(archive.metadata().map_err(Error::io("look at", output))?.len())
+}
+
+/// The length of all files in the folders of a store.
+fn bytes_below(store: &Path) -> std::io::Result<u64> {
+    let mut sum = 0;
+    for folder in std::fs::read_dir(store)? {
+        let folder = folder?.path();
+        if folder.is_dir() {
+            for file in std::fs::read_dir(folder)? {
+                sum += file?.metadata()?.len();
+            }
+        }
+    }
+    Ok(sum)
+}
