@@ -14,6 +14,7 @@ use crate::{machines, whole};
 use keyframe_qemu::cmdline::MovedFile;
 use keyframe_store::{CheckpointId, Store};
 use keyframe_store_backend::archive::write_archive;
+use keyframe_store_backend::layout::{FILES, MANIFEST, bundled_file};
 use keyframe_vm_disks::moved_images;
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -84,7 +85,11 @@ pub fn write(
     progress: &mut dyn FnMut(&Progress),
 ) -> Result<BundleReport> {
     let output = request.output;
-    require_free(output)?;
+    let partial = partial_path(output);
+    let has_partial = partial.join("store.json").exists();
+    if !has_partial {
+        require_free(output)?;
+    }
     let of_source = |e| Error::store(request.store, e);
     let mut meta = request.store.sealed(request.checkpoint).map_err(of_source)?.meta;
     if machines(&meta).any(|machine| machine.recorded.is_some()) {
@@ -93,13 +98,23 @@ pub fn write(
     moved_images::apply(request.moved, &mut meta)?;
     whole::require_readable(request, &meta)?;
     let needed = files::needed(machines(&meta))?;
-    let partial = partial_path(output);
-    let exists = partial.join("store.json").exists();
-    let target = (request.staging)(&partial, exists)
-        .map_err(|e| Error::Store { store: partial.clone(), source: Box::new(e) })?;
+    let disks: Vec<String> = meta.disks.iter().map(|disk| disk.name.clone()).collect();
+    let expected = Manifest::new(request.store, request.checkpoint, meta.taken_at);
+    let open = |path: &Path, exists| {
+        (request.staging)(path, exists)
+            .map_err(|e| Error::Store { store: path.to_owned(), source: Box::new(e) })
+    };
+    // The last command made the bundle and was interrupted before its end.
+    if let Ok(about) = output.symlink_metadata() {
+        let made = open(output, true).and_then(|made| Manifest::read(&made));
+        let made = made.ok().flatten().filter(|made| made.is_of_same(&expected));
+        let Manifest { files, .. } = made.ok_or_else(|| Error::Exists(output.to_owned()))?;
+        std::fs::remove_dir_all(&partial).map_err(Error::io("remove", &partial))?;
+        return Ok(BundleReport { bundle_bytes: about.len(), files, disks });
+    }
+    let target = open(&partial, has_partial)?;
     let of_target = |e| Error::store(&target, e);
     let mut writer = target.lock_writer("keyframe bundle").map_err(of_target)?;
-    let expected = Manifest::new(request.store, request.checkpoint, meta.taken_at);
     let mut manifest = match Manifest::read(&target)? {
         Some(manifest) if !manifest.is_of_same(&expected) => {
             return Err(Error::OtherPartial(partial));
@@ -124,10 +139,10 @@ pub fn write(
     for (tag, id) in tags.iter().zip(target.ids().map_err(of_target)?.into_iter().cycle()) {
         writer.set_tag(tag, id).map_err(of_target)?;
     }
+    remove_unlisted(&partial, &manifest).map_err(Error::io("clean", &partial))?;
     let bundle_bytes = pack(&partial, output, progress)?;
     drop((writer, target));
     std::fs::remove_dir_all(&partial).map_err(Error::io("remove", &partial))?;
-    let disks = meta.disks.into_iter().map(|disk| disk.name).collect();
     Ok(BundleReport { bundle_bytes, files: manifest.files, disks })
 }
 
@@ -170,6 +185,19 @@ fn add_file(
         std::fs::remove_file(&content).map_err(Error::io("remove", &content))?;
     }
     Ok(added)
+}
+
+/// Removes what an interrupted command left of a file that has changed since.
+fn remove_unlisted(partial: &Path, manifest: &Manifest) -> std::io::Result<()> {
+    let listed: Vec<_> =
+        manifest.files.iter().map(|file| partial.join(bundled_file(&file.blake3))).collect();
+    for entry in std::fs::read_dir(partial.join(FILES))? {
+        let path = entry?.path();
+        if path != partial.join(MANIFEST) && !listed.contains(&path) {
+            std::fs::remove_file(path)?;
+        }
+    }
+    Ok(())
 }
 
 /// Writes the store in the directory `partial` as an archive, and renames that to `output`. Returns
