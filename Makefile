@@ -3,13 +3,15 @@ SHELL := /bin/bash
 CARGO ?= cargo
 OUT ?= out
 
-.PHONY: help demo test test-all test-python soak fuzz bench bench-peers evaluation guide lint build deb static deny setup guests clean
+.PHONY: help demo test test-all compatibility test-python soak fuzz bench bench-peers evaluation guide lint build deb static deny setup guests clean
 
 help:
 	@echo "make demo         set up, build, checkpoint a VM, restore it; report in $(OUT)/demo.html"
 	@echo "make test         unit, property and end-to-end tests on real QEMU, 25 minutes on two cores;"
 	@echo "                  KEYFRAME_TEST_SEED (1) chooses the variants and the QEMU versions"
 	@echo "make test-all     the same with every variant on every QEMU; takes far longer"
+	@echo "make compatibility docs/compatibility.md: the features by QEMU 7.2, 10 and 11, from a run of their"
+	@echo "                  tests with each, half an hour in all"
 	@echo "make test-python  the Python package: types, and its tests on a real VM"
 	@echo "make soak         tests that take long: 10,000 seeds of the simulations of the store and of"
 	@echo "                  replication, long recordings, benchmarks; KEYFRAME_SEEDS, KEYFRAME_SOAK_SECONDS"
@@ -45,6 +47,9 @@ test: guests
 
 test-all: guests
 	@KEYFRAME_TEST_ALL=1 scripts/test
+
+compatibility: guests
+	@scripts/compatibility
 
 test-python: build guests
 	@scripts/python-test

@@ -215,6 +215,8 @@ impl From<keyframe_bundle::Error> for Failure {
     fn from(error: keyframe_bundle::Error) -> Self {
         use keyframe_bundle::Error;
         match error {
+            Error::Store { source, .. } if source.is_disk_full() => Self::new(chain(&*source))
+                .fix("free some space, and run the same command: it goes on with what is done"),
             Error::Store { store, source } => Self::store(&source, &store),
             Error::VmDisks(error) => error.into(),
             error => Self { fix: error.fix(), ..Self::new(chain(&error)) },

@@ -7,7 +7,7 @@ use keyframe_tests::disks::{
 };
 use keyframe_tests::{Process, Qemu, TestEnv, chosen_qemus};
 use std::path::{Path, PathBuf};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// A checkpoint of a VM whose files are all in one directory.
@@ -34,7 +34,13 @@ fn make_images(dir: &Path) {
         qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "disk.raw", &at(top)]);
     }
     let letters = |begin: u8| (0..6 << 20).map(move |n: u32| begin + (n >> 12) as u8 % 16);
-    std::fs::write(at("slice.raw"), letters(b'a').collect::<Vec<_>>()).expect("write an image");
+    for name in ["slice.raw", "slice2.raw"] {
+        std::fs::write(at(name), letters(b'a').collect::<Vec<_>>()).expect("write an image");
+    }
+    // Zeros that hide letters: what the command line says lies beneath it shows through otherwise.
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "slice2.raw", &at("zeros.qcow2")]);
+    let zeros = Command::new("qemu-io").args(["-c", "write -z 0 64k", &at("zeros.qcow2")]).output();
+    assert!(zeros.expect("run qemu-io").status.success(), "qemu-io fails");
     std::fs::write(at("cd.iso"), letters(b'A').collect::<Vec<_>>()).expect("write the CD");
 }
 
@@ -60,6 +66,16 @@ impl Packed {
             drive("file=DIR/read.qcow2,format=qcow2,if=virtio,id=r,readonly=on"),
             drive("file=DIR/cd.iso,format=raw,media=cdrom,readonly=on,id=cd"),
         ];
+        let node = |words: &str| ["-blockdev".to_owned(), words.replace("DIR", &escaped)];
+        let layered = [
+            node(
+                "driver=raw,node-name=below,read-only=on,file.driver=file,file.filename=DIR/slice2.raw",
+            ),
+            node("driver=file,node-name=zeros0,read-only=on,filename=DIR/zeros.qcow2"),
+            node("driver=qcow2,node-name=zeros,read-only=on,file=zeros0,backing=below"),
+            ["-device".into(), "virtio-blk-pci,drive=zeros,addr=0x1f".into()],
+        ];
+        let words = [&words[..], &layered].concat();
         let options = [&["--interval", "none"], options].concat();
         let boot = shell_guest(qemu, &as_strs(words.as_flattened()));
         let mut run = start_guest(&env, &options, &boot);
@@ -113,7 +129,8 @@ fn assert_is_here(env: &TestEnv, packed: &Packed) {
     run_in_guest(&mut restored, drop, "dropped");
     // Block 256 of the image is the first one of its part; 256 % 16 = 0.
     let part = begins("/dev/vdb", 1, 3, "bbb");
-    let all = format!("{part} && cmp -n 65536 /dev/vda /dev/vdc && echo KF-\"\"SAME");
+    let zeros = "[ $(head -c 65536 /dev/vdd | tr -d '\\000' | wc -c) = 0 ]";
+    let all = format!("{part} && {zeros} && cmp -n 65536 /dev/vda /dev/vdc && echo KF-\"\"SAME");
     run_in_guest(&mut restored, &all, "read");
     let same = restored.lines().iter().any(|line| line.trim() == "KF-SAME");
     assert!(same, "{}", restored.report());
@@ -140,6 +157,12 @@ fn a_bundle_needs_nothing_of_the_machine_on_which_it_was_made() {
         assert!(again.status.success());
         assert!(String::from_utf8_lossy(&again.stderr).contains("was imported before"));
         assert_eq!(other.list().len(), 1);
+        // An import brings back the files that were lost.
+        std::fs::remove_dir_all(&imported).expect("remove the files");
+        other.ok(&["import", "--store", &other.store(), &file]);
+        let mut restored = other.restore("1", &["--paused"]);
+        restored.wait_for_error("is paused after");
+        drop(restored);
         // What was imported can be bundled again.
         let next = other.path().join("next.bundle").display().to_string();
         other.ok(&["bundle", "--store", &other.store(), "1", "-o", &next]);
@@ -192,11 +215,24 @@ fn a_bundle_that_was_interrupted_goes_on_and_a_damaged_one_brings_nothing() {
         killed += 1;
     }
     assert!(killed > 0, "no bundle was interrupted");
-    if packed.env.path().join("vm.bundle.partial").exists() {
+    if packed.env.path().join("vm.bundle.partial").exists() && !file.exists() {
+        let other =
+            |more: &[&str]| packed.env.refused(&[&words[..], more].concat(), 1, &["no part"]);
+        let moved = format!("{0}/cd.iso={0}/slice.raw", packed.images.display());
+        other(&["--image", &moved, "--changed-as-now"]);
+        packed.env.ok(&words);
+    } else if packed.env.path().join("vm.bundle.partial").exists() {
         packed.env.ok(&words);
     }
     packed.env.refused(&words, 1, &["exists already"]);
     assert!(!packed.env.path().join("vm.bundle.partial").exists());
+    // A store that has the name of an unfinished bundle is the user's.
+    let users = packed.env.path().join("u.partial").display().to_string();
+    packed.env.ok(&["init", &users]);
+    packed.env.ok(&["copy", "--store", &store, &packed.id, "--to", &users]);
+    let place = packed.env.path().join("u").display().to_string();
+    packed.env.refused(&packed.bundle_words(&store, &place), 1, &["u.partial is no part"]);
+    packed.env.ok(&["check", "--store", &users]);
     let whole = std::fs::read(&file).expect("the bundle");
     let other = TestEnv::new();
     let bad = other.path().join("bad.bundle");

@@ -5,7 +5,7 @@ use keyframe_tests::recording::{
     end_after, intervals, qemu_children, record, recordable_guest, verified,
 };
 use keyframe_tests::{
-    Boot, Process, TestEnv, children, chosen_qemus, disks, number, small_guest, wait_until,
+    Boot, Process, TestEnv, children, chosen_qemus, disks, number, on_path, small_guest, wait_until,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -385,6 +385,37 @@ fn a_recording_ends_before_the_instruction_that_ended_qemu() {
         ]);
         assert_eq!(found["equals_sequential"], true, "{found:#}");
     }
+}
+
+#[test]
+fn a_recording_finds_its_qemu_where_it_is_now() {
+    let mut env = TestEnv::without_store();
+    let own = env.path().join("one/qemu-system-x86_64");
+    let (moved, path) = (env.path().join("two"), std::env::var("PATH").expect("PATH"));
+    let program = format!("#!/bin/sh\nexec {} \"$@\"\n", on_path("qemu-system-x86_64").display());
+    std::fs::create_dir(env.path().join("one")).expect("a directory");
+    std::fs::write(&own, program).expect("write QEMU");
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o755);
+    std::fs::set_permissions(&own, mode).expect("make it a program");
+    let boot = recordable_guest(&own.display().to_string(), "compute");
+    let mut vm = record(&env, &["--checkpoint-every", "300ms"], &boot);
+    end_after(&env, &mut vm, 3);
+    std::fs::rename(env.path().join("one"), &moved).expect("move QEMU");
+    // The programs that a replay runs besides QEMU are Keyframe's own.
+    env.set("PATH", "/nowhere");
+    let verify = ["verify", "R", "--jobs", "1"];
+    env.refused(&verify, 1, &["no such program", "install QEMU", "--qemu PATH"]);
+    let analyze = ["analyze", "R", "--tool", "icount", "--jobs", "1", "--out"];
+    let program = moved.join("qemu-system-x86_64").display().to_string();
+    env.ok(&["verify", "R", "--qemu", &program]);
+    env.ok(&[&analyze[..], &["A", "--qemu", &program]].concat());
+    env.set("PATH", &moved.display().to_string());
+    verified(&env);
+    env.ok(&[&analyze[..], &["B"]].concat());
+    // Another binary of the same release does, too.
+    env.set("PATH", &path);
+    std::fs::remove_dir_all(moved).expect("remove QEMU");
+    verified(&env);
 }
 
 #[test]

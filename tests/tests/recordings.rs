@@ -4,7 +4,7 @@
 
 use keyframe_tests::recording::recordable_guest;
 use keyframe_tests::{
-    Boot, NO_QEMU_10, Process, TestEnv, disks, echo, number, qemu_10, qemus, skip,
+    Boot, NO_QEMU_10, Process, TestEnv, disks, echo, number, qemu_10, qemu_11, qemus, skip,
 };
 use rustix::process::Signal;
 use serde_json::Value;
@@ -96,13 +96,18 @@ fn soak_with_a_disk() {
     }
 }
 
-/// Records a guest with virtio-net, on QEMU 10: `record` refuses virtio-net on the distribution's,
-/// whose replays of it do not end.
+/// Records a guest with virtio-net, on QEMU 10 and 11: `record` refuses virtio-net on the
+/// distribution's, whose replays of it do not end.
 fn with_a_network(length: &Length) {
-    let Some(qemu) = qemu_10() else { skip!("{NO_QEMU_10}") };
-    let boot = recordable_guest(&qemu.path, &format!("net kf.net=10.0.2.2:{}", echo()));
-    let card = ["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0,romfile="];
-    is_exact_at_length(&TestEnv::without_store(), &boot.with(&card), length);
+    let qemus: Vec<_> = qemu_10().into_iter().chain(qemu_11()).collect();
+    if qemus.is_empty() {
+        skip!("{NO_QEMU_10}");
+    }
+    for qemu in qemus {
+        let boot = recordable_guest(&qemu.path, &format!("net kf.net=10.0.2.2:{}", echo()));
+        let card = ["-netdev", "user,id=n0", "-device", "virtio-net-pci,netdev=n0,romfile="];
+        is_exact_at_length(&TestEnv::without_store(), &boot.with(&card), length);
+    }
 }
 
 #[test]

@@ -35,7 +35,11 @@ pub enum Error {
     #[error("{} exists already", .0.display())]
     Exists(PathBuf),
     /// What an interrupted command left is of another checkpoint.
-    #[error("{} holds a part of a bundle of another checkpoint", .0.display())]
+    #[error(
+        "{} is no part of this bundle: it is another store, or it was made of another checkpoint or \
+         with other options",
+        .0.display()
+    )]
     OtherPartial(PathBuf),
     /// The checkpoint is one of a recording.
     #[error("checkpoint {0} is of a recording, and goes on only in a replay")]
@@ -56,6 +60,23 @@ pub enum Error {
         /// The option of the command line.
         option: String,
     },
+    /// The command line names the images beneath a read-only image.
+    #[error(
+        "{path} ({option}): the command line names the images beneath it, and a bundle does not hold \
+         them"
+    )]
+    OwnLayers {
+        /// The image.
+        path: String,
+        /// The option of the command line.
+        option: String,
+    },
+    /// The directory of the bundle does not exist.
+    #[error("there is no directory {}", .0.display())]
+    NoDirectory(PathBuf),
+    /// A path is not UTF-8, and the command line of a checkpoint is.
+    #[error("{} is not UTF-8", .0.display())]
+    NotUtf8(PathBuf),
     /// The description in a bundle is not valid.
     #[error("the bundle's description: {0}")]
     Manifest(String),
@@ -109,7 +130,7 @@ impl Error {
             Self::Disk(error) => return error.fix(),
             Self::Exists(_) => "name another file, or remove this one".into(),
             Self::OtherPartial(path) => format!(
-                "remove that directory, if its bundle is no longer wanted: rm -r {}",
+                "name another file; or remove that directory, if nothing in it is wanted: rm -r {}",
                 path.display()
             ),
             Self::Recorded(_) => {
@@ -122,6 +143,11 @@ impl Error {
                  yourself and restore the checkpoint from a copy of the store (keyframe copy)"
                     .into()
             }
+            Self::OwnLayers { .. } => {
+                "make one image of it (qemu-img convert), and start the VM with that".into()
+            }
+            Self::NoDirectory(_) => "make it, or name another file".into(),
+            Self::NotUtf8(_) => "name another directory".into(),
             Self::NotRegular { .. } => {
                 "make an image of the device, and name it: --image DEVICE=IMAGE".into()
             }

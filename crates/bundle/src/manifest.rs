@@ -22,6 +22,8 @@ pub struct Manifest {
     pub checkpoint: CheckpointId,
     /// The time of the checkpoint.
     pub taken_at: Timestamp,
+    /// The options that changed what is bundled.
+    pub options: Vec<String>,
     /// The files that the VM only reads, each path once.
     pub files: Vec<BundledFile>,
 }
@@ -47,21 +49,27 @@ impl BundledFile {
 
 impl Manifest {
     /// Creates the description of a bundle without files.
-    pub fn new(store: &Store, checkpoint: CheckpointId, taken_at: Timestamp) -> Self {
+    pub fn new(
+        store: &Store,
+        checkpoint: CheckpointId,
+        taken_at: Timestamp,
+        options: Vec<String>,
+    ) -> Self {
         Self {
             format: FORMAT.into(),
             version: VERSION,
             store: store.id().into(),
             checkpoint,
             taken_at,
+            options,
             files: Vec::new(),
         }
     }
 
-    /// Returns true if both are of the same checkpoint.
+    /// Returns true if both are of the same checkpoint and made with the same options.
     pub fn is_of_same(&self, other: &Self) -> bool {
-        (&self.store, self.checkpoint, self.taken_at)
-            == (&other.store, other.checkpoint, other.taken_at)
+        (&self.store, self.checkpoint, self.taken_at, &self.options)
+            == (&other.store, other.checkpoint, other.taken_at, &other.options)
     }
 
     /// Reads the description in `store`; `None` if it is no bundle. Errors: [`Error::Manifest`] if
@@ -107,7 +115,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::init(&dir.path().join("S")).unwrap();
         assert_eq!(Manifest::read(&store).unwrap(), None);
-        let mut manifest = Manifest::new(&store, CheckpointId(3), Timestamp::now());
+        let mut manifest = Manifest::new(&store, CheckpointId(3), Timestamp::now(), Vec::new());
         let hash = blake3::hash(b"k").to_hex().to_string();
         let file = BundledFile { path: "/k".into(), len_bytes: 1, blake3: hash };
         manifest.files.push(file.clone());

@@ -9,13 +9,14 @@ use crate::error::{Error, Result};
 use crate::manifest::{BundledFile, Manifest};
 use crate::write::{Progress, Step};
 use keyframe_qemu::cmdline::MovedFile;
-use keyframe_store::{CheckpointId, MachineMeta, Meta, Sealed, Store};
+use keyframe_store::{CheckpointId, Meta, Sealed, Store};
 use keyframe_vm_disks::{moved_images, read_files};
 use std::collections::BTreeSet;
 use std::fs::{DirBuilder, File};
 use std::io::{BufWriter, Read, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 /// The digits of a hash in the name of a file.
 const HASH_DIGITS: usize = 16;
@@ -74,7 +75,8 @@ impl Bundle {
     }
 
     /// Imports the checkpoint into `target`, and the files that it needs into the directory
-    /// `folder`, which is made if it is needed. Both keep what is there already. Calls `progress`
+    /// `folder`, which is made if it is needed. Both keep what is there already. If `target` has the
+    /// checkpoint from an earlier import, the files go to where that one put them. Calls `progress`
     /// before each file and before the checkpoint.
     ///
     /// Errors: the bundle is damaged; the store or the directory cannot be written;
@@ -86,11 +88,21 @@ impl Bundle {
         folder: &Path,
         progress: &mut dyn FnMut(&Progress),
     ) -> Result<Imported> {
+        let of_target = |e| Error::store(target, e);
+        if let Some(id) = target.copy_of(&self.store, self.sealed.id).map_err(of_target)? {
+            let known = target.sealed(id).map_err(of_target)?.meta;
+            self.extract_again(&known, progress)?;
+            return Ok(Imported { id, was_known: true, tags_left: Vec::new() });
+        }
+        let folder = std::path::absolute(folder).map_err(Error::io("resolve", folder))?;
+        if folder.to_str().is_none() {
+            return Err(Error::NotUtf8(folder));
+        }
         let mut moved = Vec::with_capacity(self.files().len());
         for file in self.files() {
-            let step = Step::File(file.path.clone());
-            progress(&Progress { step, done_bytes: 0, total_bytes: file.len_bytes });
-            moved.push(MovedFile { old: (&file.path).into(), new: self.extract(file, folder)? });
+            let path = folder.join(file_name(file));
+            self.extract(file, &path, progress)?;
+            moved.push(MovedFile { old: (&file.path).into(), new: path });
         }
         edited(&moved, self.sealed.meta.clone())?;
         // It has succeeded on the same description.
@@ -102,49 +114,76 @@ impl Bundle {
         let total_bytes = self.sealed.meta.ram.len_pages() * keyframe_units::PAGE_BYTES as u64;
         progress(&Progress { step: Step::Archive, done_bytes: 0, total_bytes });
         let ids = BTreeSet::from([self.sealed.id]);
-        let report = self.store.copy_edited(target, &ids, &edit, &mut |_| ());
-        // An error of the bundle names the bundle.
-        let report = report.map_err(|e| Error::store(target, e))?;
+        let report = self.store.copy_edited(target, &ids, "keyframe import", &edit, &mut |_| ());
+        let report = report.map_err(of_target)?;
         if let Some(failed) = report.damaged.into_iter().next() {
             let path = self.store.path().to_owned();
             return Err(Error::Damaged { path, problem: failed.problem });
         }
+        // Another import may have been faster.
         let was_known = report.copied.is_empty();
-        let copies = report.copied.iter().chain(&report.known).map(|copy| copy.to);
-        let missing = || Error::NoBundle(self.store.path().to_owned());
-        let id = copies.last().ok_or_else(missing)?;
+        let id = report.copied.iter().chain(&report.known).map(|copy| copy.to).last();
+        let id = id.ok_or_else(|| Error::NoBundle(self.store.path().to_owned()))?;
         Ok(Imported { id, was_known, tags_left: report.tags_left })
     }
 
-    /// Writes a file of the bundle into `folder`, unless it is there, and returns its absolute path.
-    fn extract(&self, file: &BundledFile, folder: &Path) -> Result<PathBuf> {
+    /// Writes the files of an earlier import, described by `known`, where they are missing.
+    fn extract_again(&self, known: &Meta, progress: &mut dyn FnMut(&Progress)) -> Result<()> {
+        let read = crate::machines(known).flat_map(|machine| machine.read_files.iter().flatten());
+        let paths: BTreeSet<&Path> = read.map(|file| Path::new(&file.path)).collect();
+        for file in self.files() {
+            let name = file_name(file);
+            let is_it = |path: &&&Path| path.file_name().is_some_and(|own| own == &*name);
+            if let Some(path) = paths.iter().find(is_it) {
+                self.extract(file, path, progress)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a file of the bundle to `path`, unless it is there.
+    fn extract(
+        &self,
+        file: &BundledFile,
+        path: &Path,
+        progress: &mut dyn FnMut(&Progress),
+    ) -> Result<()> {
+        let hash = file.hash()?;
+        let is_there = || crate::files::hash(path).is_ok_and(|f| f == (file.len_bytes, hash));
+        let (step, total_bytes) = (Step::File(file.path.clone()), file.len_bytes);
+        progress(&Progress { step: step.clone(), done_bytes: 0, total_bytes });
+        if is_there() {
+            return Ok(());
+        }
+        let folder = path.parent().unwrap_or(Path::new("/"));
         DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(folder)
             .map_err(Error::io("make directory", folder))?;
-        let folder = std::path::absolute(folder).map_err(Error::io("resolve", folder))?;
-        let hash = file.hash()?;
-        let path = folder.join(file_name(file));
-        if crate::files::hash(&path).is_ok_and(|found| found == (file.len_bytes, hash)) {
-            return Ok(path);
+        // A name of its own: another import may write the same file now.
+        let made = tempfile::Builder::new().prefix(".keyframe-import-").tempfile_in(folder);
+        let made = made.map_err(Error::io("make a file in", folder))?;
+        let mut out = BufWriter::new(made.as_file());
+        let mut watch =
+            |done_bytes| progress(&Progress { step: step.clone(), done_bytes, total_bytes });
+        self.store
+            .read_bundled_file(&hash, file.len_bytes, &mut out, &mut watch)
+            .map_err(|e| Error::store(&self.store, e))?;
+        out.flush().map_err(Error::io("write", path))?;
+        drop(out);
+        // The same time at each import: it is a part of the file's identity in a checkpoint.
+        let time = SystemTime::from(self.sealed.meta.taken_at);
+        made.as_file().set_modified(time).map_err(Error::io("set the time of", path))?;
+        made.as_file().sync_all().map_err(Error::io("sync", path))?;
+        match made.persist_noclobber(path) {
+            Ok(_) => {}
+            Err(_) if is_there() => {}
+            // What is there is another file, or a part of one.
+            Err(e) => drop(e.file.persist(path).map_err(|e| Error::io("write", path)(e.error))?),
         }
-        let partial = path.with_extension("partial");
-        let io = |operation| Error::io(operation, &partial);
-        let open =
-            File::options().write(true).create(true).truncate(true).mode(0o600).open(&partial);
-        let mut out = BufWriter::new(open.map_err(io("create"))?);
-        let read = self.store.read_bundled_file(&hash, file.len_bytes, &mut out);
-        let written = read.map_err(|e| Error::store(&self.store, e)).and_then(|()| {
-            out.flush().map_err(io("write"))?;
-            out.get_ref().sync_all().map_err(io("sync"))?;
-            std::fs::rename(&partial, &path).map_err(Error::io("put in place", &path))
-        });
-        if let Err(error) = written {
-            let _ = std::fs::remove_file(&partial);
-            return Err(error);
-        }
-        Ok(path)
+        let synced = File::open(folder).and_then(|folder| folder.sync_all());
+        synced.map_err(Error::io("sync the directory", folder))
     }
 }
 
@@ -165,21 +204,22 @@ fn plain_name(path: &str) -> String {
 /// Returns the description `meta` with the files of the bundle at their places here.
 fn edited(moved: &[MovedFile], mut meta: Meta) -> Result<Meta> {
     moved_images::apply(moved, &mut meta)?;
+    let here: BTreeSet<&Path> = moved.iter().map(|file| &*file.new).collect();
     let mut found = BTreeSet::new();
     let members = meta.members.iter_mut().map(|member| &mut member.machine);
     for machine in members.chain([&mut meta.machine]) {
-        // Their times are others here, and an image with images beneath it is whole now.
-        machine.read_files = Some(described(machine));
-        found.extend(machine.read_files.iter().flatten().map(|file| PathBuf::from(&file.path)));
+        // Their times are others here, and an image with images beneath it is whole now. Other files
+        // that lie here by chance are not the VM's.
+        let now = read_files::describe(&machine.user_command, &machine.directory());
+        let now = now.into_iter().filter(|file| here.contains(Path::new(&file.path)));
+        let files: Vec<_> = now.collect();
+        found.extend(files.iter().map(|file| PathBuf::from(&file.path)));
+        machine.read_files = Some(files);
     }
     match moved.iter().find(|file| !found.contains(&file.new)) {
         Some(file) => Err(Error::NotRewritten { path: file.old.display().to_string() }),
         None => Ok(meta),
     }
-}
-
-fn described(machine: &MachineMeta) -> Vec<keyframe_qemu::ReadFile> {
-    read_files::describe(&machine.user_command, &machine.directory())
 }
 
 #[cfg(test)]

@@ -77,11 +77,11 @@ pub fn copy(
         let Some(disk) = StoredDisk::of(Arc::clone(&disks), number) else { continue };
         let name = disk.meta().name.clone();
         let content = if disk.meta().left_out { disk.open_as_now()? } else { disk.open()? };
-        let mut told = |done_bytes| {
+        let mut watch = |done_bytes| {
             let (step, total_bytes) = (Step::Disk(name.clone()), content.disk_bytes());
             progress(&Progress { step, done_bytes, total_bytes });
         };
-        put_disk(&mut run, number, &content, &mut told, &of_target)?;
+        put_disk(&mut run, number, &content, &mut watch, &of_target)?;
         if !disk.meta().left_out {
             disk.require_unchanged()?;
         }
@@ -107,7 +107,7 @@ fn put_disk(
     run: &mut Run,
     number: usize,
     disk: &dyn Readable,
-    told: &mut dyn FnMut(u64),
+    watch: &mut dyn FnMut(u64),
     of_target: &dyn Fn(keyframe_store::Error) -> Error,
 ) -> Result<()> {
     let mut chunk = vec![0; CHUNK_BYTES as usize];
@@ -131,10 +131,10 @@ fn put_disk(
                     from += BLOCK_BYTES;
                 }
                 next_block = from / BLOCK_BYTES;
-                told(from.min(at));
+                watch(from.min(at));
             }
         }
-        told(at);
+        watch(at);
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use crate::{machines, whole};
 use keyframe_qemu::cmdline::MovedFile;
 use keyframe_store::{CheckpointId, Store};
 use keyframe_store_backend::archive::write_archive;
-use keyframe_store_backend::layout::{FILES, MANIFEST, bundled_file};
+use keyframe_store_backend::layout::{FILES, MANIFEST, STORE_JSON, bundled_file};
 use keyframe_vm_disks::moved_images;
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
@@ -34,6 +34,8 @@ pub struct BundleRequest<'a> {
     pub moved: &'a [MovedFile],
     /// Whether disks that were left out of the checkpoint are bundled as they are now.
     pub left_out_as_now: bool,
+    /// Whether the bundle is to be encrypted.
+    pub encrypted: bool,
     /// Opens the store in a directory that an interrupted command left, or makes it: the second
     /// argument is true if it is there.
     pub staging: &'a dyn Fn(&Path, bool) -> keyframe_store::Result<Store>,
@@ -72,6 +74,8 @@ pub struct BundleReport {
     pub files: Vec<BundledFile>,
     /// The names of the disks.
     pub disks: Vec<String>,
+    /// The options of the command lines whose files the bundle does not hold.
+    pub left_behind: Vec<String>,
 }
 
 /// Makes a bundle. Calls `progress` often.
@@ -86,9 +90,13 @@ pub fn write(
 ) -> Result<BundleReport> {
     let output = request.output;
     let partial = partial_path(output);
-    let has_partial = partial.join("store.json").exists();
+    let has_partial = partial.join(STORE_JSON).exists();
     if !has_partial {
         require_free(output)?;
+    }
+    let folder = output.parent().filter(|folder| !folder.as_os_str().is_empty());
+    if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
+        return Err(Error::NoDirectory(folder.to_owned()));
     }
     let of_source = |e| Error::store(request.store, e);
     let mut meta = request.store.sealed(request.checkpoint).map_err(of_source)?.meta;
@@ -99,31 +107,36 @@ pub fn write(
     whole::require_readable(request, &meta)?;
     let needed = files::needed(machines(&meta))?;
     let disks: Vec<String> = meta.disks.iter().map(|disk| disk.name.clone()).collect();
-    let expected = Manifest::new(request.store, request.checkpoint, meta.taken_at);
+    let left_behind = files::left_behind(machines(&meta));
+    let report = |bundle_bytes, files| BundleReport { bundle_bytes, files, disks, left_behind };
     let open = |path: &Path, exists| {
         (request.staging)(path, exists)
             .map_err(|e| Error::Store { store: path.to_owned(), source: Box::new(e) })
     };
-    // The last command made the bundle and was interrupted before its end.
-    if let Ok(about) = output.symlink_metadata() {
-        let made = open(output, true).and_then(|made| Manifest::read(&made));
-        let made = made.ok().flatten().filter(|made| made.is_of_same(&expected));
-        let Manifest { files, .. } = made.ok_or_else(|| Error::Exists(output.to_owned()))?;
-        std::fs::remove_dir_all(&partial).map_err(Error::io("remove", &partial))?;
-        return Ok(BundleReport { bundle_bytes: about.len(), files, disks });
-    }
     let target = open(&partial, has_partial)?;
+    if target.is_encrypted() != request.encrypted {
+        return Err(Error::OtherPartial(partial));
+    }
+    // The last command made the bundle, and was interrupted before its end.
+    if let Ok(about) = output.symlink_metadata() {
+        let made = open(output, true).ok().filter(|made| made.id() == target.id());
+        let made = made.ok_or_else(|| Error::Exists(output.to_owned()))?;
+        let files = Manifest::read(&made)?.map(|manifest| manifest.files).unwrap_or_default();
+        remove_partial(&partial).map_err(Error::io("remove", &partial))?;
+        return Ok(report(about.len(), files));
+    }
     let of_target = |e| Error::store(&target, e);
     let mut writer = target.lock_writer("keyframe bundle").map_err(of_target)?;
+    let expected =
+        Manifest::new(request.store, request.checkpoint, meta.taken_at, options(request));
+    let is_empty = target.ids().map_err(of_target)?.is_empty();
     let mut manifest = match Manifest::read(&target)? {
-        Some(manifest) if !manifest.is_of_same(&expected) => {
-            return Err(Error::OtherPartial(partial));
-        }
-        Some(manifest) => manifest,
-        None => {
+        Some(manifest) if manifest.is_of_same(&expected) => manifest,
+        None if is_empty => {
             expected.put(&target)?;
             expected
         }
+        _ => return Err(Error::OtherPartial(partial)),
     };
     for file in &needed {
         if manifest.files.iter().all(|known| known.path != file.path) {
@@ -132,18 +145,41 @@ pub fn write(
             manifest.put(&target)?;
         }
     }
-    if target.ids().map_err(of_target)?.is_empty() {
+    if is_empty {
         whole::copy(request, &target, &mut writer, progress)?;
     }
-    let tags = request.store.sealed(request.checkpoint).map_err(of_source)?.tags;
-    for (tag, id) in tags.iter().zip(target.ids().map_err(of_target)?.into_iter().cycle()) {
+    let [id] = target.ids().map_err(of_target)?[..] else {
+        return Err(Error::OtherPartial(partial));
+    };
+    for tag in request.store.sealed(request.checkpoint).map_err(of_source)?.names() {
         writer.set_tag(tag, id).map_err(of_target)?;
     }
     remove_unlisted(&partial, &manifest).map_err(Error::io("clean", &partial))?;
     let bundle_bytes = pack(&partial, output, progress)?;
     drop((writer, target));
-    std::fs::remove_dir_all(&partial).map_err(Error::io("remove", &partial))?;
-    Ok(BundleReport { bundle_bytes, files: manifest.files, disks })
+    remove_partial(&partial).map_err(Error::io("remove", &partial))?;
+    Ok(report(bundle_bytes, manifest.files))
+}
+
+/// The options that change what is bundled, as words.
+fn options(request: &BundleRequest<'_>) -> Vec<String> {
+    let word =
+        |moved: &MovedFile| format!("--image {}={}", moved.old.display(), moved.new.display());
+    let left_out = request.left_out_as_now.then(|| "--left-out-as-now".to_owned());
+    request.moved.iter().map(word).chain(left_out).collect()
+}
+
+/// Removes the store in the directory `partial`. The file by which it is recognized goes last.
+fn remove_partial(partial: &Path) -> std::io::Result<()> {
+    for entry in std::fs::read_dir(partial)? {
+        let path = entry?.path();
+        if path.is_dir() {
+            std::fs::remove_dir_all(path)?;
+        } else if path != partial.join(STORE_JSON) {
+            std::fs::remove_file(path)?;
+        }
+    }
+    std::fs::remove_dir_all(partial)
 }
 
 /// The directory for a bundle that is being made.
@@ -173,12 +209,12 @@ fn add_file(
         BundledFile { path: file.path.clone(), len_bytes, blake3: hash.to_hex().to_string() };
     if manifest.files.iter().all(|known| known.blake3 != added.blake3) {
         let mut open = File::open(&content).map_err(Error::io("open", &content))?;
-        let mut told = |done_bytes| {
+        let mut watch = |done_bytes| {
             let step = Step::File(file.path.clone());
             progress(&Progress { step, done_bytes, total_bytes: len_bytes });
         };
         target
-            .put_bundled_file(&hash, &mut open, &mut told)
+            .put_bundled_file(&hash, &mut open, &mut watch)
             .map_err(|e| Error::store(target, e))?;
     }
     if content != Path::new(&file.path) {
@@ -208,9 +244,9 @@ fn pack(partial: &Path, output: &Path, progress: &mut dyn FnMut(&Progress)) -> R
     // Only the owner can read it, because it holds the memory of guests.
     let open = File::options().write(true).create(true).truncate(true).mode(0o600).open(&path);
     let archive = open.map_err(Error::io("create", &path))?;
-    let mut told =
+    let mut watch =
         |done_bytes| progress(&Progress { step: Step::Archive, done_bytes, total_bytes });
-    write_archive(partial, &archive, &mut told)
+    write_archive(partial, &archive, &mut watch)
         .map_err(|e| Error::Store { store: partial.to_owned(), source: Box::new(e.into()) })?;
     archive.sync_all().map_err(Error::io("sync", &path))?;
     require_free(output)?;

@@ -150,6 +150,12 @@ impl CaptureCycle {
         self.sealed_pause = None;
     }
 
+    /// Returns the pages that were written since the newest capture, while the machine is paused; all
+    /// pages if the tracker fails. The next checkpoint owes them.
+    pub fn written_in_pause(&mut self) -> PageSet {
+        self.log.drain_paused(true).unwrap_or_else(|_| self.log.owed().clone())
+    }
+
     /// Ends dirty tracking for good. Every later capture fails.
     pub fn untrack(&mut self) {
         self.log.untrack();

@@ -109,6 +109,11 @@ impl DirtyLog {
         self.in_flight.len() as u64
     }
 
+    /// Returns the drained pages that neither a sealed checkpoint nor one in flight holds.
+    pub fn owed(&self) -> &PageSet {
+        &self.owed
+    }
+
     /// Returns the number of drained pages that neither a sealed checkpoint nor one in flight
     /// holds.
     pub fn owed_pages(&self) -> u64 {

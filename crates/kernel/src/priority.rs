@@ -5,7 +5,7 @@
 //! nice +5. Threads that a raised thread starts do not inherit its policy.
 
 use crate::cpu_affinity;
-use rustix::process::{Pid, setpriority_process};
+use rustix::process::{Pid, getpriority_process, setpriority_process};
 
 /// Nice value of a raised thread without real-time priority.
 const RAISED_NICE: i32 = -10;
@@ -30,6 +30,50 @@ pub fn raise_all_threads() {
     threads().for_each(|thread| {
         raise_thread(Some(thread));
     });
+}
+
+/// The present threads of this process, raised until it is dropped. Then each has its former priority
+/// again.
+pub struct RaisedThreads(Vec<FormerPriority>);
+
+/// The scheduling of a thread.
+struct FormerPriority {
+    thread: Pid,
+    policy: i32,
+    nice: i32,
+}
+
+impl RaisedThreads {
+    /// Raises all present threads of this process.
+    pub fn raise() -> Self {
+        let former = threads().filter_map(|thread| {
+            let nice = getpriority_process(Some(thread)).ok()?;
+            Some(FormerPriority { thread, policy: policy_of(thread)?, nice })
+        });
+        let former: Vec<_> = former.collect();
+        for FormerPriority { thread, .. } in &former {
+            raise_thread(Some(*thread));
+        }
+        Self(former)
+    }
+}
+
+impl Drop for RaisedThreads {
+    fn drop(&mut self) {
+        for FormerPriority { thread, policy, nice } in self.0.drain(..) {
+            let is_urgent = policy & !libc::SCHED_RESET_ON_FORK == libc::SCHED_RR;
+            let _ = set_policy(Some(thread), policy, i32::from(is_urgent));
+            let _ = setpriority_process(Some(thread), nice);
+        }
+    }
+}
+
+/// Returns the scheduling policy of `thread` with its flags; `None` if it has ended.
+fn policy_of(thread: Pid) -> Option<i32> {
+    let number = Pid::as_raw(Some(thread));
+    // SAFETY: no memory is passed; a number of no thread is an error.
+    let policy = unsafe { libc::syscall(libc::SYS_sched_getscheduler, number) };
+    i32::try_from(policy).ok().filter(|policy| *policy >= 0)
 }
 
 /// Gives all threads of this process the ordinary priority.
@@ -79,10 +123,7 @@ mod tests {
     use super::*;
 
     fn policy_of(thread: Pid) -> i32 {
-        // SAFETY: no memory is passed; a number of no thread is an error, which is no policy.
-        let policy =
-            unsafe { libc::syscall(libc::SYS_sched_getscheduler, Pid::as_raw(Some(thread))) };
-        policy as i32 & !libc::SCHED_RESET_ON_FORK
+        super::policy_of(thread).unwrap_or(-1) & !libc::SCHED_RESET_ON_FORK
     }
 
     /// Whether each of `wanted` runs in real time.
@@ -100,11 +141,8 @@ mod tests {
         assert!(set_batch_policy(child.id(), false));
         assert_eq!(policy_of(thread), libc::SCHED_OTHER);
         assert!(set_lowest_share(child.id(), true));
-        assert_eq!(rustix::process::getpriority_process(Some(thread)).unwrap(), LEAST_NICE);
-        assert_eq!(
-            set_lowest_share(child.id(), false),
-            rustix::process::getpriority_process(Some(thread)) == Ok(0)
-        );
+        assert_eq!(getpriority_process(Some(thread)).unwrap(), LEAST_NICE);
+        assert_eq!(set_lowest_share(child.id(), false), getpriority_process(Some(thread)) == Ok(0));
         drop(child.stdin.take());
         child.wait().unwrap();
         assert!(!set_batch_policy(child.id(), true), "it has ended");
@@ -132,5 +170,13 @@ mod tests {
         let is_permitted = set_policy(None, libc::SCHED_RR | libc::SCHED_RESET_ON_FORK, 1);
         restore_all_threads();
         assert_eq!(up, [is_permitted; 2]);
+        lower_current_thread();
+        let raised = RaisedThreads::raise();
+        let up = policy_of(rustix::thread::gettid()) == libc::SCHED_RR;
+        drop(raised);
+        assert_eq!(up, is_permitted);
+        let this = Some(rustix::thread::gettid());
+        assert_eq!(getpriority_process(this), Ok(LOWERED_NICE));
+        assert_eq!(policy_of(rustix::thread::gettid()), libc::SCHED_OTHER);
     }
 }

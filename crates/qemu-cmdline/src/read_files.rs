@@ -7,7 +7,7 @@ use crate::drives::{DriveKeys, flattened_keys, is_read_only_drive, path_of};
 use crate::options::{self, Argument, is_on, value_of};
 
 /// A file that a command line names.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NamedFile {
     /// The option, with its dash.
     pub option: String,
@@ -17,6 +17,8 @@ pub struct NamedFile {
     pub format: Option<String>,
     /// True if the guest reads it while it runs.
     pub is_medium: bool,
+    /// True if the command line says which images lie beneath it, so that its header does not.
+    pub has_own_layers: bool,
 }
 
 /// Returns the files of a command line that QEMU only reads. `words` begins with the binary.
@@ -36,6 +38,7 @@ fn of_argument(argument: &Argument) -> Vec<NamedFile> {
         path: path.into(),
         format: None,
         is_medium: false,
+        has_own_layers: false,
     };
     match argument.name() {
         "kernel" | "initrd" | "dtb" | "bios" if !value.is_empty() => vec![read(value)],
@@ -54,8 +57,11 @@ fn of_argument(argument: &Argument) -> Vec<NamedFile> {
         }
         "device" => {
             let keys = options::properties(value, "driver").unwrap_or_default();
-            let rom = value_of(&keys, "romfile").filter(|path| !path.is_empty());
-            rom.map(read).into_iter().collect()
+            let is_loader = matches!(value_of(&keys, "driver"), Some("loader" | "guest-loader"));
+            let names = ["romfile", if is_loader { "file" } else { "romfile" }];
+            let mut files: Vec<_> = names.iter().filter_map(|name| value_of(&keys, name)).collect();
+            files.dedup();
+            files.into_iter().filter(|path| !path.is_empty()).map(read).collect()
         }
         "cdrom" => path_of(value)
             .map(|path| NamedFile { is_medium: true, ..read(&path.to_string_lossy()) })
@@ -77,7 +83,14 @@ fn drive(argument: &Argument, read: &dyn Fn(&str) -> NamedFile) -> Option<NamedF
     // A flash chip's content is in a RAM block.
     let is_medium = value_of(&keys, "if") != Some("pflash");
     let format = format.map(str::to_owned);
-    Some(NamedFile { format, is_medium, ..read(&path.to_string_lossy()) })
+    let has_own_layers = has_own_layers(&keys);
+    Some(NamedFile { format, is_medium, has_own_layers, ..read(&path.to_string_lossy()) })
+}
+
+/// True if the keys of a drive or node name the images beneath it.
+fn has_own_layers(keys: &[(String, String)]) -> bool {
+    let names = |key: &str| key.split('.').any(|part| matches!(part, "backing" | "data-file"));
+    keys.iter().any(|(key, _)| names(key))
 }
 
 /// The files of `-blockdev` that no node may write to.
@@ -95,11 +108,15 @@ fn of_nodes(line: &[Argument]) -> Vec<NamedFile> {
         let path = value_of(keys, "filename").or_else(|| value_of(keys, "file.filename"));
         let Some(path) = path.filter(|_| read_only) else { continue };
         let driver = name(keys, "driver").filter(|driver| driver != "file");
+        let users = nodes.iter().filter(|user| own.is_some() && name(user, "file") == own);
+        let has_own_layers =
+            has_own_layers(keys) || users.into_iter().any(|user| has_own_layers(user));
         files.push(NamedFile {
             option: "-blockdev".into(),
             path: path.into(),
             format: format.or(driver),
             is_medium: true,
+            has_own_layers,
         });
     }
     files
@@ -125,6 +142,7 @@ mod tests {
             ("-acpitable file=/a", file("-acpitable", "/a", false)),
             ("-device e1000,romfile=/r", file("-device", "/r", false)),
             ("-device e1000,romfile=", vec![]),
+            ("-device loader,file=/l,addr=0", file("-device", "/l", false)),
             ("-cdrom c.iso", file("-cdrom", "c.iso", true)),
             ("-drive file=/d,readonly=on", file("-drive", "/d", true)),
             ("-drive file=/d,media=cdrom", file("-drive", "/d", true)),

@@ -3,7 +3,7 @@
 
 use crate::{
     MigrationReader, check, convert, count_instructions, cpu_registers, display, low_memory,
-    written_by,
+    with_due_timer, written_by,
 };
 use keyframe_machine::Accelerator;
 use keyframe_units::PAGE_BYTES;
@@ -22,6 +22,9 @@ pub fn device_state(state: &[u8]) {
     }
     let _ = (written_by(state), cpu_registers(state), low_memory(state), display(state));
     let _ = count_instructions(state);
+    if let (true, Ok(prepared)) = (is_valid, with_due_timer(state, 3)) {
+        assert!(check(&prepared).is_ok(), "the prepared state is malformed");
+    }
 }
 
 /// Reads `bytes` as a migration stream.

@@ -112,6 +112,8 @@ pub(crate) mod pic {
 
 /// Offsets in [`PIT`].
 pub(crate) mod pit {
+    /// Not 0 if the PIT raises no interrupts.
+    pub const IRQ_DISABLED: usize = 0;
     /// Time of channel 0's next transition, by the VM's clock in ns; -1 if there is none.
     pub const NEXT_TRANSITION: usize = 100;
 }

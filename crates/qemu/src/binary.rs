@@ -96,6 +96,15 @@ pub(crate) fn find(name: &str) -> Result<PathBuf> {
         .ok_or_else(|| missing("there is no such program in PATH"))
 }
 
+/// Returns the first program of `PATH` that has the file name of `path` and the BLAKE3 hash `blake3`
+/// (hexadecimal digits); `None` if there is none.
+pub(crate) fn find_same(path: &Path, blake3: &str) -> Option<PathBuf> {
+    let name = path.file_name()?;
+    let places = std::env::var_os("PATH").unwrap_or_default();
+    let mut programs = std::env::split_paths(&places).map(|dir| dir.join(name));
+    programs.find(|path| is_executable(path) && hash_of(path).is_ok_and(|hash| hash == blake3))
+}
+
 fn is_executable(path: &Path) -> bool {
     path.is_file() && rustix::fs::access(path, rustix::fs::Access::EXEC_OK).is_ok()
 }

@@ -32,6 +32,7 @@ mod shared;
 mod socket_pair;
 mod stand_in;
 
+pub use binary_choice::replay_binary;
 pub use keyframe_machine::{Accelerator, Lineage, RamSource};
 pub use keyframe_qemu_cmdline::{CloneConsole, CloneLine, CloneOptions, clone_line};
 pub use keyframe_vmm::RestoreSource;
@@ -218,6 +219,9 @@ fn start_with(plan: &mut Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Res
     let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
     let counted = plan.counts.then(|| stream::count_instructions(device_state)).transpose()?;
     let device_state = counted.as_deref().unwrap_or(device_state);
+    let due = plan.replay_shift().map(|shift| stream::with_due_timer(device_state, shift));
+    let due = due.transpose()?;
+    let device_state = due.as_deref().unwrap_or(device_state);
     let mut starting = Starting::new(plan, ram, started)?;
     let state = StateFile::new(&plan.arguments)?;
     let (mut child, full_command) = starting.spawn(plan, &state, crossing.as_ref())?;

@@ -66,7 +66,7 @@ impl<'a> AnalysisSubject<'a> {
     /// Returns the QEMU that ran the VM.
     pub fn qemu(self) -> QemuIdentity {
         let meta = match self {
-            Self::Recorded(recording) => &recording.recording.meta,
+            Self::Recorded(recording) => return recording.qemu_identity(),
             Self::Live(live) => &live.recording.meta,
             Self::Unrecorded(run) => return run.qemu.clone(),
         };

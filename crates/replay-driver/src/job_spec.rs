@@ -25,6 +25,9 @@ pub struct JobSpec {
     pub store: Option<PathBuf>,
     /// The key file of the store; `None` if the store is not encrypted.
     pub key_file: Option<PathBuf>,
+    /// The QEMU binary for the replays; `None` for the one that recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub qemu: Option<PathBuf>,
     /// True if the recording or the run may still be in progress.
     pub follow: bool,
     /// The number of times that an interval is tried.
@@ -99,8 +102,10 @@ impl JobSpec {
             let live = live.ok_or_else(|| Error::NoStoreYet(self.subject.clone()))?;
             return Ok(OpenedSubject::Live(Box::new(live)));
         }
-        ReplayableRecording::open(&self.subject, self.store.as_deref(), key, &*events)
-            .map(|recording| OpenedSubject::Recorded(Box::new(recording)))
+        let mut recording =
+            ReplayableRecording::open(&self.subject, self.store.as_deref(), key, &*events)?;
+        recording.find_qemu(self.qemu.as_deref())?;
+        Ok(OpenedSubject::Recorded(Box::new(recording)))
     }
 
     /// Writes the description into `out`, the directory of its analysis. Error: the file cannot be

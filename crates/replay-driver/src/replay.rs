@@ -240,6 +240,7 @@ pub(crate) fn start_qemu(
     let media = serve_media(&source.machine);
     add_replay_options(&mut source, recording, options, disks.as_ref(), media.as_ref())?;
     let restore_options = RestoreOptions {
+        qemu: recording.qemu.clone(),
         replays: Some(ReplayStart { until: stepper.next_stop(), network_may_be_late }),
         log: options.log.clone(),
         ..RestoreOptions::default()

@@ -2,7 +2,8 @@
 
 use crate::error::{Error, Result};
 use crate::event::{EventSink, ReplayEvent};
-use keyframe_qemu::restore::Until;
+use keyframe_qemu::QemuIdentity;
+use keyframe_qemu::restore::{Until, replay_binary};
 use keyframe_replay::interval::{
     Interval, RecordedCheckpoint, intervals, with_unambiguous_ends, with_unambiguous_last_end,
 };
@@ -20,6 +21,9 @@ pub struct ReplayableRecording {
     pub recording: Recording,
     /// The store of its checkpoints.
     pub store: Store,
+    /// The QEMU binary for its replays; `None` for the one that recorded it
+    /// ([`ReplayableRecording::find_qemu`]).
+    pub qemu: Option<PathBuf>,
     log: ReadableLog,
     log_index: OnceLock<LogIndex>,
     holds: OnceLock<Arc<[u64]>>,
@@ -56,7 +60,8 @@ impl ReplayableRecording {
         // The disks that the VM could write to are checked with each checkpoint.
         recording.meta.media.iter().try_for_each(ImageMeta::require_unchanged)?;
         let log = recording.readable_log()?;
-        Ok(Self { recording, store, log, log_index: OnceLock::new(), holds: OnceLock::new() })
+        let (log_index, holds) = (OnceLock::new(), OnceLock::new());
+        Ok(Self { recording, store, qemu: None, log, log_index, holds })
     }
 
     /// Makes the value for a recording that is still being made. Its checkpoints go to `store`.
@@ -65,6 +70,7 @@ impl ReplayableRecording {
         Self {
             recording: recording.clone(),
             store,
+            qemu: None,
             log,
             log_index: OnceLock::new(),
             holds: OnceLock::new(),
@@ -76,7 +82,24 @@ impl ReplayableRecording {
     pub fn so_far(recording: &Recording, store: Store, log_index: LogIndex) -> Self {
         let (log, holds) = (recording.live_log(), Arc::<[u64]>::from(log_index.holds()));
         let (log_index, holds) = (OnceLock::from(log_index), OnceLock::from(holds));
-        Self { recording: recording.clone(), store, log, log_index, holds }
+        Self { recording: recording.clone(), store, qemu: None, log, log_index, holds }
+    }
+
+    /// Finds the QEMU binary for its replays, which all use it then: `chosen`, or else the one that
+    /// recorded it, wherever it is now. Error: there is none, or it is of another release.
+    pub fn find_qemu(&mut self, chosen: Option<&Path>) -> Result<()> {
+        self.qemu = Some(replay_binary(&self.qemu_identity(), chosen)?);
+        Ok(())
+    }
+
+    /// Returns the QEMU of its replays, as the recording describes it.
+    pub fn qemu_identity(&self) -> QemuIdentity {
+        let meta = &self.recording.meta;
+        QemuIdentity {
+            path: self.qemu.clone().unwrap_or_else(|| meta.qemu_path.clone().into()),
+            version: meta.qemu_version.clone(),
+            blake3: meta.qemu_blake3.clone(),
+        }
     }
 
     /// Returns the path of QEMU's log.

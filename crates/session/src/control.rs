@@ -133,8 +133,28 @@ pub struct RolledBack {
     pub pages: u64,
     /// The time for which the VM was paused, in nanoseconds.
     pub stood_ns: u64,
+    /// Its parts.
+    pub phases: RollbackPhases,
     /// True if the VM runs.
     pub runs: bool,
+}
+
+/// The parts of the time for which a rollback pauses a VM, in nanoseconds. What is between them
+/// (disks, checks) is in none.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct RollbackPhases {
+    /// The pause of the VM.
+    pub pause_ns: u64,
+    /// The checkpoint of the state before, until it is sealed.
+    pub before_ns: u64,
+    /// QEMU's load of devices and pages.
+    pub load_ns: u64,
+    /// The comparison of RAM with the checkpoint.
+    pub compare_ns: u64,
+    /// The capture of the state after.
+    pub after_ns: u64,
+    /// The resume of the VM.
+    pub resume_ns: u64,
 }
 
 /// The status of an engine. Times are in nanoseconds.

@@ -37,8 +37,8 @@ use super::recompressor::Recompressor;
 use super::store_sink::{CheckpointLabel, CheckpointReason, MachineDescriptions, StoreSink};
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{
-    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, OnExit, Strategy,
-    VmState,
+    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, OnExit,
+    RollbackPhases, Strategy, VmState,
 };
 use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
 use crate::run_dir::RunDir;
@@ -142,6 +142,10 @@ pub struct Engine<'a> {
     /// sealed checkpoint records it.
     came_from: Option<(CheckpointId, u64)>,
     rollbacks: u64,
+    /// The times of the newest rollback.
+    rollback_phases: RollbackPhases,
+    /// True while a VM stands for a rollback: a capture then leaves the thread's priority as it is.
+    stays_raised: bool,
     interrupted: Arc<AtomicBool>,
     encoder_observer: EncoderObserver,
     /// The longest time until a checkpoint of a rollback is sealed.
@@ -222,6 +226,8 @@ impl<'a> Engine<'a> {
             followed: None,
             came_from: None,
             rollbacks: 0,
+            rollback_phases: RollbackPhases::default(),
+            stays_raised: false,
             interrupted,
             encoder_observer,
             seal_timeout: rollback::SEAL_TIMEOUT,
@@ -499,7 +505,9 @@ impl<'a> Engine<'a> {
             encoding.queue(),
             label,
         );
-        keyframe_kernel::priority::lower_current_thread();
+        if !self.stays_raised {
+            keyframe_kernel::priority::lower_current_thread();
+        }
         if let Some((disks, vms)) = self.machines.storage() {
             disks.captured(result.as_ref().ok().copied(), vms);
         }

@@ -21,6 +21,7 @@ use keyframe_capture::{BoxError, PauseSteps, PauseVerdict, StopOutcome};
 use keyframe_qemu::{AuditFinding, MachineChange, MachineShape, Severity, Vm};
 use keyframe_store::MachineMeta;
 use keyframe_units::RamLayout;
+use keyframe_vm_disks::read_files;
 use keyframe_vmm::{ForeignOperation, PauseForm, PauseWatchdog, VmOrigin, Vmm, WatchedVm};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -277,6 +278,7 @@ impl SessionVm {
         let threads = vm.qmp().cpu_threads()?;
         machine.user_command = lines.user_command;
         machine.full_command = lines.full_command;
+        renew_read_files(machine);
         if self.counted.take_if(|counted| !counted.counts(&threads)).is_some() {
             self.tell_uncounted(CpusChanged);
         }
@@ -296,6 +298,7 @@ impl SessionVm {
         if let Ok(vm) = self.qemu() {
             (machine.user_command, machine.full_command) = lines_now(vm)?;
             machine.guest_map = Some(vm.guest_map()?);
+            renew_read_files(machine);
         } else {
             let now = self.vm_mut().spec()?;
             (machine.user_command, machine.full_command) = (now.user_command, now.full_command);
@@ -456,6 +459,14 @@ impl SessionVm {
         {
             vm.may_answer_late(late);
         }
+    }
+}
+
+/// Describes the files that the changed command line of `machine` names.
+fn renew_read_files(machine: &mut MachineMeta) {
+    if let Some(known) = &machine.read_files {
+        let files = read_files::renewed(known, &machine.user_command, &machine.directory());
+        machine.read_files = Some(files);
     }
 }
 

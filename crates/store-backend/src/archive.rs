@@ -150,11 +150,11 @@ fn members(file: &File, path: &Path) -> Result<BTreeMap<String, Member>> {
             return Err(damaged(format!("it holds {name:?}, which is no file of a store")));
         }
         let member = Member { offset: entry.raw_file_position(), len_bytes: entry.size() };
-        let behind = member.offset.checked_add(member.len_bytes);
-        let Some(behind) = behind.filter(|behind| *behind <= archive_bytes) else {
+        let member_end = member.offset.checked_add(member.len_bytes);
+        let Some(member_end) = member_end.filter(|end| *end <= archive_bytes) else {
             return Err(damaged(format!("it ends within {name}: it was cut off")));
         };
-        end = behind;
+        end = member_end;
         if members.len() == MEMBERS_MAX || members.insert(name.clone(), member).is_some() {
             return Err(damaged(format!("it holds {name} twice, or too many files")));
         }
@@ -162,14 +162,14 @@ fn members(file: &File, path: &Path) -> Result<BTreeMap<String, Member>> {
     if !members.contains_key(STORE_JSON) {
         return Err(damaged("it is no bundle: it holds no store.json".into()));
     }
-    require_end(file, end.next_multiple_of(BLOCK_BYTES), archive_bytes)
+    has_end_mark(file, end.next_multiple_of(BLOCK_BYTES), archive_bytes)
         .map_err(|e| io_error(path, "read", e))?
         .then_some(members)
         .ok_or_else(|| damaged("it lacks its end: it was cut off".into()))
 }
 
 /// Returns true if two blocks of zeros begin at `offset`.
-fn require_end(mut file: &File, offset: u64, archive_bytes: u64) -> io::Result<bool> {
+fn has_end_mark(mut file: &File, offset: u64, archive_bytes: u64) -> io::Result<bool> {
     let mut blocks = [1; 2 * BLOCK_BYTES as usize];
     if offset.saturating_add(blocks.len() as u64) > archive_bytes {
         return Ok(false);

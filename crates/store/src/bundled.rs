@@ -67,7 +67,8 @@ impl Store {
         Err(Error::Damaged { object: files.describe(&name), problem })
     }
 
-    /// Writes the file whose hash is `hash` and whose length is `len_bytes` to `out`.
+    /// Writes the file whose hash is `hash` and whose length is `len_bytes` to `out`. Calls `progress`
+    /// with the number of bytes written.
     ///
     /// Errors: there is no such file; [`Error::Damaged`] if its content has another hash or length,
     /// and then a part of it may be in `out`; `out` cannot be written.
@@ -76,8 +77,9 @@ impl Store {
         hash: &blake3::Hash,
         len_bytes: u64,
         out: &mut dyn Write,
+        progress: &mut dyn FnMut(u64),
     ) -> Result<()> {
-        self.inner().read_bundled_file(hash, Some(len_bytes), out)
+        self.inner().read_bundled_file(hash, Some(len_bytes), out, progress)
     }
 
     /// Stores the description of the bundle. Error: the store cannot be written.
@@ -108,6 +110,7 @@ impl OpenStore {
         hash: &blake3::Hash,
         len_bytes: Option<u64>,
         out: &mut dyn Write,
+        progress: &mut dyn FnMut(u64),
     ) -> Result<()> {
         let files = &self.backend;
         let name = layout::bundled_file(&hash.to_hex());
@@ -132,6 +135,7 @@ impl OpenStore {
                 operation: "write",
                 source,
             })?;
+            progress(hasher.count());
         }
         if hasher.finalize() != *hash || len_bytes.is_some_and(|len| hasher.count() != len) {
             return Err(damaged("its content has another hash".into()));

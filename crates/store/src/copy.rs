@@ -105,34 +105,50 @@ impl Store {
         tuning: Tuning,
         progress: &mut dyn FnMut(CopyProgress),
     ) -> Result<CopyReport> {
-        self.copy_with(target, ids, tuning, &|_| (), progress)
+        let how = CopyOptions { tuning, owner: "keyframe copy", edit: &|_| () };
+        self.copy_with(target, ids, &how, progress)
+    }
+
+    /// Returns the copy of checkpoint `id` of `source` in this store; `None` if there is none. Error: a
+    /// store cannot be read.
+    pub fn copy_of(&self, source: &Self, id: CheckpointId) -> Result<Option<CheckpointId>> {
+        let meta = source.sealed(id)?.meta;
+        let origin = origin_of(source, id, &meta);
+        let mut copies = self.checkpoints()?.sealed.into_iter().filter(|sealed| {
+            sealed.meta.taken_at == meta.taken_at
+                && origin_of(self, sealed.id, &sealed.meta) == origin
+        });
+        Ok(copies.next().map(|sealed| sealed.id))
     }
 
     /// Copies as [`Store::copy_to`], and lets `edit` change the description of each copy. `edit` must
-    /// leave the VM's RAM and disks as they are. Returns the report. Errors: those of
+    /// leave the VM's RAM and disks as they are. Other processes see `owner` as the holder of the
+    /// target's lock. Returns the report. Errors: those of
     /// [`Store::copy_to`].
     pub fn copy_edited(
         &self,
         target: &Self,
         ids: &BTreeSet<CheckpointId>,
+        owner: &str,
         edit: &dyn Fn(&mut Meta),
         progress: &mut dyn FnMut(CopyProgress),
     ) -> Result<CopyReport> {
-        self.copy_with(target, ids, Tuning::default(), edit, progress)
+        let how = CopyOptions { tuning: Tuning::default(), owner, edit };
+        self.copy_with(target, ids, &how, progress)
     }
 
     fn copy_with(
         &self,
         target: &Self,
         ids: &BTreeSet<CheckpointId>,
-        tuning: Tuning,
-        edit: &dyn Fn(&mut Meta),
+        how: &CopyOptions<'_>,
         progress: &mut dyn FnMut(CopyProgress),
     ) -> Result<CopyReport> {
         if self.id() == target.id() {
             return Err(Error::SameStore { object: target.path().display().to_string() });
         }
-        let writer = target.lock_writer_tuned("keyframe copy", tuning)?;
+        let writer = target.lock_writer_tuned(how.owner, how.tuning)?;
+        let edit = how.edit;
         // Under the lock no other process adds checkpoints.
         let listed = target.checkpoints()?.sealed;
         let mut there = There::default();
@@ -158,6 +174,14 @@ impl Store {
         copy.close()?;
         Ok(copy.report)
     }
+}
+
+/// The details of a copy.
+struct CopyOptions<'a> {
+    tuning: Tuning,
+    /// The holder of the target's lock, as other processes see it.
+    owner: &'a str,
+    edit: &'a dyn Fn(&mut Meta),
 }
 
 /// The origin of checkpoint `id` of `store`.

@@ -376,7 +376,7 @@ impl Error {
             Self::CommandLine(error) => return error.fix(),
             Self::ImageMissing { .. } => {
                 "the checkpoint's disk needs this image: if it has moved, name its new path \
-                 (restore, branch, commit: --image OLD=NEW); otherwise put it back where it was, or \
+                 (restore, branch, commit, bundle: --image OLD=NEW); otherwise put it back where it was, or \
                  make a symbolic link there that leads to it"
                     .into()
             }
@@ -403,7 +403,7 @@ impl Error {
             }
             Self::PathNotUtf8(_) => "name it through a symbolic link".into(),
             Self::MediumChanged(changed) if changed.change == FileChange::Missing => {
-                "if the file has moved, name its new path (restore, branch, commit: --image \
+                "if the file has moved, name its new path (restore, branch, commit, bundle: --image \
                  OLD=NEW); otherwise put it back"
                     .into()
             }

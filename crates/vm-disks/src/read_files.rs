@@ -87,6 +87,14 @@ pub fn describe(words: &[String], directory: &Path) -> Vec<ReadFile> {
     files
 }
 
+/// Returns the identities of the files of the changed line `words`, as [`describe`] does. A file that
+/// is in `known` keeps its identity.
+pub fn renewed(known: &[ReadFile], words: &[String], directory: &Path) -> Vec<ReadFile> {
+    let of_known = |file: &ReadFile| known.iter().find(|known| known.path == file.path).cloned();
+    let now = describe(words, directory).into_iter();
+    now.map(|file| of_known(&file).unwrap_or(file)).collect()
+}
+
 fn identity(named: &NamedFile, path: &Path) -> io::Result<ReadFile> {
     let text = path.to_str().ok_or(io::ErrorKind::InvalidInput)?;
     // Another kind of file may block when it is opened.
@@ -115,8 +123,7 @@ pub fn changed(files: &[ReadFile]) -> Vec<ChangedFile> {
 }
 
 fn change(then: &ReadFile) -> Option<FileChange> {
-    let named =
-        NamedFile { option: String::new(), path: String::new(), format: None, is_medium: false };
+    let named = NamedFile::default();
     let Ok(now) = identity(&named, Path::new(&then.path)) else { return Some(FileChange::Missing) };
     if now.len_bytes != then.len_bytes {
         return Some(FileChange::Length { then: then.len_bytes, now: now.len_bytes });
@@ -131,6 +138,29 @@ fn change(then: &ReadFile) -> Option<FileChange> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_medium_that_was_inserted_is_described_and_the_others_stay_as_they_were() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["kernel", "one", "two"] {
+            std::fs::write(dir.path().join(name), name).unwrap();
+        }
+        let words = |cd: &str| ["q", "-kernel", "kernel", "-cdrom", cd].map(str::to_owned);
+        let first = describe(&words("one"), dir.path());
+        std::fs::write(dir.path().join("kernel"), "another").unwrap();
+        let now = renewed(&first, &words("two"), dir.path());
+        let names = |files: &[ReadFile]| {
+            files
+                .iter()
+                .map(|file| file.path.rsplit('/').next().unwrap().to_owned())
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(
+            (names(&first), names(&now)),
+            (vec!["kernel".into(), "one".into()], vec!["kernel".into(), "two".into()])
+        );
+        assert_eq!(changed(&now).len(), 1, "the kernel has changed since the VM's start");
+    }
 
     #[test]
     fn changed_files_are_found_with_how() {

@@ -100,6 +100,10 @@ pub struct Analyze {
     /// The store that has its checkpoints [default: the one that the recording names]
     #[arg(long, value_name = "STORE")]
     store: Option<PathBuf>,
+    /// The QEMU binary for the replays, of the release that recorded [default: that binary, at its
+    /// path or in PATH]
+    #[arg(long, value_name = "PATH", conflicts_with_all = ["approximate", "follow"])]
+    qemu: Option<PathBuf>,
     #[command(flatten)]
     key: KeyArg,
     #[command(flatten)]
@@ -178,6 +182,7 @@ impl Analyze {
             captured: self.approximate.then(selection),
             store: self.store.as_deref().map(paths::absolute_store).transpose()?,
             key_file: None,
+            qemu: self.qemu.as_deref().map(paths::absolute).transpose()?,
             follow: self.follow,
             tries: self.tries,
         })

@@ -1,7 +1,7 @@
 //! `keyframe bundle`: one file with everything that a restore on another machine needs.
 
 use super::{MovedArg, StoreArg, changed_files};
-use crate::failure::{DONE, Failure, Outcome, USAGE, paths};
+use crate::failure::{DONE, Failure, Outcome, USAGE, WARNED, paths};
 use crate::output;
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_bundle::{BundleReport, BundleRequest, Progress, Step};
@@ -15,8 +15,9 @@ use std::path::{Path, PathBuf};
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "The bundle holds the VM's RAM and devices, its disks with the content of the images beneath them, and the kernel, firmware,
-CDs and read-only disks of its command line. The other machine needs only QEMU, and `keyframe import`. Equal pages and blocks
-are in it once. A group's checkpoint brings all its VMs.
+CDs and read-only disks of its command line. The other machine needs only QEMU with its own firmware, and `keyframe import`.
+Equal pages and blocks are in it once. A group's checkpoint brings all its VMs. The command warns (exit code 3) of options whose
+files are not in the bundle: -readconfig, -L, shared directories, secrets, TLS credentials.
 
 While the bundle is made, FILE.partial holds what is done; it and the bundle together need twice the space. A command that was
 interrupted goes on if you run it again. The bundle is a tar archive of a store: keyframe list --store FILE shows the checkpoint.
@@ -88,6 +89,7 @@ impl Bundle {
             output: &self.output,
             moved: &self.moved.image,
             left_out_as_now: self.left_out_as_now,
+            encrypted: self.encrypt,
             staging: &|path, exists| match (exists, self.encrypt) {
                 (true, _) => self.bundle_key.open(path),
                 (false, true) => self.bundle_key.init(path),
@@ -97,7 +99,7 @@ impl Bundle {
         let mut bar = Bar::new(self.quiet);
         let made = keyframe_bundle::write(&request, &mut |progress| bar.show(progress));
         bar.end();
-        let BundleReport { bundle_bytes, files, disks } = made.map_err(|e| {
+        let BundleReport { bundle_bytes, files, disks, left_behind } = made.map_err(|e| {
             let fix = match &e {
                 keyframe_bundle::Error::Store { source, .. } => fix_of_bundle(source),
                 _ => None,
@@ -123,15 +125,25 @@ impl Bundle {
                 paths::shell(self.output.file_name().unwrap_or_default().as_ref()),
             );
         }
-        Ok(DONE)
+        for option in &left_behind {
+            eprintln!(
+                "keyframe: warning: the bundle does not hold what {option} names: copy it to the same place \
+                 on the other machine"
+            );
+        }
+        Ok(if left_behind.is_empty() { DONE } else { WARNED })
     }
 
     /// Refuses to decrypt without being told, and a key that nothing is encrypted with.
     fn require_choice(&self, store: &Store) -> Result<(), Failure> {
         let refusal = |text: &str| Failure { code: USAGE, ..Failure::new(text) };
         if store.is_encrypted() && !self.encrypt && !self.plain {
-            return Err(refusal("the store is encrypted, and its bundle would not be")
-                .fix("add --encrypt, or --plain if anybody may read the bundle"));
+            return Err(refusal("the store is encrypted, and its bundle would not be").fix(
+                "add --encrypt; or --plain, if all who can read the file may know its content",
+            ));
+        }
+        if self.output == Path::new("-") {
+            return Err(refusal("a bundle is not written to standard output: name a file"));
         }
         if self.bundle_key.is_given() && !self.encrypt {
             return Err(refusal("a key was given for a bundle that is not to be encrypted")

@@ -26,7 +26,7 @@ const BUFFER_BYTES: usize = 1 << 20;
 --files, and the checkpoint names them there: keep that directory as long as the checkpoint. An import that was interrupted goes
 on if you run it again. A bundle that was imported before is not imported twice.
 
-A migration stream needs the command line of the QEMU that wrote it, without -incoming, behind --. Keyframe starts a QEMU with
+A migration stream needs the command line of the QEMU that wrote it, without -incoming, after two dashes. Keyframe starts a QEMU with
 it for a moment, to ask for the layout of its RAM. The guest does not run. Keyframe refuses streams made with multifd, compress,
 xbzrle, postcopy-ram, mapped-ram or x-ignore-shared.
 
@@ -79,10 +79,18 @@ impl Import {
             (false, false) => self.stream(&store),
             (true, false) => Err(usage(format!("{} is a bundle", self.file.display()))
                 .fix("leave out QEMU's command line: the bundle holds it")),
-            (false, true) => Err(usage(format!("{} is no bundle", self.file.display())).fix(
-                "if it is a migration stream, give the command line of the QEMU that wrote it: -- \
-                 qemu-system-x86_64 ...",
-            )),
+            (false, true) => {
+                let is_file = self.file != Path::new("-");
+                if is_file && let Err(e) = File::open(&self.file) {
+                    return Err(Failure::new(format!("open {}: {e}", self.file.display())));
+                }
+                let what =
+                    if is_file { "this is no bundle" } else { "a bundle is not read from a pipe" };
+                Err(usage(format!("{}: {what}", self.file.display())).fix(
+                    "name the file of a bundle; if it is a migration stream, give the command line of the \
+                     QEMU that wrote it: -- qemu-system-x86_64 ...",
+                ))
+            }
         }
     }
 
@@ -96,7 +104,7 @@ impl Import {
         })?;
         let bundle = Bundle::of(opened)?;
         let folder = match &self.files {
-            Some(folder) => folder.clone(),
+            Some(folder) => crate::failure::paths::absolute(folder)?,
             None => store.local_folder().map_err(|e| self.store.failure(&e))?.join("imported"),
         };
         let mut bar = Bar::new(self.quiet);

@@ -19,6 +19,10 @@ pub struct RecordedArgs {
     store: Option<PathBuf>,
     #[command(flatten)]
     key: KeyArg,
+    /// The QEMU binary for the replays, of the release that recorded [default: that binary, at its
+    /// path or in PATH]
+    #[arg(long, value_name = "PATH")]
+    qemu: Option<PathBuf>,
     /// Replays at a time [default: one for each core]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1024))]
     pub jobs: Option<u64>,
@@ -28,7 +32,10 @@ impl RecordedArgs {
     /// Opens it.
     pub fn open(&self) -> Result<ReplayableRecording, Failure> {
         let words = ReplayWords::default();
-        Ok(ReplayableRecording::open(&self.recording, self.store.as_deref(), &self.key, &words)?)
+        let store = self.store.as_deref();
+        let mut opened = ReplayableRecording::open(&self.recording, store, &self.key, &words)?;
+        opened.find_qemu(self.qemu.as_deref())?;
+        Ok(opened)
     }
 
     /// Reads what the guest wrote to its console. The first call replays the recording for it, with

@@ -56,6 +56,10 @@ pub struct Segment {
     /// A checkpoint each N instructions, a million at least
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1_000_000..))]
     every_instructions: Option<u64>,
+    /// The QEMU binary for the replay, of the release that recorded [default: that binary, at its
+    /// path or in PATH]
+    #[arg(long, value_name = "PATH", conflicts_with = "follow")]
+    qemu: Option<PathBuf>,
     /// Follow a recording that is still being made
     #[arg(long)]
     follow: bool,
@@ -117,16 +121,10 @@ impl Segment {
 
     /// The recording with the store for its checkpoints, which has its first one.
     fn source(&self) -> Result<ReplayableRecording, Failure> {
-        let Some(place) = &self.store else {
-            return Ok(ReplayableRecording::open(
-                &self.recording,
-                None,
-                &self.key,
-                &ReplayWords::default(),
-            )?);
-        };
-        let mut source =
-            ReplayableRecording::open(&self.recording, None, &self.key, &ReplayWords::default())?;
+        let words = ReplayWords::default();
+        let mut source = ReplayableRecording::open(&self.recording, None, &self.key, &words)?;
+        source.find_qemu(self.qemu.as_deref())?;
+        let Some(place) = &self.store else { return Ok(source) };
         let store = self.key.open(place).map_err(|e| Failure::store(&e, place))?;
         if store.id() != source.store.id() {
             copy_checkpoints(

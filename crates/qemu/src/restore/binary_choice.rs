@@ -15,10 +15,10 @@
 //!
 //! A replay needs the same release: its code executes the same path.
 
-use super::RestoreSource;
 use crate::binary::{self, QemuIdentity, release, series};
 use crate::error::VersionProblem;
 use crate::{Error, Result};
+use keyframe_machine::MachineSpec;
 use keyframe_qemu_cmdline::options;
 use std::path::{Path, PathBuf};
 
@@ -45,12 +45,13 @@ pub(super) struct ChosenBinary {
     pub note: Option<String>,
 }
 
-/// Finds the binary: `chosen`, or else the checkpoint's.
+/// Finds the binary: `chosen`; or else the checkpoint's, at its path or anywhere in `PATH`; or else
+/// another one of its name.
 ///
 /// Errors: [`Error::Binary`] if there is none; [`Error::DifferentVersion`] if its version cannot
 /// load the checkpoint.
 pub(super) fn choose(
-    source: &RestoreSource,
+    machine: &MachineSpec,
     chosen: Option<&Path>,
     accepted: Accepted,
 ) -> Result<ChosenBinary> {
@@ -63,43 +64,44 @@ pub(super) fn choose(
             })?;
             binary::find(name)?
         }
-        None => binary::find(&source.machine.binary_path).map_err(|e| match e {
-            Error::Binary { path, reason, .. } => Error::Binary {
-                path,
-                reason,
-                fix: format!(
-                    "install QEMU {} or later, or name it with --qemu PATH",
-                    source.machine.vmm_version
-                ),
-            },
-            other => other,
-        })?,
+        None => own_place(machine, accepted)?,
     };
-    let known = QemuIdentity {
-        path: path.clone(),
-        version: source.machine.vmm_version.clone(),
-        blake3: source.machine.binary_blake3.clone(),
+    let identify = |path: &Path| {
+        let known = QemuIdentity {
+            path: path.to_owned(),
+            version: machine.vmm_version.clone(),
+            blake3: machine.binary_blake3.clone(),
+        };
+        QemuIdentity::of_known(path, &known)
     };
-    let identity = QemuIdentity::of_known(&path, &known)?;
-    let (expected, found) = (&source.machine.vmm_version, &identity.version);
-    let machine_type = &source.machine.machine_type;
+    let (mut path, mut identity) = (path.clone(), identify(&path)?);
+    // The binary was replaced, and may be at another place of PATH.
+    if chosen.is_none()
+        && identity.blake3 != machine.binary_blake3
+        && let Some(same) = binary::find_same(&path, &machine.binary_blake3)
+    {
+        identity = identify(&same)?;
+        path = same;
+    }
+    let (expected, found) = (&machine.vmm_version, &identity.version);
+    let machine_type = &machine.machine_type;
     let age = match compare(expected, found, accepted) {
         Ok(age) => age,
-        Err(problem) => return Err(refusal(path, source, identity.version, problem)),
+        Err(problem) => return Err(refusal(path, machine, identity.version, problem)),
     };
     if age == Age::LaterSeries {
         let known = binary::machine_types(&path)?;
         if let Err(problem) = require_versioned(machine_type, &known) {
-            return Err(refusal(path, source, identity.version, problem));
+            return Err(refusal(path, machine, identity.version, problem));
         }
     }
-    let same = identity.blake3 == source.machine.binary_blake3;
+    let same = identity.blake3 == machine.binary_blake3;
     let shown = path.display();
     let note = match age {
         Age::LaterSeries => Some(format!(
             "{shown} is QEMU {found}, and the checkpoint was taken from QEMU {expected}: QEMU loads \
              the state of machine type {machine_type} as it does for a migration{}",
-            unversioned_cpu(source).map_or(String::new(), |cpu| format!(
+            unversioned_cpu(machine).map_or(String::new(), |cpu| format!(
                 "; -cpu {cpu} may have other features there than the guest found when it booted"
             ))
         )),
@@ -113,8 +115,44 @@ pub(super) fn choose(
     Ok(ChosenBinary { path, is_later: age == Age::LaterSeries, note })
 }
 
-fn refusal(path: PathBuf, source: &RestoreSource, found: String, problem: VersionProblem) -> Error {
-    let expected = source.machine.vmm_version.clone();
+/// Returns the absolute path of the binary for replays of a VM that `recorded` recorded: `chosen`, or
+/// else that binary, at its path or anywhere in `PATH`, or another one of its name and release.
+///
+/// Errors: [`Error::Binary`] if there is none; [`Error::DifferentVersion`] for another release.
+pub fn replay_binary(recorded: &QemuIdentity, chosen: Option<&Path>) -> Result<PathBuf> {
+    let machine = MachineSpec {
+        binary_path: recorded.path.to_string_lossy().into_owned(),
+        vmm_version: recorded.version.clone(),
+        binary_blake3: recorded.blake3.clone(),
+        ..MachineSpec::default()
+    };
+    Ok(choose(&machine, chosen, Accepted::Release)?.path)
+}
+
+/// Returns the binary of the checkpoint, or one of its file name in `PATH` if it is gone: the same one,
+/// or any other.
+fn own_place(machine: &MachineSpec, accepted: Accepted) -> Result<PathBuf> {
+    let own = &machine.binary_path;
+    let missing = match binary::find(own) {
+        Err(missing @ Error::Binary { .. }) => missing,
+        other => return other,
+    };
+    if let Some(same) = binary::find_same(Path::new(own), &machine.binary_blake3) {
+        return Ok(same);
+    }
+    let name = Path::new(own).file_name().and_then(|name| name.to_str());
+    if let Some(Ok(other)) = name.map(binary::find) {
+        return Ok(other);
+    }
+    let Error::Binary { path, reason, .. } = missing else { return Err(missing) };
+    let later = if accepted == Accepted::LaterSeries { " or later" } else { "" };
+    let version = &machine.vmm_version;
+    let fix = format!("install QEMU {version}{later}, or name it with --qemu PATH");
+    Err(Error::Binary { path, reason, fix })
+}
+
+fn refusal(path: PathBuf, machine: &MachineSpec, found: String, problem: VersionProblem) -> Error {
+    let expected = machine.vmm_version.clone();
     Error::DifferentVersion { path, expected, found, problem: Box::new(problem) }
 }
 
@@ -166,8 +204,8 @@ fn require_versioned(
 }
 
 /// The processor model of the command line, if each QEMU gives it features of its own.
-fn unversioned_cpu(source: &RestoreSource) -> Option<String> {
-    let line = options::parse(source.machine.user_command.get(1..)?).ok()?;
+fn unversioned_cpu(machine: &MachineSpec) -> Option<String> {
+    let line = options::parse(machine.user_command.get(1..)?).ok()?;
     let cpu = line.iter().rfind(|argument| argument.name() == "cpu")?;
     let model = cpu.value().split(',').next()?;
     matches!(model, "max" | "host").then(|| model.to_owned())

@@ -86,7 +86,7 @@ impl Plan {
                 (None, false) => Accepted::Series,
                 (None, true) => Accepted::LaterSeries,
             };
-            binary_choice::choose(&source, qemu.as_deref(), accepted)?
+            binary_choice::choose(&source.machine, qemu.as_deref(), accepted)?
         };
         notes.extend(binary.note);
         let added_by_user = check_added(extra)?;
@@ -169,6 +169,14 @@ impl Plan {
     /// Returns notes for the user about differences between the restored VM and the checkpoint's.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Returns the logarithm of the nanoseconds that each instruction of a replay takes (`-icount
+    /// shift`); `None` if this is no replay.
+    pub(super) fn replay_shift(&self) -> Option<u32> {
+        self.replays?;
+        let icount = self.arguments.iter().rfind(|argument| argument.name() == "icount")?;
+        options::value_of(&options::keys(icount.value(), "shift"), "shift")?.parse().ok()
     }
 
     /// Returns the accelerator of the command line; `None` if the line leaves QEMU a choice.

@@ -15,9 +15,13 @@
 //! again.
 //!
 //! QEMU loads only pages in which "before" and the target differ. It resets the machine on the way,
-//! which may write to RAM too, so all of RAM is compared with the target before the VM runs. Pages
-//! that still differ are written into QEMU's memory: a second load while the VM stands still can
-//! crash QEMU. RAM is then compared once more.
+//! which may write to RAM too. The tracker reports those pages, and all that may differ from the
+//! target are compared with it before the VM runs ([`ram`]). Pages that still differ are written into
+//! QEMU's memory: a second load while the VM stands still can crash QEMU. RAM is then compared once
+//! more.
+//!
+//! "after" is captured while the VM stands, and sealed while it runs. While the VM stands, all threads
+//! of the engine have a raised priority, also the encoder's, for which the VM waits.
 //!
 //! Invariants: the VM runs only as exactly the target, or as exactly what it was. The run goes on:
 //! "after" is one more of its checkpoints, with the target as its parent, and holds what was
@@ -29,29 +33,30 @@
 //!
 //! Left out: groups, libvirt.
 
+mod ram;
+
+use self::ram::differing;
 use super::super::session_vm::SessionVm;
 use super::{
     CheckpointReason, Duration, Engine, EngineMessage, EngineResponse, Error, Event, Instant,
     LOOK_EVERY, NotCaptured, Result, Taker, channel, with_fix,
 };
-use crate::control::{RolledBack, VmState};
-use crate::error::{CheckpointError, MachineDifference, RollbackError};
+use crate::control::{RollbackPhases, RolledBack, VmState};
+use crate::error::{CheckpointError, CheckpointFailure, MachineDifference, RollbackError};
 use crate::event::{Step, tell_failed};
 use keyframe_capture::BoxError;
-use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_qemu::line_difference;
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
-use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
+use keyframe_units::elapsed_ns;
 use keyframe_vm_disks::restored::are_same;
-use keyframe_vmm::{RollbackTarget, RunState};
-use std::sync::mpsc::TryRecvError;
+use keyframe_vmm::RunState;
+use std::sync::mpsc::{Receiver, TryRecvError};
 
 /// The longest time until a checkpoint is sealed.
 pub(super) const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
-/// How often RAM is compared at most. The last comparison finds no difference.
-const COMPARISONS: u32 = 3;
-/// Pages that are compared at once: 16 MiB.
-const BATCH_PAGES: u64 = 4096;
+
+/// Gets the number of a captured checkpoint once it is sealed, or the reason why it is not.
+type SealedLater = Receiver<Result<CheckpointId, CheckpointFailure>>;
 
 /// A failed rollback, and the state of the VM.
 enum FailedRollback {
@@ -104,10 +109,14 @@ impl Engine<'_> {
         let began = Instant::now();
         self.check_vm(target)?;
         let former = self.run_state()?;
+        self.rollback_phases = RollbackPhases::default();
+        let raised = keyframe_kernel::priority::RaisedThreads::raise();
         let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
+        self.rollback_phases.pause_ns = elapsed_ns(began);
         self.step();
+        self.stays_raised = true;
         let gone = self.go_back(target, &former);
-        keyframe_kernel::priority::lower_current_thread();
+        self.stays_raised = false;
         let gone = match gone {
             Err(FailedRollback::Lost { why, again }) => {
                 self.given_up = true;
@@ -120,20 +129,24 @@ impl Engine<'_> {
             }
             Ok(gone) => Ok(gone),
         };
+        let resuming = Instant::now();
         self.vm()?.end_standstill().map_err(step("resume the VM"))?;
         let target_stands = self.vm()?.vm().stands_in(&target.device_state);
         let stood_by_itself = !was_running && !target_stands && VmState::stands_by_itself(&former);
         if stood_by_itself && gone.is_ok() {
             self.vm()?.vm_mut().resume().map_err(|e| step("resume the VM")(e.into()))?;
         }
+        self.rollback_phases.resume_ns = elapsed_ns(resuming);
         let stood_ns = elapsed_ns(began);
+        drop(raised);
         let is_to_run = (was_running && !target_stands) || stood_by_itself;
         // Newer QEMUs keep a VM asleep that slept.
         let stands = self.run_state().is_ok_and(|now| VmState::stands_by_itself(&now));
         let runs = is_to_run && !stands;
         self.look();
-        let (before, now, pages) = gone?;
+        let (before, after, pages) = gone?;
         self.tell(&Event::RolledBack { vm: self.name.clone(), checkpoint: target.id });
+        let now = after.and_then(|sealed| self.wait_for_seal(&sealed).ok());
         Ok(RolledBack {
             vm: self.name.clone(),
             checkpoint: target.id.0,
@@ -141,6 +154,7 @@ impl Engine<'_> {
             now: now.map(|id| id.0),
             pages,
             stood_ns,
+            phases: self.rollback_phases,
             runs,
         })
     }
@@ -231,14 +245,17 @@ impl Engine<'_> {
         Ok(target)
     }
 
-    /// Puts the paused VM back to `target`; its run state was `former`. Returns the checkpoints
-    /// before and after, and how many pages were written.
+    /// Puts the paused VM back to `target`; its run state was `former`. Returns the checkpoint
+    /// before, the one after, which is not sealed yet, and how many pages were written.
     fn go_back(
         &mut self,
         target: &LoadedCheckpoint,
         former: &RunState,
-    ) -> Result<(CheckpointId, Option<CheckpointId>, u64), FailedRollback> {
-        let before = self.capture_and_seal().map_err(FailedRollback::Unharmed)?;
+    ) -> Result<(CheckpointId, Option<SealedLater>, u64), FailedRollback> {
+        let began = Instant::now();
+        let before = self.capture_for_rollback().and_then(|sealed| self.wait_for_seal(&sealed));
+        let before = before.map_err(FailedRollback::Unharmed)?;
+        self.rollback_phases.before_ns = elapsed_ns(began);
         let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
         let before = self.store.load(before).map_err(load_failed)?;
         // The checkpoint before has the changes of the machine until now.
@@ -290,8 +307,10 @@ impl Engine<'_> {
         self.came_from = Some((target.id, self.rollbacks));
         // If this checkpoint fails, an event tells it, and the next one is the first after the
         // rollback.
-        let now = self.capture_and_seal().ok();
-        Ok((before.id, now, pages.len() as u64))
+        let began = Instant::now();
+        let after = self.capture_for_rollback().ok();
+        self.rollback_phases.after_ns = elapsed_ns(began);
+        Ok((before.id, after, pages.len() as u64))
     }
 
     /// If the VM of `target` stood still, this one does so from now on. Its firmware ran for a
@@ -326,11 +345,16 @@ impl Engine<'_> {
         }
     }
 
-    /// Takes a checkpoint of the paused VM and waits until it is sealed.
-    fn capture_and_seal(&mut self) -> Result<CheckpointId, RollbackError> {
+    /// Captures a checkpoint of the paused VM.
+    fn capture_for_rollback(&mut self) -> Result<SealedLater, RollbackError> {
         let seq = self.capture(CheckpointReason::Rollback, None, None)?;
         let (sender, sealed) = channel();
         self.takers.insert(seq, Taker::Engine(sender));
+        Ok(sealed)
+    }
+
+    /// Waits until a captured checkpoint is sealed.
+    fn wait_for_seal(&mut self, sealed: &SealedLater) -> Result<CheckpointId, RollbackError> {
         self.handle_reports_until(|_| match sealed.try_recv() {
             Ok(Ok(id)) => Some(Ok(id)),
             Ok(Err(failure)) => Some(Err(NotCaptured::from(failure).into())),
@@ -362,72 +386,6 @@ impl Engine<'_> {
             }
         }
     }
-
-    /// Loads the devices and `pages` of `to`, and writes all further pages that then differ. Adds
-    /// these to `pages`.
-    fn become_checkpoint(
-        &mut self,
-        to: &LoadedCheckpoint,
-        pages: &mut Vec<PageIndex>,
-    ) -> Result<(), RollbackError> {
-        let guest = Guest::choose(to, None).map_err(Error::from)?;
-        let source = StoredPages::new(to, &guest);
-        let target = RollbackTarget {
-            machine_type: &to.meta.machine.machine_type,
-            layout: &to.meta.ram,
-            ram: &source,
-            pages: &in_use(&to.meta.ram, pages),
-            device_state: &to.device_state,
-        };
-        let directory =
-            self.store.local_folder().map_err(|e| Error::store(self.store.path(), e))?;
-        let file = tempfile::tempfile_in(&directory)
-            .map_err(|e| Error::file("make a temporary file in", &directory, e))?;
-        self.vm()?.vm_mut().roll_back(&target, file).map_err(Error::from)?;
-        self.keep_still()?;
-        let mut wrong = 0;
-        for _ in 0..COMPARISONS {
-            let others = self.write_wrong_pages(to)?;
-            self.keep_still()?;
-            if others.is_empty() {
-                pages.sort_unstable();
-                pages.dedup();
-                return Ok(());
-            }
-            wrong = others.len() as u64;
-            pages.extend(others);
-        }
-        Err(RollbackError::PagesDiffer { pages: wrong, checkpoint: to.id })
-    }
-
-    /// Writes the pages in which the paused VM differs from `to`, and returns them.
-    fn write_wrong_pages(&self, to: &LoadedCheckpoint) -> Result<Vec<PageIndex>, RollbackError> {
-        let reader = self.copying.strategies.ram().ok_or(Error::NoVm)?;
-        let layout = &to.meta.ram;
-        let mut wrong = Vec::new();
-        let (mut here, mut there) = (Vec::new(), Vec::new());
-        for number in 0..layout.blocks().len() {
-            let mut left = used(layout, number);
-            while left.len_pages > 0 {
-                let range = PageRange::new(left.first, left.len_pages.min(BATCH_PAGES));
-                left = PageRange::new(range.end(), left.len_pages - range.len_pages);
-                for image in [&mut here, &mut there] {
-                    image.clear();
-                    image.resize(usize::try_from(range.len_bytes()).unwrap_or(0), 0);
-                }
-                reader.read(&[range], &mut here).map_err(step("read the VM's RAM"))?;
-                let pages = there.as_chunks_mut::<PAGE_BYTES>().0;
-                to.read_into(range.first, pages).map_err(|e| Error::store(self.store.path(), e))?;
-                let pairs = here.as_chunks().0.iter().zip(there.as_chunks().0);
-                for (page, (_, right)) in range.iter().zip(pairs).filter(|(_, (a, b))| a != b) {
-                    let written = self.copying.strategies.write_page(page, right);
-                    written.map_err(step("write the VM's RAM"))?;
-                    wrong.push(page);
-                }
-            }
-        }
-        Ok(wrong)
-    }
 }
 
 fn another(checkpoint: CheckpointId, difference: MachineDifference) -> RollbackError {
@@ -437,23 +395,4 @@ fn another(checkpoint: CheckpointId, difference: MachineDifference) -> RollbackE
 /// Makes a [`RollbackError::Step`] of the error of `operation`.
 fn step(operation: &'static str) -> impl Fn(BoxError) -> RollbackError {
     move |source| RollbackError::Step { operation, source }
-}
-
-/// The pages of a block that are in use.
-fn used(layout: &RamLayout, number: usize) -> PageRange {
-    let used_bytes = layout.blocks().get(number).map_or(0, |block| block.used_bytes);
-    PageRange::new(layout.pages_of(number).first, used_bytes / PAGE_BYTES as u64)
-}
-
-/// Returns those of `pages` that lie in the used part of their RAM block.
-fn in_use(layout: &RamLayout, pages: &[PageIndex]) -> Vec<PageIndex> {
-    let ranges: Vec<_> = (0..layout.blocks().len()).map(|number| used(layout, number)).collect();
-    let is_used = |page: &PageIndex| ranges.iter().any(|r| r.first <= *page && *page < r.end());
-    pages.iter().copied().filter(is_used).collect()
-}
-
-/// The pages in which two checkpoints of one page space differ, in ascending order.
-fn differing(a: &LoadedCheckpoint, b: &LoadedCheckpoint) -> Vec<PageIndex> {
-    let pages = (0..a.meta.ram.len_pages()).map(PageIndex);
-    pages.filter(|page| a.page_ref(*page) != b.page_ref(*page)).collect()
 }

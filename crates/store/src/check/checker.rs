@@ -155,7 +155,8 @@ impl Check<'_> {
         for hash in self.inner.bundled_files()? {
             let name = layout::bundled_file(&hash.to_hex());
             if read_data
-                && let Err(error) = self.inner.read_bundled_file(&hash, None, &mut std::io::sink())
+                && let Err(error) =
+                    self.inner.read_bundled_file(&hash, None, &mut std::io::sink(), &mut |_| ())
             {
                 let (object, problem) = explain(self.inner, &name, error);
                 self.damage(object, problem, ids.to_vec());
