@@ -13,6 +13,7 @@
 //! QEMU says what blocks a migration.
 
 use crate::{Error, Qmp, Result, stateless, unsavable};
+use keyframe_machine::Processor;
 use keyframe_qemu_cmdline::is_served;
 use keyframe_qemu_cmdline::options::{
     Argument, devices as devices_of_line, global_property, value_of,
@@ -55,16 +56,16 @@ impl<'a> Disks<'a> {
     }
 }
 
-/// Returns all findings about the machine behind `qmp`, whose type is `machine_type`.
+/// Returns all findings about the machine behind `qmp`, with its processor and its type.
 ///
 /// The disks behind the nodes `minded` are captured already: they cause no finding.
 pub(crate) fn audit(
     qmp: &mut Qmp,
-    machine_type: &str,
+    (processor, machine_type): (Processor, &str),
     (disks, minded): (Disks<'_>, &[String]),
 ) -> Result<Vec<AuditFinding>> {
     let mut found = Vec::new();
-    machine(machine_type, &mut found);
+    machine(processor, machine_type, &mut found);
     let blocks = qmp.execute("query-block", None)?;
     match blocks.as_array() {
         Some(blocks) => blocks.iter().for_each(|block| drive(block, (disks, minded), &mut found)),
@@ -213,13 +214,11 @@ fn warned(
     AuditFinding { severity: Severity::Warning, ..refused(subject, reason, fix) }
 }
 
-fn machine(machine_type: &str, found: &mut Vec<AuditFinding>) {
-    let known = ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p))
-        || machine_type == "microvm";
-    if !known {
+fn machine(processor: Processor, machine_type: &str, found: &mut Vec<AuditFinding>) {
+    if !processor.knows_machine(machine_type) {
         found.push(warned(
             format!("machine type {machine_type}"),
-            "Keyframe is tested with pc, q35 and microvm only",
+            format!("Keyframe is tested with {} only", processor.machine_names()),
             "choose one of those with -machine",
         ));
     }
@@ -532,7 +531,7 @@ mod tests {
 
     #[test]
     fn an_unknown_machine_is_a_warning() {
-        assert_eq!(of(|f| machine("pc-q35-7.2", f)), []);
-        assert_eq!(of(|f| machine("isapc", f))[0].severity, Severity::Warning);
+        assert_eq!(of(|f| machine(Processor::X86_64, "pc-q35-7.2", f)), []);
+        assert_eq!(of(|f| machine(Processor::X86_64, "isapc", f))[0].severity, Severity::Warning);
     }
 }

@@ -152,8 +152,10 @@ impl Prepared {
     pub fn refusals(&mut self, disks: Option<&Path>) -> Result<Vec<AuditFinding>> {
         let qmp = self.qmp.as_mut().ok_or_else(activated_twice)?;
         let machine_type = machine_type(qmp)?;
+        let processor = self.plan.as_ref().map(|plan| plan.source.machine.processor);
+        let machine = (processor.unwrap_or_default(), &*machine_type);
         let disks = audit::Disks::of_server(disks);
-        let mut found = audit::audit(qmp, &machine_type, (disks, &[]))?;
+        let mut found = audit::audit(qmp, machine, (disks, &[]))?;
         found.retain(|finding| finding.severity != Severity::Warning);
         Ok(found)
     }

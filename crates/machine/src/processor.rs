@@ -1,0 +1,140 @@
+//! The processors that guests have: what depends on them, one file for each.
+
+mod aarch64;
+mod riscv64;
+mod x86_64;
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// The kind of a guest's processor.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "snake_case")]
+pub enum Processor {
+    /// x86 with 64 bits.
+    #[default]
+    #[serde(rename = "x86_64")]
+    X86_64,
+    /// ARM with 64 bits.
+    Aarch64,
+    /// RISC-V with 64 bits.
+    Riscv64,
+}
+
+/// What depends on the kind of processor.
+#[derive(Debug)]
+struct Properties {
+    /// The name of QEMU's target: `qemu-system-NAME`.
+    name: &'static str,
+    /// The `e_machine` of its ELF files.
+    elf_machine: u16,
+    /// The first letters of the types of machines that Keyframe is tested with.
+    known_machines: &'static [&'static str],
+    /// The names of these machines in a sentence.
+    machine_names: &'static str,
+    /// Whether QEMU's machines have timers (HPET) that a recording turns off, unless they are of
+    /// the type `microvm`.
+    has_hpet: bool,
+    /// The first words of the line on which the monitor's `info registers` shows the instruction
+    /// pointer.
+    instruction_pointer: &'static [&'static str],
+    /// The general registers, with the stack pointer, as QEMU's gdbstub tells them before the
+    /// instruction pointer, all of 64 bits.
+    gdb_general: usize,
+}
+
+impl Processor {
+    /// All kinds.
+    pub const ALL: [Self; 3] = [Self::X86_64, Self::Aarch64, Self::Riscv64];
+
+    fn properties(self) -> &'static Properties {
+        match self {
+            Self::X86_64 => &x86_64::PROPERTIES,
+            Self::Aarch64 => &aarch64::PROPERTIES,
+            Self::Riscv64 => &riscv64::PROPERTIES,
+        }
+    }
+
+    /// Returns the kind with this name, as QEMU's `query-target` tells it; `None` for others.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|one| one.name() == name)
+    }
+
+    /// Returns its name: `x86_64`, `aarch64`, `riscv64`.
+    pub fn name(self) -> &'static str {
+        self.properties().name
+    }
+
+    /// Returns the number of its ELF files (`e_machine`).
+    pub fn elf_machine(self) -> u16 {
+        self.properties().elf_machine
+    }
+
+    /// Returns true if Keyframe is tested with machines of the type `machine_type`, whose aliases
+    /// are resolved.
+    pub fn knows_machine(self, machine_type: &str) -> bool {
+        self.properties().known_machines.iter().any(|known| machine_type.starts_with(known))
+    }
+
+    /// Returns the names of the machines that Keyframe is tested with, for a sentence.
+    pub fn machine_names(self) -> &'static str {
+        self.properties().machine_names
+    }
+
+    /// Returns true if QEMU's machines, other than `microvm`, have an HPET.
+    pub fn has_hpet(self) -> bool {
+        self.properties().has_hpet
+    }
+
+    /// Returns true if it has SSE, whose exception flags QEMU does not save.
+    pub fn has_sse(self) -> bool {
+        self == Self::X86_64
+    }
+
+    /// Returns true if QEMU tells which features of its model a processor lacks. A processor under
+    /// TCG lacks none otherwise.
+    pub fn tells_lacking_features(self) -> bool {
+        self == Self::X86_64
+    }
+
+    /// Returns true if `line` of the monitor's `info registers` shows the instruction pointer.
+    pub fn shows_instruction_pointer(self, line: &str) -> bool {
+        let line = line.trim_start();
+        self.properties().instruction_pointer.iter().any(|word| line.starts_with(word))
+    }
+
+    /// Returns how many registers of 64 bits QEMU's gdbstub tells before the instruction pointer:
+    /// the general ones, with the stack pointer.
+    pub fn gdb_general_registers(self) -> usize {
+        self.properties().gdb_general
+    }
+
+    /// True for [`Processor::X86_64`], which the JSON of a [`MachineSpec`](crate::MachineSpec)
+    /// leaves out.
+    #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+    pub(crate) fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl fmt::Display for Processor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_qemu_and_of_checkpoints() {
+        for one in Processor::ALL {
+            assert_eq!(Processor::named(one.name()), Some(one));
+            assert_eq!(serde_json::to_value(one).unwrap(), one.name());
+        }
+        assert_eq!(Processor::named("arm"), None);
+    }
+}
