@@ -88,6 +88,12 @@ impl Processor {
         self.properties().has_hpet
     }
 
+    /// Returns true if KVM of the hosts that Keyframe runs on, x86-64, executes its instructions.
+    /// Guests of other processors run under TCG.
+    pub fn has_kvm(self) -> bool {
+        self == Self::X86_64
+    }
+
     /// Returns true if it has SSE, whose exception flags QEMU does not save.
     pub fn has_sse(self) -> bool {
         self == Self::X86_64

@@ -216,7 +216,9 @@ fn start_with(plan: &mut Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Res
     plan.pin_accelerator(device_state)?;
     let crossing = Crossing::of(plan, device_state)?;
     let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
-    let counted = plan.counts.then(|| stream::count_instructions(device_state)).transpose()?;
+    let processor = plan.source.machine.processor;
+    let counted = plan.counts.then(|| stream::count_instructions(device_state, processor));
+    let counted = counted.transpose()?;
     let device_state = counted.as_deref().unwrap_or(device_state);
     let mut starting = Starting::new(plan, ram, started)?;
     let state = StateFile::new(&plan.arguments)?;

@@ -417,6 +417,9 @@ impl Vm {
     /// Returns the features of the processor model that the guest does not have, because the
     /// accelerator or the host lacks them. Error: QEMU does not answer.
     pub fn cpu_lacks(&mut self) -> Result<Vec<String>> {
+        if !self.processor()?.tells_lacking_features() {
+            return Ok(Vec::new());
+        }
         accelerator_check::lacking(&mut self.qmp)
     }
 

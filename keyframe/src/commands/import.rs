@@ -116,7 +116,7 @@ impl Import {
             Some(error) => self.store.failure(&error),
             None => Failure::qemu(&e.into()),
         })?;
-        if let Ok(cpus) = cpu_registers(&device_state)
+        if let Ok(cpus) = cpu_registers(&device_state, machine.processor)
             && cpus.len() != machine.vcpus as usize
         {
             return Err(another("processors", &cpus.len().to_string(), &machine.vcpus.to_string()));
