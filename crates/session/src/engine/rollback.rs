@@ -210,6 +210,7 @@ impl Engine<'_> {
         let target = self.store.load(id).map_err(store_failure)?;
         let (here, there) = (self.meta.machine(), &target.meta.machine);
         let pairs = [
+            ("processor", here.processor.to_string(), there.processor.to_string()),
             ("machine type", here.machine_type.clone(), there.machine_type.clone()),
             ("QEMU", here.vmm_version.clone(), there.vmm_version.clone()),
             ("number of processors", here.vcpus.to_string(), there.vcpus.to_string()),
