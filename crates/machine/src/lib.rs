@@ -25,7 +25,7 @@ mod vmm_kind;
 
 pub use accelerator::Accelerator;
 pub use lineage::Lineage;
-pub use processor::Processor;
+pub use processor::{Delivery, Processor};
 pub use ram_source::{RamSource, read_ascending};
 pub use recording::RecordingPosition;
 pub use spec::{MachineSpec, ReadFile};

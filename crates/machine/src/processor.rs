@@ -43,6 +43,21 @@ struct Properties {
     /// The general registers, with the stack pointer, as QEMU's gdbstub tells them before the
     /// instruction pointer, all of 64 bits.
     gdb_general: usize,
+    /// How the processor takes interrupts and exceptions.
+    delivery: Delivery,
+}
+
+/// How a processor takes interrupts and exceptions.
+#[derive(Clone, Copy, Debug)]
+pub struct Delivery {
+    /// The most bytes of an instruction that `after_instruction` looks at.
+    pub code_bytes: usize,
+    /// Returns the length in bytes of the instruction with this code if the processor waits for an
+    /// interrupt at its end, or takes an exception; `None` for others.
+    pub after_instruction: fn(code: &[u8]) -> Option<u64>,
+    /// True if the processor writes a frame to the stack, and so changes the stack pointer. Else it
+    /// changes registers alone.
+    pub writes_frame: bool,
 }
 
 impl Processor {
@@ -117,6 +132,11 @@ impl Processor {
         self.properties().gdb_general
     }
 
+    /// Returns how it takes interrupts and exceptions.
+    pub fn delivery(self) -> Delivery {
+        self.properties().delivery
+    }
+
     /// True for [`Processor::X86_64`], which the JSON of a [`MachineSpec`](crate::MachineSpec)
     /// leaves out.
     #[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
@@ -142,5 +162,27 @@ mod tests {
             assert_eq!(serde_json::to_value(one).unwrap(), one.name());
         }
         assert_eq!(Processor::named("arm"), None);
+    }
+
+    #[test]
+    fn instructions_with_deliveries_are_known() {
+        let len =
+            |processor: Processor, code: &[u8]| (processor.delivery().after_instruction)(code);
+        assert_eq!(len(Processor::X86_64, &[0xf4, 0, 0]), Some(1));
+        assert_eq!(len(Processor::X86_64, &[0xcd, 0x80]), Some(2));
+        assert_eq!(len(Processor::X86_64, &[0x0f, 0x05]), None);
+        // wfi, svc #3, brk #0x800, ret
+        assert_eq!(len(Processor::Aarch64, &0xd503_207f_u32.to_le_bytes()), Some(4));
+        assert_eq!(len(Processor::Aarch64, &0xd400_0061_u32.to_le_bytes()), Some(4));
+        assert_eq!(len(Processor::Aarch64, &0xd421_0000_u32.to_le_bytes()), Some(4));
+        assert_eq!(len(Processor::Aarch64, &0xd65f_03c0_u32.to_le_bytes()), None);
+        // wfi, ecall, c.ebreak, ret
+        assert_eq!(len(Processor::Riscv64, &0x1050_0073_u32.to_le_bytes()), Some(4));
+        assert_eq!(len(Processor::Riscv64, &0x0000_0073_u32.to_le_bytes()), Some(4));
+        assert_eq!(len(Processor::Riscv64, &0x9002_u16.to_le_bytes()), Some(2));
+        assert_eq!(len(Processor::Riscv64, &0x0000_8067_u32.to_le_bytes()), None);
+        for processor in Processor::ALL {
+            assert_eq!(len(processor, &[]), None);
+        }
     }
 }

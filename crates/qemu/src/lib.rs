@@ -73,7 +73,7 @@ pub use error::{Error, Result};
 pub use guest_end::EndHold;
 pub use invocation::Invocation;
 pub use keyframe_machine::ReadFile;
-pub use keyframe_machine::{Accelerator, HostBlock};
+pub use keyframe_machine::{Accelerator, HostBlock, Processor};
 pub use keyframe_qemu_cmdline::{
     self as cmdline, Backing, BackingImage, DiskNames, DiskServer, Drive, LineDifference,
     LineDrive, Medium, NicSockets, line_difference, media_of, net_gate, recording,

@@ -1,6 +1,6 @@
 //! ARM with 64 bits.
 
-use super::Properties;
+use super::{Delivery, Properties};
 
 pub(super) const PROPERTIES: Properties = Properties {
     name: "aarch64",
@@ -11,4 +11,12 @@ pub(super) const PROPERTIES: Properties = Properties {
     instruction_pointer: &["PC"],
     // x0 to x30, and the stack pointer.
     gdb_general: 32,
+    delivery: Delivery { code_bytes: 4, after_instruction, writes_frame: false },
 };
+
+/// `wfi` and `wfe`; `svc`, `hvc`, `smc`, `brk`.
+fn after_instruction(code: &[u8]) -> Option<u64> {
+    let word = u32::from_le_bytes(*code.first_chunk()?);
+    let is_call = matches!(word & 0xffe0_001f, 0xd400_0001..=0xd400_0003 | 0xd420_0000);
+    (is_call || matches!(word, 0xd503_207f | 0xd503_205f)).then_some(4)
+}

@@ -1,6 +1,6 @@
 //! RISC-V with 64 bits.
 
-use super::Properties;
+use super::{Delivery, Properties};
 
 pub(super) const PROPERTIES: Properties = Properties {
     name: "riscv64",
@@ -11,4 +11,14 @@ pub(super) const PROPERTIES: Properties = Properties {
     instruction_pointer: &["pc"],
     // x0, which is 0, to x31.
     gdb_general: 32,
+    delivery: Delivery { code_bytes: 4, after_instruction, writes_frame: false },
 };
+
+/// `wfi`; `ecall`, `ebreak`, `c.ebreak`.
+fn after_instruction(code: &[u8]) -> Option<u64> {
+    if code.starts_with(&0x9002_u16.to_le_bytes()) {
+        return Some(2);
+    }
+    let word = u32::from_le_bytes(*code.first_chunk()?);
+    matches!(word, 0x1050_0073 | 0x0000_0073 | 0x0010_0073).then_some(4)
+}

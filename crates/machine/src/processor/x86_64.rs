@@ -1,6 +1,6 @@
 //! x86 with 64 bits.
 
-use super::Properties;
+use super::{Delivery, Properties};
 
 pub(super) const PROPERTIES: Properties = Properties {
     name: "x86_64",
@@ -10,4 +10,15 @@ pub(super) const PROPERTIES: Properties = Properties {
     has_hpet: true,
     instruction_pointer: &["RIP", "EIP"],
     gdb_general: 16,
+    delivery: Delivery { code_bytes: 3, after_instruction, writes_frame: true },
 };
+
+/// `hlt`, `mwait`; `int3`, `int`, `into`, `int1`.
+fn after_instruction(code: &[u8]) -> Option<u64> {
+    match code {
+        [0xf4 | 0xcc | 0xce | 0xf1, ..] => Some(1),
+        [0xcd, ..] => Some(2),
+        [0x0f, 0x01, 0xc9, ..] => Some(3),
+        _ => None,
+    }
+}
