@@ -45,6 +45,13 @@ struct Properties {
     gdb_general: usize,
     /// How the processor takes interrupts and exceptions.
     delivery: Delivery,
+    /// The first series of QEMU that saves all timers of its machines; `None` if all do.
+    timers_saved_since: Option<(u32, u32)>,
+    /// What QEMU leaves out of the processor's state without harm to most guests; `None` if that is
+    /// nothing.
+    unsaved: Option<&'static str>,
+    /// Whether QEMU writes firmware and kernel into RAM as it starts, also if it waits for a state.
+    is_loaded_at_start: bool,
 }
 
 /// How a processor takes interrupts and exceptions.
@@ -130,6 +137,23 @@ impl Processor {
     /// the general ones, with the stack pointer.
     pub fn gdb_general_registers(self) -> usize {
         self.properties().gdb_general
+    }
+
+    /// Returns the first series of QEMU that saves the timers of its machines: a guest that is
+    /// restored by an earlier one waits for ever. `None` if all series do.
+    pub fn timers_saved_since(self) -> Option<(u32, u32)> {
+        self.properties().timers_saved_since
+    }
+
+    /// Returns what QEMU leaves out of the processor's state, as a sentence's subject.
+    pub fn unsaved(self) -> Option<&'static str> {
+        self.properties().unsaved
+    }
+
+    /// Returns true if QEMU writes the files of its command line into RAM as it starts, also if it
+    /// waits for the state of a checkpoint.
+    pub fn is_loaded_at_start(self) -> bool {
+        self.properties().is_loaded_at_start
     }
 
     /// Returns how it takes interrupts and exceptions.

@@ -6,6 +6,7 @@
 //! | direct disk I/O (refused unless scans are in pauses) | the kernel writes into pinned guest pages; a scan meanwhile makes it unseen |
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
+//! | riscv64 before QEMU 10.2 | QEMU saves no alarms of its timers, so a restored guest waits for ever |
 //! | a device of `unsavable_devices.tsv` | QEMU ends when it saves the device, and with it the VM |
 //! | a device of `stateless_devices.tsv` (a warning) | QEMU saves nothing of it, so a restore loses its registers |
 //!
@@ -66,6 +67,7 @@ pub(crate) fn audit(
 ) -> Result<Vec<AuditFinding>> {
     let mut found = Vec::new();
     machine(processor, machine_type, &mut found);
+    found.extend(unsaved(qmp, processor)?);
     let blocks = qmp.execute("query-block", None)?;
     match blocks.as_array() {
         Some(blocks) => blocks.iter().for_each(|block| drive(block, (disks, minded), &mut found)),
@@ -222,6 +224,34 @@ fn machine(processor: Processor, machine_type: &str, found: &mut Vec<AuditFindin
             "choose one of those with -machine",
         ));
     }
+}
+
+/// Returns findings about what QEMU leaves out of the state of `processor` and its timers.
+fn unsaved(qmp: &mut Qmp, processor: Processor) -> Result<Vec<AuditFinding>> {
+    let mut found = Vec::new();
+    if let Some((major, minor)) = processor.timers_saved_since() {
+        let answer = qmp.execute("query-version", None)?;
+        let part = |key: &str| answer.get("qemu")?.get(key)?.as_u64();
+        let version = part("major").zip(part("minor"));
+        if version.is_none_or(|version| version < (major.into(), minor.into())) {
+            found.push(refused(
+                format!("processor {processor}"),
+                format!(
+                    "QEMU before {major}.{minor} does not save the alarms of its timers: a \
+                     restored guest would wait for them for ever"
+                ),
+                format!("use QEMU {major}.{minor} or later"),
+            ));
+        }
+    }
+    found.extend(processor.unsaved().map(|part| {
+        warned(
+            format!("processor {processor}"),
+            format!("QEMU does not save {part}: a restored guest finds them cleared"),
+            "ignore this if no program of the guest reads them much later",
+        )
+    }));
+    Ok(found)
 }
 
 fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec<AuditFinding>) {

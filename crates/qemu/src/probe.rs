@@ -88,9 +88,9 @@ pub(crate) fn processor(qemu: &Path) -> Result<Processor> {
     let questions = b"{\"execute\":\"qmp_capabilities\"}{\"execute\":\"query-target\"}\
                       {\"execute\":\"quit\"}";
     let output = run(command, questions, &[])?;
-    let answers = output.answers.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let mut answers = output.answers.lines().filter_map(|line| serde_json::from_str(line).ok());
     let arch = |answer: Value| Some(answer.get("return")?.get("arch")?.as_str()?.to_owned());
-    match answers.filter_map(arch).next() {
+    match answers.find_map(arch) {
         Some(name) => supported_processor(&name, qemu),
         None => Err(Error::Probe {
             path: qemu.into(),

@@ -378,6 +378,12 @@ impl Starting {
         let incoming =
             self.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
         let (mut qmp, mut lazy, filled_ns) = match ram {
+            Ram::Eager(source) if plan.source.machine.processor.is_loaded_at_start() => {
+                let qmp = self.meet(plan, child, crossing)?;
+                self.memories.iter().try_for_each(Memory::clear)?;
+                let filled_ns = fill::fill(&self.memories, *source, &AtomicBool::new(false))?;
+                (qmp, None, Some(filled_ns))
+            }
             Ram::Eager(source) => {
                 let (qmp, filled_ns) = self.fill(plan, child, *source, crossing)?;
                 (qmp, None, Some(filled_ns))
@@ -388,7 +394,13 @@ impl Starting {
                 let filled_ns = fill::fill(&memories, *source, &AtomicBool::new(false))?;
                 (qmp, None, Some(filled_ns))
             }
-            Ram::Shared(..) => (self.meet(plan, child, crossing)?, None, None),
+            Ram::Shared(_, source) => {
+                let mut qmp = self.meet(plan, child, crossing)?;
+                if plan.source.machine.processor.is_loaded_at_start() {
+                    shared::undo_writes(&mut qmp, child.id(), plan, *source)?;
+                }
+                (qmp, None, None)
+            }
             Ram::Lazy(source) | Ram::LazyPrivate(source) => {
                 let mut qmp = self.meet(plan, child, crossing)?;
                 let memories = self.main_ram(plan, &mut qmp, child.id())?;

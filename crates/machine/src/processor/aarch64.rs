@@ -12,6 +12,9 @@ pub(super) const PROPERTIES: Properties = Properties {
     // x0 to x30, and the stack pointer.
     gdb_general: 32,
     delivery: Delivery { code_bytes: 4, after_instruction, writes_frame: false },
+    timers_saved_since: None,
+    unsaved: None,
+    is_loaded_at_start: false,
 };
 
 /// `wfi` and `wfe`; `svc`, `hvc`, `smc`, `brk`.

@@ -12,6 +12,11 @@ pub(super) const PROPERTIES: Properties = Properties {
     // x0, which is 0, to x31.
     gdb_general: 32,
     delivery: Delivery { code_bytes: 4, after_instruction, writes_frame: false },
+    // Earlier ones leave out the alarms of mtimer, stimer and vstimer.
+    timers_saved_since: Some((10, 2)),
+    unsaved: Some("the floating-point exceptions that instructions have raised (fflags)"),
+    // QEMU 11 writes the firmware (-bios) at once; 7.2 at the reset.
+    is_loaded_at_start: true,
 };
 
 /// `wfi`; `ecall`, `ebreak`, `c.ebreak`.

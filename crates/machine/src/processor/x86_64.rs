@@ -11,6 +11,9 @@ pub(super) const PROPERTIES: Properties = Properties {
     instruction_pointer: &["RIP", "EIP"],
     gdb_general: 16,
     delivery: Delivery { code_bytes: 3, after_instruction, writes_frame: true },
+    timers_saved_since: None,
+    unsaved: None,
+    is_loaded_at_start: false,
 };
 
 /// `hlt`, `mwait`; `int3`, `int`, `into`, `int1`.

@@ -83,6 +83,9 @@ fn start_waiting(plan: Plan, ram: &Ram<'_>) -> Result<Prepared> {
     };
     if let (Some(child), Some(plan)) = (&mut prepared.child, &prepared.plan) {
         prepared.qmp = Some(prepared.starting.meet(plan, child, None)?);
+        if plan.source.machine.processor.is_loaded_at_start() {
+            prepared.starting.memories.iter().try_for_each(Memory::clear)?;
+        }
     }
     Ok(prepared)
 }

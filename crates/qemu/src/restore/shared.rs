@@ -8,13 +8,21 @@
 //! Invariant: the memfd does not change after it was filled. The kernel refuses writes by any
 //! process, QEMU included (`F_SEAL_WRITE`).
 //!
+//! A QEMU that writes RAM as it starts gets the contents of those pages back before the VM runs.
+//!
 //! Left out: small blocks (ROMs, video memory). Each QEMU gets its own with the device stream.
 
 use super::fill::{self, Memory};
+use super::private_ram;
 use super::{Plan, Ram, RamSource, Restored, start_with};
-use crate::{Error, Result};
-use keyframe_units::{BlockKind, RamLayout};
+use crate::{Error, Qmp, Result};
+use keyframe_kernel::{Process, own_pages};
+use keyframe_machine::read_ascending;
+use keyframe_units::{
+    BlockKind, HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout,
+};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 
 /// The main RAM of a checkpoint, which any number of VMs share.
@@ -57,6 +65,32 @@ impl SharedRam {
         let copies = self.memories.iter().map(Memory::try_clone).collect::<std::io::Result<_>>();
         copies.map_err(Error::io("duplicate a descriptor of the shared memory"))
     }
+}
+
+/// Gives back the checkpoint's contents to the pages that QEMU, process `pid`, has written as it
+/// started. Errors: QEMU does not answer; `source` cannot be read; the memory cannot be written.
+pub(super) fn undo_writes(
+    qmp: &mut Qmp,
+    pid: u32,
+    plan: &Plan,
+    source: &dyn RamSource,
+) -> Result<()> {
+    let process = Process::open(pid)?;
+    for memory in private_ram::memories(qmp, pid, &plan.source.ram)? {
+        let failed = || Error::io(format!("write the memory of RAM block {}", memory.name));
+        let start = HostVirt(memory.offset);
+        let all = HostRange { start, len_bytes: memory.pages.len_bytes() };
+        for written in own_pages(&process, all)? {
+            let first = memory.pages.first.0 + (written.start.0 - start.0) / PAGE_BYTES as u64;
+            let pages = PageRange::new(PageIndex(first), written.len_bytes / PAGE_BYTES as u64);
+            let zeros = vec![0; usize::try_from(written.len_bytes).unwrap_or(0)];
+            memory.file.write_all_at(&zeros, written.start.0).map_err(failed())?;
+            let mut write =
+                |offset: u64, page: &Page| memory.file.write_all_at(page, written.start.0 + offset);
+            read_ascending(source, pages, &mut write).map_err(failed())?;
+        }
+    }
+    Ok(())
 }
 
 /// Restores a VM as [`super::start`] does, with main RAM that the VM shares with others until it
