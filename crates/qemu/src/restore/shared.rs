@@ -16,11 +16,8 @@ use super::fill::{self, Memory};
 use super::private_ram;
 use super::{Plan, Ram, RamSource, Restored, start_with};
 use crate::{Error, Qmp, Result};
-use keyframe_kernel::{Process, own_pages};
 use keyframe_machine::read_ascending;
-use keyframe_units::{
-    BlockKind, HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout,
-};
+use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
@@ -75,18 +72,14 @@ pub(super) fn undo_writes(
     plan: &Plan,
     source: &dyn RamSource,
 ) -> Result<()> {
-    let process = Process::open(pid)?;
     for memory in private_ram::memories(qmp, pid, &plan.source.ram)? {
         let failed = || Error::io(format!("write the memory of RAM block {}", memory.name));
-        let start = HostVirt(memory.offset);
-        let all = HostRange { start, len_bytes: memory.pages.len_bytes() };
-        for written in own_pages(&process, all)? {
-            let first = memory.pages.first.0 + (written.start.0 - start.0) / PAGE_BYTES as u64;
+        for written in private_ram::zero_written(pid, &memory)? {
+            let start = written.start.0;
+            let first = memory.pages.first.0 + (start - memory.offset) / PAGE_BYTES as u64;
             let pages = PageRange::new(PageIndex(first), written.len_bytes / PAGE_BYTES as u64);
-            let zeros = vec![0; usize::try_from(written.len_bytes).unwrap_or(0)];
-            memory.file.write_all_at(&zeros, written.start.0).map_err(failed())?;
             let mut write =
-                |offset: u64, page: &Page| memory.file.write_all_at(page, written.start.0 + offset);
+                |offset: u64, page: &Page| memory.file.write_all_at(page, start + offset);
             read_ascending(source, pages, &mut write).map_err(failed())?;
         }
     }
