@@ -153,6 +153,17 @@ unpack_vmlinux() {
     [ "$(stat -c %s "$out")" = "$(u32_at "$image" $((start + length)))" ] || fail "$image: the payload unpacked short"
 }
 
+# unpack_btf IMAGE OUT: takes the kernel's type information (BTF) out of an uncompressed kernel image: a header of 24 bytes,
+# then types and strings.
+unpack_btf() {
+    local image=$1 out=$2 at
+    at=$(LC_ALL=C grep -abom1 -P '\x9f\xeb\x01\x00\x18\x00\x00\x00' "$image" | head -n1 | cut -d: -f1)
+    [ -n "$at" ] || fail "$image has no type information (BTF)"
+    local strings=$(($(u32_at "$image" $((at + 16))) + $(u32_at "$image" $((at + 20)))))
+    tail -c +$((at + 1)) "$image" | head -c $((24 + strings)) > "$out" || true
+    [ "$(stat -c %s "$out")" = $((24 + strings)) ] || fail "$image: the type information is cut short"
+}
+
 # add_tsc_khz OUT: OUT/tsc-khz, which run.sh asks for the frequency of the host's counter.
 add_tsc_khz() {
     need gcc gcc

@@ -2,6 +2,7 @@
 # Builds the small guest for ARM with 64 bits; called by guests/build. Its workloads and its init are those of guests/small.
 #
 #   OUT/vmlinuz              Debian's cloud kernel
+#   OUT/vmlinux.btf          the kernel's types, for the tool syscalls
 #   OUT/initramfs.cpio.gz    busybox, virtio modules, init, kfguest
 #   OUT/disk.raw             the test disk of the disk workload
 #   OUT/recipe.txt           what it was made from
@@ -21,6 +22,7 @@ guest_packages=arm64
 say "small-arm64: kernel"
 unpack_kernel "$tmp" "$tmp/kernel" "$suite"
 cp "$tmp"/kernel/boot/vmlinuz-* "$out/vmlinuz"
+unpack_btf "$out/vmlinuz" "$out/vmlinux.btf"
 
 say "small-arm64: workloads"
 compile=(-std=gnu11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror)
