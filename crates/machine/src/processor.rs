@@ -43,6 +43,11 @@ struct Properties {
     /// The general registers, with the stack pointer, as QEMU's gdbstub tells them before the
     /// instruction pointer, all of 64 bits.
     gdb_general: usize,
+    /// The size of a page, as a power of two, that QEMU's streams tell for machines of
+    /// `known_machines`; `None` if it is the only size.
+    told_page_bits: Option<u32>,
+    /// Whether QEMU's gdbstub stops before an access to a watchpoint; else after it.
+    stops_before_access: bool,
     /// How the processor takes interrupts and exceptions.
     delivery: Delivery,
     /// The first series of QEMU that saves all timers of its machines; `None` if all do.
@@ -154,6 +159,18 @@ impl Processor {
     /// waits for the state of a checkpoint.
     pub fn is_loaded_at_start(self) -> bool {
         self.properties().is_loaded_at_start
+    }
+
+    /// Returns the size of a page of [a machine that is known](Self::knows_machine), as a power of
+    /// two in bytes, if a whole migration stream must tell it.
+    pub fn told_page_bits(self) -> Option<u32> {
+        self.properties().told_page_bits
+    }
+
+    /// Returns true if QEMU's gdbstub stops before the instruction that accesses a watchpoint. It
+    /// then stops again at the same instruction unless the watchpoint is removed for a step.
+    pub fn stops_before_access(self) -> bool {
+        self.properties().stops_before_access
     }
 
     /// Returns how it takes interrupts and exceptions.

@@ -9,12 +9,10 @@
 //! version or length is an error, and so is a malformed optional part. Nothing is read at an offset
 //! that was not checked.
 
+use super::format::SUBSECTION;
 use super::sections::{Section, u32_at, u64_at};
 use crate::{Result, StreamError};
 use std::ops::RangeInclusive;
-
-/// Mark of an optional part.
-const SUBSECTION: u8 = 0x05;
 
 /// The layout of a body.
 pub(crate) struct Layout {

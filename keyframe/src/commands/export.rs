@@ -270,8 +270,10 @@ impl Job<'_> {
         let fail = |e: io::Error| Failure::new(format!("write the export: {e}"));
         let mut out = BufWriter::with_capacity(CHUNK_BYTES as usize, Watched { job: self, out });
         let Some(image) = image else {
-            let (machine, state) = (&guest.machine.machine_type, &guest.device_state);
-            return stream::export(machine, &guest.ram, &self.pages, state, &mut out)
+            let (machine, state) = (&guest.machine, &guest.device_state);
+            let (machine_type, processor) = (&*machine.machine_type, machine.processor);
+            let head = stream::MigrationHead { machine_type, processor };
+            return stream::export(&head, &guest.ram, &self.pages, state, &mut out)
                 .map_err(|e| Failure::qemu(&e.into()));
         };
         let mut bytes = vec![0; CHUNK_BYTES as usize];

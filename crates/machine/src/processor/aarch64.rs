@@ -11,6 +11,9 @@ pub(super) const PROPERTIES: Properties = Properties {
     instruction_pointer: &["PC"],
     // x0 to x30, and the stack pointer.
     gdb_general: 32,
+    // Other boards of older processors have pages of 1 KiB.
+    told_page_bits: Some(12),
+    stops_before_access: true,
     delivery: Delivery { code_bytes: 4, after_instruction, writes_frame: false },
     timers_saved_since: None,
     unsaved: None,

@@ -11,6 +11,8 @@ pub(super) const PROPERTIES: Properties = Properties {
     instruction_pointer: &["pc"],
     // x0, which is 0, to x31.
     gdb_general: 32,
+    told_page_bits: None,
+    stops_before_access: true,
     delivery: Delivery { code_bytes: 4, after_instruction, writes_frame: false },
     // Earlier ones leave out the alarms of mtimer, stimer and vstimer.
     timers_saved_since: Some((10, 2)),

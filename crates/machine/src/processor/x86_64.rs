@@ -10,6 +10,8 @@ pub(super) const PROPERTIES: Properties = Properties {
     has_hpet: true,
     instruction_pointer: &["RIP", "EIP"],
     gdb_general: 16,
+    told_page_bits: None,
+    stops_before_access: false,
     delivery: Delivery { code_bytes: 3, after_instruction, writes_frame: true },
     timers_saved_since: None,
     unsaved: None,

@@ -18,6 +18,7 @@
 use super::RestoreSource;
 use crate::binary::{self, QemuIdentity, release, series};
 use crate::error::VersionProblem;
+use crate::probe;
 use crate::{Error, Result};
 use keyframe_qemu_cmdline::options;
 use std::path::{Path, PathBuf};
@@ -81,6 +82,18 @@ pub(super) fn choose(
         blake3: source.machine.binary_blake3.clone(),
     };
     let identity = QemuIdentity::of_known(&path, &known)?;
+    let wanted = source.machine.processor;
+    // The checkpoint's own binary need not be asked.
+    if identity.blake3 != source.machine.binary_blake3 {
+        let emulated = probe::processor(&path)?;
+        if emulated != wanted {
+            return Err(Error::Binary {
+                path,
+                reason: format!("it emulates {emulated}, and the checkpoint's VM is of {wanted}"),
+                fix: format!("use qemu-system-{wanted}"),
+            });
+        }
+    }
     let (expected, found) = (&source.machine.vmm_version, &identity.version);
     let machine_type = &source.machine.machine_type;
     let age = match compare(expected, found, accepted) {
