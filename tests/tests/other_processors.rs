@@ -116,8 +116,11 @@ fn memory_and_registers_are_those_of_qemus_own_dump() {
         let read = |name: &str| std::fs::read(env.path().join(name)).expect("a core file");
         let (theirs, ours) = (read("qemu.elf"), read("ours.elf"));
         assert_eq!(theirs[18..20], ours[18..20], "the machine");
-        assert!(first_note(&theirs).len() > 300);
-        assert_eq!(first_note(&theirs), first_note(&ours), "the registers");
+        let (note, our_note) = (first_note(&theirs), first_note(&ours));
+        // The last words of QEMU's note say that notes with vector registers follow.
+        let len = note.len() - 8;
+        assert!(len > 300 && our_note.len() == note.len());
+        assert_eq!(note[..len], our_note[..len], "the registers");
         assert!(main_ram(&theirs).len() == 64 << 20 && main_ram(&theirs) == main_ram(&ours));
         let mounted = Mounted::new(&env);
         assert!(std::fs::read(mounted.path("1/ram.elf")).expect("the mounted core") == ours);
@@ -218,7 +221,7 @@ fn recordings_replay_exactly_are_analysed_and_moved_through() {
         }
         written_pages_are_traced(&env);
         goes_to_a_checkpoint(&env, &all[all.len() - 2]);
-        moves_both_ways(&env, &guest, number(&all[all.len() - 2], "begin") + 12_345);
+        moves_both_ways(&env, &guest, number(&all[1], "begin") + 12_345);
     }
 }
 
@@ -282,15 +285,15 @@ fn moves_both_ways(env: &TestEnv, guest: &VirtGuest, icount: u64) {
     assert!(gdb.ask("s").starts_with("T05"));
     assert_eq!(met(&mut gdb, "c"), icount, "no stop is missed");
     assert_eq!(gdb.ask(&format!("z1,{pc:x},1")), "OK");
-    stops_at_writes(env, &mut gdb, icount);
+    stops_at_writes(env, guest, &mut gdb, icount);
     drop(gdb);
     vm.signal(Signal::INT);
     assert!(vm.wait().success(), "{}", vm.report());
 }
 
 /// The debugger stops at the writes to a page of the payload that `keyframe find` finds.
-fn stops_at_writes(env: &TestEnv, gdb: &mut Debugger, icount: u64) {
-    let page = if gdb.memory(0x4020_0000, 8) == [0; 8] { 0x8020_0000_u64 } else { 0x4020_0000 };
+fn stops_at_writes(env: &TestEnv, guest: &VirtGuest, gdb: &mut Debugger, icount: u64) {
+    let page = if guest.processor == "riscv64" { 0x8020_0000_u64 } else { 0x4020_0000 };
     let (address, from) = (format!("{page:#x}"), icount.to_string());
     let args = ["find", "R", "--writes", &address, "--from", &from, "--json"];
     let found = env.json(&args);
