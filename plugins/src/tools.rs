@@ -117,8 +117,9 @@ fn make(mut arguments: Arguments, target: String) -> Result<(), String> {
     let mut setup = Setup { arguments, board: Box::leak(Box::new(board)), target };
     let tools: Result<Vec<_>, String> =
         names.split('+').map(|name| by_name(name, &mut setup)).collect();
+    let tools = tools?;
     setup.arguments.done()?;
-    assert!(INSTALLED.set(tools?).is_ok(), "installed once");
+    assert!(INSTALLED.set(tools).is_ok(), "installed once");
     Ok(())
 }
 

@@ -82,7 +82,7 @@ pub fn log_header(qemu: &QemuIdentity, cache: Option<&Path>) -> Result<[u8; HEAD
 /// Returns the processor that the binary at `qemu` emulates.
 ///
 /// Errors: [`Error::Binary`] if Keyframe does not support it; the binary cannot be run.
-pub(crate) fn processor(qemu: &Path) -> Result<Processor> {
+pub fn processor(qemu: &Path) -> Result<Processor> {
     let mut command = command(qemu);
     command.args(["-qmp", "stdio"]);
     let questions = b"{\"execute\":\"qmp_capabilities\"}{\"execute\":\"query-target\"}\
