@@ -1,7 +1,7 @@
 //! Guests of other processors than x86, on QEMU's machine `virt`.
 
 use crate::Boot;
-use keyframe_testing::{Scope, build_guest, has_program, qemu_11, record_skip};
+use keyframe_testing::{Scope, build_guest, has_program, qemu_10, qemu_11, record_skip};
 use std::path::Path;
 
 /// A processor, and a QEMU that emulates it.
@@ -16,32 +16,47 @@ pub struct VirtGuest {
     pub pc: usize,
 }
 
-/// Returns a guest for each processor for which there is a QEMU. The others are recorded as
-/// skipped parts of the running test.
+/// Returns the guests of all processors, on each QEMU that is there. A processor without a QEMU is
+/// recorded as a skipped part of the running test.
 pub fn virt_guests() -> Vec<VirtGuest> {
-    ["aarch64", "riscv64"].into_iter().filter_map(virt_guest).collect()
+    let others = [qemu_10(), qemu_11()].into_iter().flatten();
+    let others = others.filter_map(|qemu| VirtGuest::beside(&qemu.path, "aarch64"));
+    virt_guest("aarch64").into_iter().chain(others).chain(virt_guest("riscv64")).collect()
 }
 
-/// Returns the guest of `processor`; `None` if there is no QEMU for it, which is recorded as a
+/// Returns the guest of `processor` on the distribution's QEMU, or for riscv64 on QEMU 11, because
+/// earlier ones leave out the alarms of its timers. `None` if there is none, which is recorded as a
 /// skipped part of the running test.
 pub fn virt_guest(processor: &'static str) -> Option<VirtGuest> {
-    let name = format!("qemu-system-{processor}");
-    // QEMU 11 saves what earlier ones leave out of riscv64 (docs/guests.md).
-    let newer = qemu_11().map(|qemu| Path::new(&qemu.path).with_file_name(&name));
-    let newer = newer.filter(|path| path.is_file()).map(|path| path.display().to_string());
-    let installed = (processor != "riscv64" && has_program(&name)).then_some(name);
-    let Some(qemu) = newer.or(installed) else {
-        let needed = match processor {
-            "riscv64" => "QEMU 10.2 or later: KEYFRAME_QEMU11 names none (guests/build qemu11)",
-            _ => "qemu-system-aarch64 (Debian package qemu-system-arm)",
-        };
-        record_skip(Scope::Part, format!("{processor}: no {needed}"));
-        return None;
+    let (found, missing) = match processor {
+        "riscv64" => (
+            qemu_11().and_then(|qemu| VirtGuest::beside(&qemu.path, processor)),
+            "QEMU 10.2 or later: KEYFRAME_QEMU11 names none (guests/build qemu11)".to_owned(),
+        ),
+        _ => {
+            let name = format!("qemu-system-{processor}");
+            let found = has_program(&name).then(|| VirtGuest::new(processor, name.clone()));
+            (found, format!("{name} (Debian package qemu-system-arm)"))
+        }
     };
-    Some(VirtGuest { processor, qemu, pc: 32 })
+    if found.is_none() {
+        record_skip(Scope::Part, format!("{processor}: no {missing}"));
+    }
+    found
 }
 
 impl VirtGuest {
+    /// The guest of `processor` on the program `qemu`.
+    pub fn new(processor: &'static str, qemu: String) -> Self {
+        Self { processor, qemu, pc: 32 }
+    }
+
+    /// The guest of `processor` on the QEMU that lies beside the one at `path`, if there is one.
+    fn beside(path: &str, processor: &'static str) -> Option<Self> {
+        let path = Path::new(path).with_file_name(format!("qemu-system-{processor}"));
+        path.is_file().then(|| Self::new(processor, path.display().to_string()))
+    }
+
     /// The payload, with 64 MiB, which writes `dirty` of its 1024 pages in each pass.
     pub fn payload(&self, dirty: u64) -> Boot {
         let dir = build_guest("payload-virt");

@@ -373,7 +373,7 @@ fn a_machine_whose_timers_qemu_does_not_save_is_refused() {
     if !has_program(qemu) {
         skip!("no {qemu} (Debian package qemu-system-misc)");
     }
-    let guest = VirtGuest { processor: "riscv64", qemu: qemu.into(), pc: 32 };
+    let guest = VirtGuest::new("riscv64", qemu.into());
     let env = TestEnv::new();
     let boot = guest.payload(DIRTY);
     let mut vm = ExternalVm::start(&env, &boot);
