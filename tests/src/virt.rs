@@ -28,16 +28,13 @@ pub fn virt_guests() -> Vec<VirtGuest> {
 /// earlier ones leave out the alarms of its timers. `None` if there is none, which is recorded as a
 /// skipped part of the running test.
 pub fn virt_guest(processor: &'static str) -> Option<VirtGuest> {
-    let (found, missing) = match processor {
-        "riscv64" => (
-            qemu_11().and_then(|qemu| VirtGuest::beside(&qemu.path, processor)),
-            "QEMU 10.2 or later: KEYFRAME_QEMU11 names none (guests/build qemu11)".to_owned(),
-        ),
-        _ => {
-            let name = format!("qemu-system-{processor}");
-            let found = has_program(&name).then(|| VirtGuest::new(processor, name.clone()));
-            (found, format!("{name} (Debian package qemu-system-arm)"))
-        }
+    let (found, missing) = if processor == "riscv64" {
+        let found = qemu_11().and_then(|qemu| VirtGuest::beside(&qemu.path, processor));
+        (found, "QEMU 10.2 or later: KEYFRAME_QEMU11 names none (guests/build qemu11)".to_owned())
+    } else {
+        let name = format!("qemu-system-{processor}");
+        let found = has_program(&name).then(|| VirtGuest::new(processor, name.clone()));
+        (found, format!("{name} (Debian package qemu-system-arm)"))
     };
     if found.is_none() {
         record_skip(Scope::Part, format!("{processor}: no {missing}"));

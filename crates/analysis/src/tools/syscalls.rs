@@ -112,6 +112,10 @@ impl Tool for Syscalls {
         true
     }
 
+    fn processors(&self) -> Option<&'static [&'static str]> {
+        Some(&["x86_64", "aarch64"])
+    }
+
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let task = match self.layout {
             Ok(TaskLayout { current, pid, tgid, comm }) => {

@@ -9,7 +9,7 @@ use crate::section_bodies::Start;
 use crate::sections::Section;
 
 /// Those of QEMU 7.2 to 11: the start is the same in all.
-const VERSIONS: std::ops::RangeInclusive<u32> = 5..=10;
+const VERSIONS: std::ops::RangeInclusive<u32> = 5..=12;
 const PC: usize = 640;
 const BYTES: usize = 648;
 
