@@ -7,7 +7,7 @@
 //!   types    name │ kind, number of members │ size or type │ members ...          numbered from 1
 //!
 //!   struct task_struct ── pid, tgid, comm ──▶ offsets      including members of unnamed structures
-//!   section .data..percpu ── current_task ──▶ offset      (aarch64: none, its plugin needs no address)
+//!   section .data..percpu ── current_task ──▶ offset      (aarch64: its plugin needs none)
 //!                            (Linux 6.2 to 6.14: pcpu_hot.current_task)
 //! ```
 //!

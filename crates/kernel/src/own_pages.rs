@@ -41,10 +41,10 @@ mod tests {
         let at = at.unwrap().cast::<u8>();
         for page in [1, 2, 6] {
             // SAFETY: within the mapping, which is writable.
-            unsafe { at.add(page * PAGE_BYTES).write_volatile(1) };
+            unsafe { at.wrapping_add(page * PAGE_BYTES).write_volatile(1) };
         }
         // SAFETY: within the mapping.
-        assert_eq!(unsafe { at.add(4 * PAGE_BYTES).read_volatile() }, 0);
+        assert_eq!(unsafe { at.wrapping_add(4 * PAGE_BYTES).read_volatile() }, 0);
         let process = Process::open(std::process::id()).unwrap();
         let range = HostRange { start: HostVirt(at as u64), len_bytes: bytes as u64 };
         let found = own_pages(&process, range).unwrap();
