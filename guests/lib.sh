@@ -28,6 +28,11 @@ debian_mirror() {
     echo "${mirror%/}"
 }
 
+# The Debian name of the processor whose packages are fetched: another one than this machine's needs no `dpkg
+# --add-architecture`.
+host_packages=$(dpkg --print-architecture 2>/dev/null || echo amd64)
+guest_packages=$host_packages
+
 # private_apt DIR SUITE...: makes DIR/apt.conf, an apt of our own with only the Debian archive's SUITEs as sources. It
 # reads and writes no list of the system's, so it needs no root and no `apt-get update` before.
 private_apt() {
@@ -49,6 +54,8 @@ Dir::Cache "$dir/cache";
 Dir::Cache::pkgcache "";
 Dir::Cache::srcpkgcache "";
 APT::Sandbox::User "$(id -un)";
+APT::Architecture "$guest_packages";
+APT::Architectures { "$guest_packages"; };
 Acquire::Languages "none";
 Acquire::Retries "3";
 CONF
@@ -63,10 +70,10 @@ fetch() {
     shift 2
     need apt-get apt
     mkdir -p "$dir"
-    if (cd "$dir" && apt-get -qq -o APT::Sandbox::User="$(id -un)" download "$@" > apt.log 2>&1); then
+    if [ "$guest_packages" = "$host_packages" ] && (cd "$dir" && apt-get -qq -o APT::Sandbox::User="$(id -un)" download "$@" > apt.log 2>&1); then
         return
     fi
-    say "the system's package lists did not do; fetching our own"
+    [ "$guest_packages" != "$host_packages" ] || say "the system's package lists did not do; fetching our own"
     private_apt "$dir/apt" "$suite" || { cat "$dir/apt/update.log" >&2; fail "fetching the package lists of $suite"; }
     (cd "$dir" && APT_CONFIG=$dir/apt/apt.conf apt-get -qq download "$@" > apt.log 2>&1) || {
         cat "$dir/apt.log" >&2
@@ -82,10 +89,10 @@ host_suite() { (. /etc/os-release && echo "${VERSION_CODENAME:-bookworm}"); }
 unpack_kernel() {
     local dir=$1 tree=$2 suite=$3 image
     need dpkg-deb dpkg
-    fetch "$dir/meta" "$suite" linux-image-cloud-amd64
+    fetch "$dir/meta" "$suite" "linux-image-cloud-$guest_packages"
     # The first package is empty but for the name of the kernel it stands for.
     image=$(dpkg-deb -f "$dir"/meta/*.deb Depends | tr ', ' '\n\n' | grep -m1 '^linux-image-[0-9]') ||
-        fail "linux-image-cloud-amd64 depends on no kernel image"
+        fail "linux-image-cloud-$guest_packages depends on no kernel image"
     fetch "$dir/image" "$suite" "$image"
     dpkg-deb -x "$dir"/image/*.deb "$tree"
     # Debian 13 ships /usr/lib/modules; one place for both.
@@ -144,6 +151,17 @@ unpack_vmlinux() {
     # tail ends by SIGPIPE, so the result decides: an ELF as long as the image says.
     [ "$(hex_at "$out" 0 4)" = 7f454c46 ] || fail "$image: the payload is no ELF"
     [ "$(stat -c %s "$out")" = "$(u32_at "$image" $((start + length)))" ] || fail "$image: the payload unpacked short"
+}
+
+# unpack_btf IMAGE OUT: takes the kernel's type information (BTF) out of an uncompressed kernel image: a header of 24 bytes,
+# then types and strings.
+unpack_btf() {
+    local image=$1 out=$2 at
+    at=$(LC_ALL=C grep -abom1 -P '\x9f\xeb\x01\x00\x18\x00\x00\x00' "$image" | head -n1 | cut -d: -f1)
+    [ -n "$at" ] || fail "$image has no type information (BTF)"
+    local strings=$(($(u32_at "$image" $((at + 16))) + $(u32_at "$image" $((at + 20)))))
+    tail -c +$((at + 1)) "$image" | head -c $((24 + strings)) > "$out" || true
+    [ "$(stat -c %s "$out")" = $((24 + strings)) ] || fail "$image: the type information is cut short"
 }
 
 # add_tsc_khz OUT: OUT/tsc-khz, which run.sh asks for the frequency of the host's counter.

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Unpacks QEMU 10 from the Debian release's backports, beside the installed QEMU; called by guests/build.
 #
-#   OUT/bin/qemu-system-x86_64   wrapper: runs the real one with its own data, modules and the system's firmware
+#   OUT/bin/qemu-system-x86_64   wrapper: runs the real one with its own data, modules and the system's firmware; also
+#                                -aarch64
 #   OUT/root/                    the packages' files
 #   OUT/recipe.txt               versions
 #
@@ -10,7 +11,8 @@ set -euo pipefail
 here=$(dirname -- "$(readlink -f -- "$0")")
 . "$here/../lib.sh"
 out=$1 tmp=$2
-packages=(qemu-system-x86 qemu-system-common qemu-system-data)
+packages=(qemu-system-x86 qemu-system-arm qemu-system-common qemu-system-data)
+processors=(x86_64 aarch64)
 
 need dpkg-deb dpkg
 need qemu-system-x86_64 qemu-system-x86
@@ -39,14 +41,16 @@ for deb in "$tmp"/debs/*.deb; do
     dpkg-deb --show --showformat '${Package} ${Version}\n' "$deb" >> "$out/recipe.txt"
 done
 
-cat > "$out/bin/qemu-system-x86_64" <<'WRAPPER'
+for processor in "${processors[@]}"; do
+    sed "s/@PROCESSOR@/$processor/" > "$out/bin/qemu-system-$processor" <<'WRAPPER'
 #!/bin/sh
 root=$(dirname -- "$(dirname -- "$(readlink -f -- "$0")")")/root
 QEMU_MODULE_DIR=$root/usr/lib/x86_64-linux-gnu/qemu
 export QEMU_MODULE_DIR
-exec "$root/usr/bin/qemu-system-x86_64" -L "$root/usr/share/qemu" -L /usr/share/seabios -L /usr/lib/ipxe/qemu "$@"
+exec "$root/usr/bin/qemu-system-@PROCESSOR@" -L "$root/usr/share/qemu" -L /usr/share/seabios -L /usr/lib/ipxe/qemu "$@"
 WRAPPER
-chmod 755 "$out/bin/qemu-system-x86_64"
+    chmod 755 "$out/bin/qemu-system-$processor"
+done
 
 missing=$(ldd "$out/root/usr/bin/qemu-system-x86_64" | awk '/not found/ { print $1 }' | sort -u | tr '\n' ' ')
 [ -z "$missing" ] || fail "QEMU $version needs libraries that are not installed: $missing(apt-get install qemu-system-x86 brings most)"

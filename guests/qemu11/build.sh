@@ -1,7 +1,8 @@
 #!/bin/bash
 # Unpacks QEMU 11 and its libraries from the backports of Debian 13, beside the installed QEMU; called by guests/build.
 #
-#   OUT/bin/qemu-system-x86_64   wrapper: runs the real one with its own data, firmware and modules
+#   OUT/bin/qemu-system-x86_64   wrapper: runs the real one with its own data, firmware and modules; also -aarch64 and
+#                                -riscv64
 #   OUT/bin/with-libraries       runs a command with the libraries of QEMU 11 laid over the system's
 #   OUT/root/                    the packages' files
 #   OUT/modules/                 its modules
@@ -15,7 +16,8 @@ set -euo pipefail
 here=$(dirname -- "$(readlink -f -- "$0")")
 . "$here/../lib.sh"
 out=$1 tmp=$2
-packages=(qemu-system-x86 qemu-system-common qemu-system-data seabios)
+packages=(qemu-system-x86 qemu-system-arm qemu-system-riscv qemu-system-common qemu-system-data seabios)
+processors=(x86_64 aarch64 riscv64)
 suite=trixie
 
 need mmdebstrap mmdebstrap
@@ -44,13 +46,16 @@ printf 'qemu-system-x86 %s\n' "$version" >> "$out/recipe.txt"
 mkdir "$out/bin"
 # In the libraries' directory they would hide the installed QEMU's modules.
 mv "$out/root/usr/lib/x86_64-linux-gnu/qemu" "$out/modules"
-cat > "$out/bin/qemu-system-x86_64" <<'WRAPPER'
+for processor in "${processors[@]}"; do
+    sed "s/@PROCESSOR@/$processor/" > "$out/bin/qemu-system-$processor" <<'WRAPPER'
 #!/bin/sh
 out=$(dirname -- "$(dirname -- "$(readlink -f -- "$0")")") root=$out/root
 QEMU_MODULE_DIR=$out/modules
 export QEMU_MODULE_DIR
-exec "$root/usr/bin/qemu-system-x86_64" -L "$root/usr/share/qemu" -L "$root/usr/share/seabios" -L "$root/usr/lib/ipxe/qemu" "$@"
+exec "$root/usr/bin/qemu-system-@PROCESSOR@" -L "$root/usr/share/qemu" -L "$root/usr/share/seabios" -L "$root/usr/lib/ipxe/qemu" "$@"
 WRAPPER
+    chmod 755 "$out/bin/qemu-system-$processor"
+done
 cat > "$out/bin/with-libraries" <<'WRAPPER'
 #!/bin/sh
 # with-libraries COMMAND...: the shell is loaded before the libraries change, and becomes the command.
@@ -61,7 +66,7 @@ exec unshare --mount --propagation slave /bin/sh -c '
     shift
     exec "$@"' sh "$root" "$@"
 WRAPPER
-chmod 755 "$out/bin/qemu-system-x86_64" "$out/bin/with-libraries"
+chmod 755 "$out/bin/with-libraries"
 
 answer=$("$out/bin/with-libraries" "$out/bin/qemu-system-x86_64" --version) || {
     say "this machine does not let the libraries of QEMU 11 be laid over its own (root, overlayfs)"

@@ -39,7 +39,7 @@ use v4 as interface;
 
 pub use interface::{BoardCounters, Counter, SlotCounters};
 
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::marker::PhantomData;
 
 /// QEMU's id of this plugin.
@@ -75,6 +75,17 @@ pub struct Info {
     /// The number of vCPUs at the start.
     pub vcpus: c_int,
     vcpus_max: c_int,
+}
+
+impl Info {
+    /// Returns the name of the processor that QEMU emulates.
+    ///
+    /// # Safety
+    /// QEMU has made this description.
+    pub unsafe fn target(&self) -> String {
+        // SAFETY: the caller's promise; the string is QEMU's, and ends in a zero byte.
+        unsafe { CStr::from_ptr(self.target) }.to_string_lossy().into_owned()
+    }
 }
 
 /// `struct qemu_plugin_tb`.

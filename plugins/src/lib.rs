@@ -46,4 +46,4 @@ mod translations;
 
 pub use part::{PartHeader, write as write_part};
 pub use physical::{DEVICE, FILE_ARGUMENTS, UNKNOWN};
-pub use tools::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED, qemu_plugin_install, trace};
+pub use tools::{GENERIC_NUMBERS, NO_DIRECT_MAP, NO_TASK, NOT_ASKED, qemu_plugin_install, trace};

@@ -11,7 +11,7 @@ mod syscalls;
 mod watch;
 
 pub use memtrace::layout as trace;
-pub use syscalls::{NO_DIRECT_MAP, NO_TASK, NOT_ASKED};
+pub use syscalls::{GENERIC_NUMBERS, NO_DIRECT_MAP, NO_TASK, NOT_ASKED};
 
 use crate::api::{self, Block, Info, PluginId, RawBlock};
 use crate::arguments::Arguments;
@@ -42,6 +42,8 @@ pub struct Setup {
     pub arguments: Arguments,
     /// The board.
     pub board: &'static Board,
+    /// The guest's processor, as QEMU names it.
+    pub target: String,
 }
 
 impl Setup {
@@ -104,7 +106,7 @@ fn prepare<T: Tool>(tool: T) -> Installed {
     }
 }
 
-fn make(mut arguments: Arguments) -> Result<(), String> {
+fn make(mut arguments: Arguments, target: String) -> Result<(), String> {
     let names = arguments.text("tool")?;
     let path = arguments.text("board")?;
     let file = File::options().read(true).write(true).open(&path);
@@ -112,11 +114,12 @@ fn make(mut arguments: Arguments) -> Result<(), String> {
         .and_then(|file| Board::open(&file))
         .map_err(|error| format!("board {path}: {error}"))?;
     let board = board.map_err(|_| format!("{path} is not a board"))?;
-    let mut setup = Setup { arguments, board: Box::leak(Box::new(board)) };
+    let mut setup = Setup { arguments, board: Box::leak(Box::new(board)), target };
     let tools: Result<Vec<_>, String> =
         names.split('+').map(|name| by_name(name, &mut setup)).collect();
+    let tools = tools?;
     setup.arguments.done()?;
-    assert!(INSTALLED.set(tools?).is_ok(), "installed once");
+    assert!(INSTALLED.set(tools).is_ok(), "installed once");
     Ok(())
 }
 
@@ -127,7 +130,11 @@ fn by_name(name: &str, setup: &mut Setup) -> Result<Installed, String> {
         "counts" => prepare(counts::Counts::new(setup)?),
         "pages" => prepare(pages::Pages::of(setup)?),
         "watch" => prepare(watch::Watch::new(setup)?),
-        "syscalls" => prepare(syscalls::Syscalls::new(setup)?),
+        "syscalls" => match setup.target.as_str() {
+            "x86_64" => prepare(syscalls::SyscallsX86::new(setup)?),
+            "aarch64" => prepare(syscalls::SyscallsAarch64::new(setup)?),
+            other => return Err(format!("tool syscalls does not know the processor {other}")),
+        },
         "cache" => prepare(cache::Cache::of(setup)?),
         "cache-bounds" => prepare(cache_bounds::CacheBounds::of(setup)?),
         "nothing" => prepare(baseline::Nothing),
@@ -189,7 +196,10 @@ pub unsafe extern "C" fn qemu_plugin_install(
         return 1;
     }
     // SAFETY: QEMU's promise.
-    let made = unsafe { Arguments::new(count, values) }.and_then(make);
+    let arguments = unsafe { Arguments::new(count, values) };
+    // SAFETY: QEMU's promise.
+    let target = unsafe { info.target() };
+    let made = arguments.and_then(|arguments| make(arguments, target));
     if let Err(problem) = made {
         eprintln!("keyframe plugin: {problem}");
         return 1;

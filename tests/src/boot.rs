@@ -36,6 +36,8 @@ pub struct Boot {
     pub append: String,
     /// The accelerator of a guest that boots the firmware payload; `None` for one with a kernel.
     pub payload_under: Option<&'static str>,
+    /// The options that load the software of a guest of another processor; `None` for x86.
+    pub software: Option<Vec<String>>,
     /// QEMU's `-serial`: the console.
     pub serial: String,
     /// Further QEMU arguments.
@@ -52,6 +54,7 @@ impl Boot {
             cpus: 1,
             append: format!("kf.work={work}"),
             payload_under: None,
+            software: None,
             serial: "stdio".into(),
             extra: Vec::new(),
         }
@@ -87,12 +90,13 @@ impl Boot {
             ["-nodefaults", "-no-user-config", "-display", "none", "-serial", &self.serial]
                 .map(str::to_owned),
         );
-        match self.payload_under {
-            Some(accelerator) => {
+        match (&self.software, self.payload_under) {
+            (Some(software), _) => line.extend(software.iter().cloned()),
+            (None, Some(accelerator)) => {
                 let image = payload_image().display().to_string();
                 line.extend(["-accel".into(), accelerator.into(), "-bios".into(), image]);
             }
-            None => line.extend(self.kernel()),
+            (None, None) => line.extend(self.kernel()),
         }
         line.extend(self.extra.iter().cloned());
         line

@@ -31,6 +31,7 @@ pub mod recording;
 pub mod relay;
 mod slot;
 mod test_env;
+mod virt;
 
 /// A libvirt daemon for one test; the tests of `keyframe-qemu` start the same.
 #[expect(missing_docs, reason = "the tests of keyframe-qemu do not need them")]
@@ -67,6 +68,7 @@ pub use process::{Process, children};
 pub use ram::{differing_pages, live_ram, stored_ram};
 pub use slot::Slot;
 pub use test_env::TestEnv;
+pub use virt::{VirtGuest, virt_guest, virt_guests};
 
 use serde_json::Value;
 use std::path::{Path, PathBuf};

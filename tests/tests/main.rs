@@ -41,6 +41,7 @@ mod main_job;
 mod mount;
 mod moved_images;
 mod ops;
+mod other_processors;
 mod pacemaker;
 mod profile;
 mod protect;

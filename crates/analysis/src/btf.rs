@@ -7,7 +7,7 @@
 //!   types    name │ kind, number of members │ size or type │ members ...          numbered from 1
 //!
 //!   struct task_struct ── pid, tgid, comm ──▶ offsets      including members of unnamed structures
-//!   section .data..percpu ── current_task ──▶ offset
+//!   section .data..percpu ── current_task ──▶ offset      (aarch64: its plugin needs none)
 //!                            (Linux 6.2 to 6.14: pcpu_hot.current_task)
 //! ```
 //!
@@ -22,6 +22,8 @@ const TYPES_MAX: usize = 1 << 24;
 /// The deepest nesting of unnamed structures.
 const DEPTH_MAX: usize = 8;
 const PER_CPU: &str = ".data..percpu";
+/// The per-CPU variable with the running task of aarch64, which the plugin finds by itself.
+const AARCH64_TASK: &str = "__entry_task";
 
 const KIND_INT: u32 = 1;
 const KIND_ARRAY: u32 = 3;
@@ -37,7 +39,7 @@ const KIND_ENUM64: u32 = 19;
 /// Where a kernel keeps the running task.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TaskLayout {
-    /// The address of the per-CPU variable that points to the running task.
+    /// The address of the per-CPU variable that points to the running task; 0 for aarch64.
     pub current: u64,
     /// Offset of the thread id in `struct task_struct`, in bytes.
     pub pid: u64,
@@ -75,6 +77,7 @@ impl TaskLayout {
         let current = match (types.variable("current_task"), types.variable("pcpu_hot")) {
             (Some(at), _) => at,
             (None, Some(at)) => at + offset("pcpu_hot", "current_task")?,
+            (None, None) if types.variable(AARCH64_TASK).is_some() => 0,
             (None, None) => return Err("no per-CPU variable current_task".into()),
         };
         let [pid, tgid, comm] = ["pid", "tgid", "comm"].map(|member| offset("task_struct", member));

@@ -68,6 +68,12 @@ pub trait Tool: Send + Sync {
         false
     }
 
+    /// Returns the names of the guest's processors that the tool knows; `None` if it does not look
+    /// at the processor.
+    fn processors(&self) -> Option<&'static [&'static str]> {
+        None
+    }
+
     /// Returns whether the merge needs the symbols of the guest's kernel
     /// ([`MergeContext::guest_symbols`]), which the caller finds in a checkpoint's RAM.
     fn needs_guest_symbols(&self) -> bool {

@@ -122,7 +122,7 @@ impl Bundle {
         }
         // Another import may have been faster.
         let was_known = report.copied.is_empty();
-        let id = report.copied.iter().chain(&report.known).map(|copy| copy.to).last();
+        let id = report.copied.iter().chain(&report.known).map(|copy| copy.to).next_back();
         let id = id.ok_or_else(|| Error::NoBundle(self.store.path().to_owned()))?;
         Ok(Imported { id, was_known, tags_left: report.tags_left })
     }

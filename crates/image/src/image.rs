@@ -7,6 +7,7 @@
 
 use crate::core;
 use crate::view::GuestView;
+use keyframe_machine::Processor;
 use keyframe_machine::RamSource;
 use keyframe_qemu_stream::CpuRegisters;
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
@@ -48,8 +49,8 @@ impl Image {
     }
 
     /// Returns the ELF core file: one segment for each extent, and the registers of each processor.
-    pub fn core(view: &GuestView, cpus: &[CpuRegisters]) -> Self {
-        let (head, places) = core::head(view.extents(), cpus);
+    pub fn core(view: &GuestView, processor: Processor, cpus: &[CpuRegisters]) -> Self {
+        let (head, places) = core::head(view.extents(), processor, cpus);
         let parts: Vec<Part> = places
             .into_iter()
             .zip(view.extents())
@@ -122,6 +123,7 @@ fn copy(from: &[u8], from_at: u64, to: &mut [u8], to_at: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use keyframe_qemu_stream::{Aarch64Registers, RegisterValues, Riscv64Registers, X86Registers};
     use keyframe_units::{BlockKind, GuestPhys, GuestRegion, Page, RamBlock, RamLayout};
     use proptest::prelude::*;
 
@@ -185,7 +187,7 @@ mod tests {
 
         #[test]
         fn stretches_cover_all_that_is_not_zero(max in 0u64..60_000) {
-            for image in [Image::raw(&view()), Image::core(&view(), &[CpuRegisters::default()])] {
+            for image in [Image::raw(&view()), Image::core(&view(), Processor::X86_64, &[cpu(0)])] {
                 let mut whole = vec![0; image.len_bytes() as usize];
                 image.read_at(&Numbered, 0, &mut whole).unwrap();
                 let mut pieced = vec![0; whole.len()];
@@ -198,10 +200,41 @@ mod tests {
         }
     }
 
+    fn cpu(rip: u64) -> CpuRegisters {
+        let values = RegisterValues::X86_64(X86Registers { rip, ..X86Registers::default() });
+        CpuRegisters { index: 0, values }
+    }
+
+    /// The words of the first note's registers, and `e_machine`, of a core of `processor`.
+    fn registers(processor: Processor, values: RegisterValues) -> (u16, Vec<u64>) {
+        let cpus = [CpuRegisters { index: 0, values }];
+        let image = Image::core(&view(), processor, &cpus);
+        let mut bytes = vec![0; image.len_bytes() as usize];
+        image.read_at(&Numbered, 0, &mut bytes).unwrap();
+        let note = 64 + 56 * (1 + view().extents().len());
+        let len = u32::from_le_bytes(bytes[note + 4..note + 8].try_into().unwrap()) as usize;
+        let status = &bytes[note + 20..note + 20 + len];
+        let words = status[112..len - 8].as_chunks::<8>().0;
+        let machine = u16::from_le_bytes(bytes[18..20].try_into().unwrap());
+        (machine, words.iter().map(|word| u64::from_le_bytes(*word)).collect())
+    }
+
+    #[test]
+    fn a_core_of_another_processor_has_its_machine_and_registers() {
+        let general = std::array::from_fn(|k| k as u64);
+        let arm = Aarch64Registers { general, sp: 31, pc: 32, pstate: 33 };
+        let words: Vec<u64> = (0..34).collect();
+        let found = registers(Processor::Aarch64, RegisterValues::Aarch64(arm));
+        assert_eq!(found, (183, words));
+        let riscv = Riscv64Registers { general: std::array::from_fn(|k| k as u64), pc: 99 };
+        let words: Vec<u64> = std::iter::once(99).chain(1..32).collect();
+        let found = registers(Processor::Riscv64, RegisterValues::Riscv64(riscv));
+        assert_eq!(found, (243, words));
+    }
+
     #[test]
     fn a_core_holds_the_same_pages_where_its_headers_say() {
-        let image =
-            Image::core(&view(), &[CpuRegisters { rip: 0x1234, ..CpuRegisters::default() }]);
+        let image = Image::core(&view(), Processor::X86_64, &[cpu(0x1234)]);
         let mut bytes = vec![0; image.len_bytes() as usize];
         image.read_at(&Numbered, 0, &mut bytes).unwrap();
         let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap());

@@ -201,8 +201,9 @@ impl Guest {
     /// device state holds no readable registers.
     pub fn core(&self) -> Result<Image> {
         let view = self.view()?;
-        let cpus = stream::cpu_registers(&self.device_state)?;
-        Ok(Image::core(&view, &cpus))
+        let processor = self.machine.processor;
+        let cpus = stream::cpu_registers(&self.device_state, processor)?;
+        Ok(Image::core(&view, processor, &cpus))
     }
 
     /// The places of RAM in the guest's physical address space.

@@ -54,8 +54,10 @@ impl RamExport<'_> {
     pub fn stream(&self, image: Option<&Image>, guest: &Guest, out: &mut dyn Write) -> Result<()> {
         let mut out = BufWriter::with_capacity(CHUNK_BYTES as usize, Watched { export: self, out });
         let Some(image) = image else {
-            let (machine, state) = (&guest.machine.machine_type, &guest.device_state);
-            return Ok(stream::export(machine, &guest.ram, &self.pages, state, &mut out)?);
+            let (machine, state) = (&guest.machine, &guest.device_state);
+            let (machine_type, processor) = (&*machine.machine_type, machine.processor);
+            let head = stream::MigrationHead { machine_type, processor };
+            return Ok(stream::export(&head, &guest.ram, &self.pages, state, &mut out)?);
         };
         let mut bytes = vec![0; CHUNK_BYTES as usize];
         let mut at = 0;

@@ -72,6 +72,14 @@ impl PagemapQuery {
         any_of: abi::PAGE_PRESENT | abi::PAGE_FILE,
         give: abi::PAGE_SWAPPED | abi::PAGE_FILE,
     };
+    /// Finds pages that the process has, in memory or on swap, and that are no pages of a file.
+    pub const OWN: Self = Self {
+        flags: 0,
+        inverted: abi::PAGE_FILE,
+        mask: abi::PAGE_FILE,
+        any_of: abi::PAGE_PRESENT | abi::PAGE_SWAPPED,
+        give: abi::PAGE_PRESENT,
+    };
     /// Finds pages with an entry, markers included, without the shared page of zeros.
     pub const ENTRY: Self = Self {
         flags: 0,

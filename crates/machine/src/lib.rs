@@ -17,6 +17,7 @@
 
 mod accelerator;
 mod lineage;
+mod processor;
 mod ram_source;
 mod recording;
 mod spec;
@@ -24,6 +25,7 @@ mod vmm_kind;
 
 pub use accelerator::Accelerator;
 pub use lineage::Lineage;
+pub use processor::{Delivery, Processor};
 pub use ram_source::{RamSource, read_ascending};
 pub use recording::RecordingPosition;
 pub use spec::{MachineSpec, ReadFile};

@@ -1,6 +1,6 @@
 //! The description of a virtual machine.
 
-use crate::{RecordingPosition, VmmKind};
+use crate::{Processor, RecordingPosition, VmmKind};
 use keyframe_units::GuestRegion;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -23,6 +23,9 @@ pub struct MachineSpec {
     /// BLAKE3 hash of the binary, in hexadecimal.
     #[serde(rename = "qemu_blake3")]
     pub binary_blake3: String,
+    /// The guest's processor. The JSON of x86-64 leaves it out.
+    #[serde(default, skip_serializing_if = "Processor::is_default")]
+    pub processor: Processor,
     /// Machine type with aliases resolved (`pc-i440fx-7.2`).
     pub machine_type: String,
     /// The number of virtual CPUs.
@@ -125,6 +128,7 @@ mod tests {
     fn optional_fields_survive_json() {
         let full = MachineSpec {
             vmm: VmmKind::Firecracker,
+            processor: Processor::Riscv64,
             missing_cpu_features: Some(vec!["rtm".into()]),
             guest_map: Some(Vec::new()),
             recorded: Some(RecordingPosition { recording: "ab".into(), icount: 7 }),
@@ -133,6 +137,7 @@ mod tests {
         };
         let json = serde_json::to_value(&full).unwrap();
         assert_eq!(json["vmm"], "firecracker");
+        assert_eq!(json["processor"], "riscv64");
         assert_eq!(json["cpu_lacks"], json!(["rtm"]));
         assert_eq!(json["recorded"], json!({ "recording": "ab", "icount": 7 }));
         assert_eq!(serde_json::from_value::<MachineSpec>(json).unwrap(), full);

@@ -7,6 +7,7 @@ use crate::options::{self, Argument};
 use crate::recording::{RecordingClock, RecordingLineOptions, RecordingMode, recording_arguments};
 use crate::{CommandLineError, Result};
 use jiff::Zoned;
+use keyframe_machine::Processor;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
@@ -51,6 +52,7 @@ pub struct CommandLine {
 struct Recording {
     log: PathBuf,
     qemu_version: String,
+    processor: Processor,
     started: Zoned,
 }
 
@@ -150,8 +152,8 @@ impl CommandLine {
         Ok(gate.nics)
     }
 
-    /// Has QEMU, of version `qemu_version`, record the VM into the file `log`. The guest's
-    /// real-time clock begins at `started`. Returns the differences from the user's machine, as
+    /// Has QEMU, of version `qemu_version` and for the guest's `processor`, record the VM into the
+    /// file `log`. The guest's real-time clock begins at `started`. Returns the differences from the user's machine, as
     /// texts for the user.
     ///
     /// Error: [`CommandLineError::Argument`] for a machine that cannot be recorded exactly.
@@ -159,10 +161,11 @@ impl CommandLine {
         &mut self,
         log: &Path,
         qemu_version: &str,
+        processor: Processor,
         started: Zoned,
     ) -> Result<Vec<String>> {
         let qemu_version = qemu_version.to_owned();
-        self.recording = Some(Recording { log: log.into(), qemu_version, started });
+        self.recording = Some(Recording { log: log.into(), qemu_version, processor, started });
         Ok(self.run_words()?.notes)
     }
 
@@ -189,6 +192,7 @@ impl CommandLine {
                     disks: server.as_ref(),
                     media: self.media_server.as_ref(),
                     qemu_version: &recording.qemu_version,
+                    processor: recording.processor,
                     console: None,
                     clock: RecordingClock::StartAt(&recording.started),
                 },

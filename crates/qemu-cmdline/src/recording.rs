@@ -25,6 +25,7 @@ use crate::drives::{DiskServer, rewrite_drives};
 use crate::media::rewrite_media;
 use crate::options::{Argument, escape, keys, properties, value_of};
 use crate::{CommandLineError, Result};
+use keyframe_machine::Processor;
 use std::path::Path;
 
 /// Guest nanoseconds per instruction, as a power of two: 8 ns, the value that `shift=auto` begins
@@ -53,6 +54,8 @@ pub struct RecordingLineOptions<'a> {
     pub media: Option<&'a DiskServer>,
     /// QEMU's version (`7.2.22 ...`).
     pub qemu_version: &'a str,
+    /// The guest's processor.
+    pub processor: Processor,
     /// The file for a replay's serial output; `None` to discard it.
     pub console: Option<&'a Path>,
     /// The guest's real-time clock.
@@ -123,7 +126,8 @@ impl LineMaker<'_> {
             "enable-kvm" => self.notes.push("KVM is removed: a recording runs under TCG".into()),
             "accel" => self.accelerator(argument),
             "M" | "machine" => self.machine(argument),
-            // `finish` adds -machine hpet=off, which -no-hpet means in QEMU 7.2, and -rtc.
+            // `finish` adds -machine hpet=off, if there is one, which -no-hpet means in QEMU 7.2,
+            // and -rtc.
             "no-hpet" | "rtc" => {}
             "icount" => self.icount = Some(argument.value().into()),
             "netdev" => self.netdev(argument),
@@ -238,7 +242,7 @@ impl LineMaker<'_> {
             );
             self.out.push(option("nic", "none"));
         }
-        if !is_microvm(user) {
+        if self.options.processor.has_hpet() && !is_microvm(user) {
             self.out.push(option("machine", "hpet=off"));
         }
         self.out
@@ -297,6 +301,7 @@ mod tests {
             media: None,
             disks: None,
             qemu_version: "7.2.22",
+            processor: Processor::X86_64,
             console: None,
             clock: RecordingClock::Same(&[]),
         }

@@ -25,7 +25,7 @@ use crate::section_bodies::{
 };
 use crate::sections::{Section, sections};
 use crate::{Result, StreamError};
-use keyframe_machine::Accelerator;
+use keyframe_machine::{Accelerator, Processor};
 use std::ops::Range;
 
 const KVMCLOCK: &str = "kvmclock";
@@ -75,11 +75,15 @@ pub(crate) struct Edit {
     pub bytes: Vec<u8>,
 }
 
-/// Returns the accelerator that wrote the device state `state`. `None` if the state does not tell.
+/// Returns the accelerator that wrote the device state `state` of a guest with the processor
+/// `processor`. `None` if the state does not tell.
 ///
 /// Error: [`StreamError::DeviceState`] for a malformed state.
-pub fn written_by(state: &[u8]) -> Result<Option<Accelerator>> {
+pub fn written_by(state: &[u8], processor: Processor) -> Result<Option<Accelerator>> {
     crate::check(state)?;
+    if !processor.has_kvm() {
+        return Ok(Some(Accelerator::Tcg));
+    }
     let all = sections(state)?;
     if all.iter().any(|s| s.name == KVMCLOCK) {
         return Ok(Some(Accelerator::Kvm));
@@ -133,7 +137,7 @@ pub(crate) fn refused(reason: impl Into<String>, fix: &str) -> StreamError {
 }
 
 /// The sections of one virtual processor.
-struct Processor<'a> {
+struct CpuSections<'a> {
     number: u32,
     common: Body<'a>,
     cpu: Body<'a>,
@@ -143,7 +147,7 @@ struct Processor<'a> {
 /// The sections that a conversion reads and edits.
 struct ConvertedSections<'a> {
     timer: Body<'a>,
-    processors: Vec<Processor<'a>>,
+    processors: Vec<CpuSections<'a>>,
     pics: Vec<Body<'a>>,
     pits: Vec<Body<'a>>,
 }
@@ -171,7 +175,7 @@ impl<'a> ConvertedSections<'a> {
             .into_iter()
             .zip(commons)
             .zip(apics)
-            .map(|((cpu, common), apic)| Processor {
+            .map(|((cpu, common), apic)| CpuSections {
                 number: cpu.section.instance,
                 common,
                 cpu,
@@ -237,7 +241,7 @@ impl<'a> ConvertedSections<'a> {
         Ok(())
     }
 
-    fn interrupts_to_tcg(&self, processor: &Processor<'a>, edits: &mut Vec<Edit>) -> Result<()> {
+    fn interrupts_to_tcg(&self, processor: &CpuSections<'a>, edits: &mut Vec<Edit>) -> Result<()> {
         let injected = processor.cpu.u32(cpu::INTERRUPT_INJECTED);
         let mut request = processor.common.u32(cpu_common::INTERRUPT_REQUEST) & !REQUEST_HARD;
         if injected != NONE {
@@ -273,7 +277,7 @@ impl<'a> ConvertedSections<'a> {
 
     /// Whether a controller has an interrupt that `processor` takes as soon as it enables
     /// interrupts. KVM finds out by itself; TCG expects a request bit.
-    fn is_interrupt_pending(&self, processor: &Processor<'_>) -> bool {
+    fn is_interrupt_pending(&self, processor: &CpuSections<'_>) -> bool {
         let Some(local) = &processor.apic else { return self.is_pic_pending() };
         let base = local.u32(apic::BASE);
         let on = base & 0x800 != 0;
@@ -326,7 +330,7 @@ impl<'a> ConvertedSections<'a> {
     }
 }
 
-impl Processor<'_> {
+impl CpuSections<'_> {
     /// Refuses a guest that uses a feature that only KVM has.
     fn refuse_paravirtual(&self) -> Result<()> {
         let number = self.number;

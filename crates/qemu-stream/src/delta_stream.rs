@@ -117,6 +117,7 @@ fn locate(layout: &RamLayout, page: PageIndex) -> Option<(usize, u64)> {
 mod tests {
     use super::*;
     use crate::MigrationReader;
+    use keyframe_machine::Processor;
     use keyframe_units::{BlockKind, PageRange, RamBlock};
 
     struct Numbered;
@@ -148,7 +149,9 @@ mod tests {
         let pages: Vec<_> =
             [0, 1, 3, 9, 10, 11].into_iter().chain((20..1900).step_by(2)).map(PageIndex).collect();
         let state = crate::tests::state();
-        for head in [None, Some(&MigrationHead { machine_type: "pc-i440fx-7.2" })] {
+        let head = |processor| MigrationHead { machine_type: "pc-i440fx-7.2", processor };
+        let (x86, arm) = (head(Processor::X86_64), head(Processor::Aarch64));
+        for head in [None, Some(&x86), Some(&arm)] {
             let mut out = Vec::new();
             let delta = DeltaPages { layout: &layout, pages: &pages, ram: &Numbered };
             write_delta(head, &state, delta, &mut out).unwrap();

@@ -6,11 +6,11 @@ use keyframe_units::{PAGE_BYTES, PageRange, RamLayout};
 use std::io::{self, Write};
 
 /// Writes the checkpoint with RAM blocks `layout`, pages `ram` and `device_state` to `out`, as a
-/// stream that QEMU loads with `-incoming` if its command line makes a machine of `machine_type`.
+/// stream that QEMU loads with `-incoming` if its command line makes a machine of `head`.
 ///
 /// Errors: those of [`write_migration`].
 pub fn export(
-    machine_type: &str,
+    head: &MigrationHead<'_>,
     layout: &RamLayout,
     ram: &dyn RamSource,
     device_state: &[u8],
@@ -34,5 +34,5 @@ pub fn export(
             pages: reader,
         })
         .collect();
-    write_migration(&MigrationHead { machine_type }, device_state, &mut blocks, out)
+    write_migration(head, device_state, &mut blocks, out)
 }

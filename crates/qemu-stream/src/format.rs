@@ -12,9 +12,14 @@ pub(crate) const SECTION_EOF: u8 = 0x00;
 pub(crate) const SECTION_START: u8 = 0x01;
 pub(crate) const SECTION_END: u8 = 0x03;
 pub(crate) const SECTION_FULL: u8 = 0x04;
+/// An optional part of a section.
+pub(crate) const SUBSECTION: u8 = 0x05;
 pub(crate) const SECTION_DESCRIPTION: u8 = 0x06;
 pub(crate) const SECTION_CONFIGURATION: u8 = 0x07;
 pub(crate) const SECTION_FOOTER: u8 = 0x7e;
+
+/// The part of the configuration that tells the size of a page, as a power of two.
+pub(crate) const PAGE_BITS: &str = "configuration/target-page-bits";
 
 /// Number of the `ram` section. QEMU numbers its own sections from 0, one for each device.
 pub(crate) const RAM_SECTION_ID: u32 = 0x7000;

@@ -5,7 +5,7 @@ use crate::{
     MigrationReader, check, convert, count_instructions, cpu_registers, display, low_memory,
     with_due_timer, written_by,
 };
-use keyframe_machine::Accelerator;
+use keyframe_machine::{Accelerator, Processor};
 use keyframe_units::PAGE_BYTES;
 
 /// Reads and converts `state` as a device state.
@@ -20,8 +20,11 @@ pub fn device_state(state: &[u8]) {
             assert!(check(&converted).is_ok(), "the converted state is malformed");
         }
     }
-    let _ = (written_by(state), cpu_registers(state), low_memory(state), display(state));
-    let _ = count_instructions(state);
+    let _ = (low_memory(state), display(state));
+    for processor in Processor::ALL {
+        let _ = (written_by(state, processor), cpu_registers(state, processor));
+        let _ = count_instructions(state, processor);
+    }
     if let (true, Ok(prepared)) = (is_valid, with_due_timer(state, 3)) {
         assert!(check(&prepared).is_ok(), "the prepared state is malformed");
     }

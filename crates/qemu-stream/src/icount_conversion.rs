@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   timer      + icount: the clock continues at its value; instructions begin at 0
-//!   cpu        tsc_offset: with -icount the time-stamp counter is the clock; it continues at its
+//!   cpu (x86)  tsc_offset: with -icount the time-stamp counter is the clock; it continues at its
 //!              value
 //! ```
 //!
@@ -14,16 +14,18 @@ use crate::accelerator_conversion::{Edit, apply, refused, set};
 use crate::section_bodies::{Body, CPU, TIMER, cpu, timer};
 use crate::sections::sections;
 use crate::{Result, StreamError};
+use keyframe_machine::Processor;
 
 /// Head of the optional part `timer/icount`: mark, name and version.
 const ICOUNT: &[u8] = b"\x05\x0ctimer/icount\0\0\0\x01";
 
-/// Converts `state`, a device state written under TCG, for a VM whose clock counts instructions
-/// (`-icount`).
+/// Converts `state`, a device state of a guest with the processor `processor` written under TCG,
+/// for a VM whose clock counts instructions (`-icount`). The counters of other processors than x86
+/// follow the clock anyway.
 ///
 /// Errors: [`StreamError::Conversion`] if the VM's clock already counts instructions;
 /// [`StreamError::DeviceState`] for a malformed state.
-pub fn count_instructions(state: &[u8]) -> Result<Vec<u8>> {
+pub fn count_instructions(state: &[u8], processor: Processor) -> Result<Vec<u8>> {
     crate::check(state)?;
     let all = sections(state)?;
     let section = all.iter().find(|section| section.name == TIMER.name);
@@ -40,7 +42,8 @@ pub fn count_instructions(state: &[u8]) -> Result<Vec<u8>> {
     let end = body.section.body.end;
     let mut edits =
         vec![Edit { range: end..end, bytes: [ICOUNT, &clock.to_be_bytes(), &[0; 8]].concat() }];
-    for section in all.iter().filter(|section| section.name == CPU.name) {
+    let has_counter = processor == Processor::X86_64;
+    for section in all.iter().filter(|section| has_counter && section.name == CPU.name) {
         let body = Body::new(state, section, &CPU)?;
         let offset = body.u64(cpu::TSC_OFFSET).wrapping_add(ticks).wrapping_sub(clock);
         edits.push(set(&body, cpu::TSC_OFFSET, &offset.to_be_bytes()));

@@ -20,6 +20,7 @@
 //! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
 //! | `comparison` | compares two device states, section by section |
 //! | `processors`, `display` | registers of the processors and of the display |
+//! | `low_memory` | what an x86 guest sees below 1 MiB |
 //! | `sse_flags` | adds flags that QEMU leaves out of a processor's state |
 //! | `flash`, `run_state` | the flash chips of a state; whether its VM stands still |
 //! | `user_network` | the user networks of a state, for a line that has others |
@@ -44,6 +45,7 @@ mod format;
 #[doc(hidden)]
 pub mod fuzzing;
 mod icount_conversion;
+mod low_memory;
 mod migration_reader;
 mod processors;
 mod run_state;
@@ -63,8 +65,12 @@ pub use export::export;
 pub use flash::{FlashActivity, flash_activity, without_flash};
 pub use format::check;
 pub use icount_conversion::count_instructions;
+pub use low_memory::{LowMemoryPart, low_memory};
 pub use migration_reader::{MigrationBlock, MigrationPageSink, MigrationReader};
-pub use processors::{CpuRegisters, LowMemoryPart, SegmentRegister, cpu_registers, low_memory};
+pub use processors::{
+    Aarch64Registers, CpuRegisters, RegisterValues, Riscv64Registers, SegmentRegister,
+    X86Registers, cpu_registers,
+};
 pub use run_state::{run_state, with_run_state};
 pub use sse_flags::{SavedCpu, add_sse_flags};
 pub use user_network::renumber_user_networks;

@@ -19,16 +19,15 @@
 //! QEMU's), and streams of other forms, which are refused by the name of the feature.
 
 use crate::format::{
-    FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO, HEADER_BYTES, MAGIC, RAM_VERSION,
-    SECTION_CONFIGURATION, SECTION_DESCRIPTION, SECTION_END, SECTION_EOF, SECTION_FOOTER,
-    SECTION_FULL, SECTION_START, VERSION,
+    FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO, HEADER_BYTES, MAGIC, PAGE_BITS,
+    RAM_VERSION, SECTION_CONFIGURATION, SECTION_DESCRIPTION, SECTION_END, SECTION_EOF,
+    SECTION_FOOTER, SECTION_FULL, SECTION_START, SUBSECTION, VERSION,
 };
 use crate::{Result, StreamError};
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
 use std::io::{self, Read};
 
 const SECTION_PART: u8 = 0x02;
-const SUBSECTION: u8 = 0x05;
 const SECTION_COMMAND: u8 = 0x08;
 /// Flags of pages of refused features, with QEMU's name of the feature.
 const FLAGS_REFUSED: [(u64, &str); 4] =
@@ -281,7 +280,7 @@ fn configuration<R: Read>(input: &mut Input<R>) -> Result<(String, u8)> {
         }
         let (part, _version) = (input.name()?, input.u32()?);
         match part.as_str() {
-            "configuration/target-page-bits" => {
+            PAGE_BITS => {
                 let bits = input.u32()?;
                 if 1u64.checked_shl(bits) != Some(PAGE_BYTES as u64) {
                     return Err(input.problem(format!("pages of 2^{bits} bytes")));
@@ -429,6 +428,7 @@ impl<R: Read> Input<R> {
 mod tests {
     use super::*;
     use crate::{MigrationHead, StreamBlock, write_migration};
+    use keyframe_machine::Processor;
     use proptest::prelude::*;
 
     fn devices() -> Vec<u8> {
@@ -452,7 +452,7 @@ mod tests {
             StreamBlock { name: "pc.bios", used_bytes: 2 * PAGE_BYTES as u64, pages: &mut second },
         ];
         let mut out = Vec::new();
-        let head = MigrationHead { machine_type: "pc-i440fx-7.2" };
+        let head = MigrationHead { machine_type: "pc-i440fx-7.2", processor: Processor::X86_64 };
         write_migration(&head, &devices(), &mut blocks, &mut out).unwrap();
         out
     }

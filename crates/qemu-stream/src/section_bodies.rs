@@ -9,11 +9,10 @@
 //! version or length is an error, and so is a malformed optional part. Nothing is read at an offset
 //! that was not checked.
 
+use super::format::SUBSECTION;
 use super::sections::{Section, u32_at, u64_at};
 use crate::{Result, StreamError};
-
-/// Mark of an optional part.
-const SUBSECTION: u8 = 0x05;
+use std::ops::RangeInclusive;
 
 /// The layout of a body.
 pub(crate) struct Layout {
@@ -186,6 +185,44 @@ impl<'a> Body<'a> {
     /// Returns the fields of the optional part `name`, if the body has it.
     pub fn part(&self, name: &str) -> Option<&'a [u8]> {
         self.optional.iter().find(|(n, _)| *n == name).map(|(_, fields)| *fields)
+    }
+}
+
+/// The first fields of a body whose length varies.
+#[derive(Debug)]
+pub(crate) struct Start<'a>(&'a [u8]);
+
+impl<'a> Start<'a> {
+    /// Returns the first `bytes` bytes of the body of `section` of the device state `state`. Error:
+    /// [`StreamError::DeviceState`] if its version is not one of `versions`, or if it is shorter.
+    pub fn new(
+        state: &'a [u8],
+        section: &Section,
+        versions: RangeInclusive<u32>,
+        bytes: usize,
+    ) -> Result<Self> {
+        let fail = |problem: String| StreamError::DeviceState {
+            offset: section.body.start as u64,
+            problem: format!("section {} {}: {problem}", section.name, section.instance),
+        };
+        if !versions.contains(&section.version) {
+            let (first, last) = (versions.start(), versions.end());
+            let found = section.version;
+            return Err(fail(format!("version {found}; versions {first} to {last} are known")));
+        }
+        let body = state.get(section.body.clone()).unwrap_or_default();
+        let short = || fail(format!("{} bytes instead of {bytes} or more", body.len()));
+        Ok(Self(body.get(..bytes).ok_or_else(short)?))
+    }
+
+    /// Returns the `u64` at `offset`; 0 outside the fields.
+    pub fn u64(&self, offset: usize) -> u64 {
+        u64_at(self.0, offset).unwrap_or_default()
+    }
+
+    /// Returns the `u32` at `offset`; 0 outside the fields.
+    pub fn u32(&self, offset: usize) -> u32 {
+        u32_at(self.0, offset).unwrap_or_default()
     }
 }
 

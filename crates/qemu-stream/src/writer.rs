@@ -1,11 +1,12 @@
 //! Writes streams: the devices with small RAM blocks before them, or a whole migration stream.
 
 use crate::format::{
-    FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO, HEADER_BYTES, RAM_SECTION_ID,
-    RAM_VERSION, SECTION_CONFIGURATION, SECTION_DESCRIPTION, SECTION_END, SECTION_START, check,
-    put_footer, put_name, put_u32, put_u64,
+    FLAG_CONTINUE, FLAG_EOS, FLAG_MEM_SIZE, FLAG_PAGE, FLAG_ZERO, HEADER_BYTES, PAGE_BITS,
+    RAM_SECTION_ID, RAM_VERSION, SECTION_CONFIGURATION, SECTION_DESCRIPTION, SECTION_END,
+    SECTION_START, SUBSECTION, check, put_footer, put_name, put_u32, put_u64,
 };
 use crate::{Result, StreamError};
+use keyframe_machine::Processor;
 use keyframe_units::{PAGE_BYTES, Page, ZERO_PAGE};
 use std::io::{self, Write};
 
@@ -42,6 +43,8 @@ pub fn splice_ram(
 pub struct MigrationHead<'a> {
     /// Machine type with aliases resolved (`pc-i440fx-7.2`).
     pub machine_type: &'a str,
+    /// The guest's processor.
+    pub processor: Processor,
 }
 
 /// Writes a whole migration stream, as QEMU's `migrate` does. A QEMU of the same version and with
@@ -99,7 +102,13 @@ pub(crate) fn write_configuration(head: &MigrationHead<'_>, out: &mut dyn Write)
     let len = u32::try_from(head.machine_type.len()).map_err(io::Error::other)?;
     out.write_all(&[SECTION_CONFIGURATION])?;
     put_u32(out, len)?;
-    out.write_all(head.machine_type.as_bytes())
+    out.write_all(head.machine_type.as_bytes())?;
+    let Some(bits) = head.processor.told_page_bits() else { return Ok(()) };
+    // An optional part of the section: mark, name, version, value.
+    out.write_all(&[SUBSECTION, PAGE_BITS.len() as u8])?;
+    out.write_all(PAGE_BITS.as_bytes())?;
+    put_u32(out, 1)?;
+    put_u32(out, bits)
 }
 
 pub(crate) fn check_block(block: &StreamBlock<'_>) -> Result<()> {

@@ -2,7 +2,7 @@
 //! the processors of the fresh QEMU have all features that the guest may use.
 
 use crate::{Error, Qmp, Result, stream};
-use keyframe_machine::Accelerator;
+use keyframe_machine::{Accelerator, Processor};
 use keyframe_qemu_cmdline::{Argument, CommandLineError, named_accelerator};
 use serde_json::{Value, json};
 
@@ -14,14 +14,29 @@ const FEATURES_MAX: usize = 4096;
 /// The accelerator that the checkpoint was taken under.
 ///
 /// Error: [`CommandLineError::Accelerator`] if neither command line nor device state tell.
-pub(crate) fn of_checkpoint(kept: &[Argument], device_state: &[u8]) -> Result<Accelerator> {
-    let by_state = stream::written_by(device_state)?;
+pub(crate) fn of_checkpoint(
+    kept: &[Argument],
+    device_state: &[u8],
+    processor: Processor,
+) -> Result<Accelerator> {
+    let by_state = stream::written_by(device_state, processor)?;
     by_state.or_else(|| named_accelerator(kept)).ok_or_else(|| {
         refused(
             "neither its command line nor its device state tell which one it ran under",
             "restore it without --accel, on a host like the one it was taken on",
         )
     })
+}
+
+/// Fails if the accelerator `to` cannot execute the instructions of `processor` on this host.
+pub(crate) fn require_accelerated(processor: Processor, to: Accelerator) -> Result<()> {
+    if to == Accelerator::Kvm && !processor.has_kvm() {
+        return Err(refused(
+            format!("KVM of this host does not run guests of {processor}"),
+            "restore it without --accel, or with --accel tcg",
+        ));
+    }
+    Ok(())
 }
 
 /// Checks that the fresh QEMU runs under `to`, and that its processors have each feature that the

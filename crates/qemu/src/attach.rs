@@ -3,7 +3,7 @@
 //! ```text
 //!   pid ──▶ descriptor of the process ──▶ its own line (/proc) ──▶ monitor: a socket, or libvirt
 //!                                                                     │
-//!           Vm ◀── still the same process? ◀── device state file ◀────┤ greets? that process's? x86-64? not migrating?
+//!           Vm ◀── still the same process? ◀── device state file ◀────┤ greets? that process's? a supported processor? not migrating?
 //!                                              (QEMU forgets it on detach)
 //! ```
 //!
@@ -22,7 +22,7 @@ mod running;
 use crate::binary::QemuIdentity;
 use crate::lifetime::{Lifetime, Other};
 use crate::statefile::StateFile;
-use crate::vm::{Origin, Vm, check_target};
+use crate::vm::{Origin, Vm, target};
 use crate::{Error, Qmp, Result, RunStatus};
 use keyframe_machine::{Lineage, MachineSpec, VmmKind};
 use keyframe_qemu_cmdline::{lineage_of, options};
@@ -60,8 +60,8 @@ impl Vm {
     ///
     /// Errors: [`Error::Attach`] if `pid` is no QEMU, has another monitor, or has an engine
     /// already; [`Error::MonitorBusy`] if another client uses the monitor; [`Error::Libvirt`] if
-    /// libvirt refuses its monitor; [`Error::Binary`] if it emulates another processor than x86;
-    /// [`Error::Gone`] if it has ended.
+    /// libvirt refuses its monitor; [`Error::Binary`] if Keyframe does not support the processor
+    /// that it emulates; [`Error::Gone`] if it has ended.
     pub fn attach(pid: u32, options: &AttachOptions) -> Result<Self> {
         let lifetime = Lifetime::Other(Other::open(pid)?);
         let running = Running::read(pid)?;
@@ -118,6 +118,7 @@ impl Vm {
             binary_path: identity.path.to_string_lossy().into_owned(),
             vmm_version: identity.version,
             binary_blake3: identity.blake3,
+            processor: self.processor()?,
             machine_type: self.machine_type()?,
             vcpus: self.cpus()?,
             working_directory: self.working_directory()?.to_string_lossy().into_owned(),
@@ -191,7 +192,7 @@ fn check_peer(qmp: &Qmp, pid: u32) -> Result<()> {
 }
 
 fn check_emulator(qmp: &mut Qmp, pid: u32, running: &Running) -> Result<()> {
-    check_target(qmp, &running.binary).map_err(|e| match e {
+    target(qmp, &running.binary).map(drop).map_err(|e| match e {
         Error::Refused { .. } => Error::Attach {
             pid,
             problem: "its monitor is not one of QEMU's system emulator".into(),

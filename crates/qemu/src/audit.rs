@@ -6,6 +6,7 @@
 //! | direct disk I/O (refused unless scans are in pauses) | the kernel writes into pinned guest pages; a scan meanwhile makes it unseen |
 //! | vhost-user, vDPA, VFIO, ivshmem | another process or a device writes into guest RAM unseen |
 //! | balloon or virtio-mem over shared memory | a hole punched into shared memory is not reported as a write |
+//! | riscv64 before QEMU 10.2 | QEMU saves no alarms of its timers, so a restored guest waits for ever |
 //! | a device of `unsavable_devices.tsv` | QEMU ends when it saves the device, and with it the VM |
 //! | a device of `stateless_devices.tsv` (a warning) | QEMU saves nothing of it, so a restore loses its registers |
 //!
@@ -13,6 +14,7 @@
 //! QEMU says what blocks a migration.
 
 use crate::{Error, Qmp, Result, stateless, unsavable};
+use keyframe_machine::Processor;
 use keyframe_qemu_cmdline::is_served;
 use keyframe_qemu_cmdline::options::{
     Argument, devices as devices_of_line, global_property, value_of,
@@ -55,16 +57,17 @@ impl<'a> Disks<'a> {
     }
 }
 
-/// Returns all findings about the machine behind `qmp`, whose type is `machine_type`.
+/// Returns all findings about the machine behind `qmp`, with its processor and its type.
 ///
 /// The disks behind the nodes `minded` are captured already: they cause no finding.
 pub(crate) fn audit(
     qmp: &mut Qmp,
-    machine_type: &str,
+    (processor, machine_type): (Processor, &str),
     (disks, minded): (Disks<'_>, &[String]),
 ) -> Result<Vec<AuditFinding>> {
     let mut found = Vec::new();
-    machine(machine_type, &mut found);
+    machine(processor, machine_type, &mut found);
+    found.extend(unsaved(qmp, processor)?);
     let blocks = qmp.execute("query-block", None)?;
     match blocks.as_array() {
         Some(blocks) => blocks.iter().for_each(|block| drive(block, (disks, minded), &mut found)),
@@ -213,16 +216,42 @@ fn warned(
     AuditFinding { severity: Severity::Warning, ..refused(subject, reason, fix) }
 }
 
-fn machine(machine_type: &str, found: &mut Vec<AuditFinding>) {
-    let known = ["pc-i440fx-", "pc-q35-"].iter().any(|p| machine_type.starts_with(p))
-        || machine_type == "microvm";
-    if !known {
+fn machine(processor: Processor, machine_type: &str, found: &mut Vec<AuditFinding>) {
+    if !processor.knows_machine(machine_type) {
         found.push(warned(
             format!("machine type {machine_type}"),
-            "Keyframe is tested with pc, q35 and microvm only",
+            format!("Keyframe is tested with {} only", processor.machine_names()),
             "choose one of those with -machine",
         ));
     }
+}
+
+/// Returns findings about what QEMU leaves out of the state of `processor` and its timers.
+fn unsaved(qmp: &mut Qmp, processor: Processor) -> Result<Vec<AuditFinding>> {
+    let mut found = Vec::new();
+    if let Some((major, minor)) = processor.timers_saved_since() {
+        let answer = qmp.execute("query-version", None)?;
+        let part = |key: &str| answer.get("qemu")?.get(key)?.as_u64();
+        let version = part("major").zip(part("minor"));
+        if version.is_none_or(|version| version < (major.into(), minor.into())) {
+            found.push(refused(
+                format!("processor {processor}"),
+                format!(
+                    "QEMU before {major}.{minor} does not save the alarms of its timers: a \
+                     restored guest would wait for them for ever"
+                ),
+                format!("use QEMU {major}.{minor} or later"),
+            ));
+        }
+    }
+    found.extend(processor.unsaved().map(|part| {
+        warned(
+            format!("processor {processor}"),
+            format!("QEMU does not save {part}: a restored guest finds them cleared"),
+            "ignore this if no program of the guest reads them much later",
+        )
+    }));
+    Ok(found)
 }
 
 fn drive(block: &Value, (disks, minded): (Disks<'_>, &[String]), found: &mut Vec<AuditFinding>) {
@@ -532,7 +561,7 @@ mod tests {
 
     #[test]
     fn an_unknown_machine_is_a_warning() {
-        assert_eq!(of(|f| machine("pc-q35-7.2", f)), []);
-        assert_eq!(of(|f| machine("isapc", f))[0].severity, Severity::Warning);
+        assert_eq!(of(|f| machine(Processor::X86_64, "pc-q35-7.2", f)), []);
+        assert_eq!(of(|f| machine(Processor::X86_64, "isapc", f))[0].severity, Severity::Warning);
     }
 }

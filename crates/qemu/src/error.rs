@@ -472,6 +472,7 @@ mod tests {
             RollbackObstacle::Dump,
             RollbackObstacle::Job { id: "backup-1".into(), kind: "mirror".into() },
             RollbackObstacle::Flash,
+            RollbackObstacle::PageSize { machine_type: "raspi3b".into() },
         ];
         all.into_iter().map(|obstacle| Error::RollbackObstacle { obstacle }).collect()
     }

@@ -1,7 +1,10 @@
 //! The user's command line with the QEMU binary that it names.
 
+#[cfg(doc)]
+use crate::Error;
 use crate::Result;
 use crate::binary::{self, QemuIdentity};
+use crate::probe;
 use jiff::Zoned;
 use keyframe_qemu_cmdline::options::{keys, value_of};
 use keyframe_qemu_cmdline::{
@@ -125,10 +128,12 @@ impl Invocation {
     }
 
     /// Has QEMU record the VM into the file `log`. Returns the differences from the user's machine,
-    /// as texts for the user. Errors: those of [`CommandLine::record`].
+    /// as texts for the user. Errors: those of [`CommandLine::record`]; [`Error::Binary`] if
+    /// Keyframe does not support the processor that QEMU emulates.
     pub fn record(&mut self, log: &Path) -> Result<Vec<String>> {
         let version = binary::version(&self.binary)?;
-        Ok(self.line.record(log, &version, Zoned::now())?)
+        let processor = probe::processor(&self.binary)?;
+        Ok(self.line.record(log, &version, processor, Zoned::now())?)
     }
 
     /// Returns the size of the guest's RAM at its start as `-m` gives it, or QEMU's default, in

@@ -22,7 +22,7 @@
 //! 4. A VM that was attached to is left as it was found.
 //!
 //! Left out: tracking and reading RAM (the kernel crate), when to checkpoint (capture), where it is
-//! kept (store). QEMU 7.2 and 10.0 on x86-64, machines `pc`, `q35` and `microvm`.
+//! kept (store). QEMU 7.2 to 11; guests of the processors of `keyframe_machine::Processor`.
 
 mod accelerator_check;
 mod attach;
@@ -73,7 +73,7 @@ pub use error::{Error, Result};
 pub use guest_end::EndHold;
 pub use invocation::Invocation;
 pub use keyframe_machine::ReadFile;
-pub use keyframe_machine::{Accelerator, HostBlock};
+pub use keyframe_machine::{Accelerator, HostBlock, Processor};
 pub use keyframe_qemu_cmdline::{
     self as cmdline, Backing, BackingImage, DiskNames, DiskServer, Drive, LineDifference,
     LineDrive, Medium, NicSockets, line_difference, media_of, net_gate, recording,

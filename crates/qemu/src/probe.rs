@@ -1,15 +1,18 @@
 //! What a QEMU binary offers: the binary is asked once, and the cache remembers the answer.
 //!
 //! ```text
+//!   processor          a QEMU without a machine answers `query-target`
 //!   log's header       a QEMU without a machine records, and ends at once: the log begins with it
 //!   plugin interface   a QEMU without a machine loads plugins, until one says that it was called
 //! ```
 //!
 //! Invariant: no probe shares anything with a VM but the binary.
 
-use crate::vm::{inherited_path, memfd};
+use crate::vm::{inherited_path, memfd, supported_processor};
 use crate::{Error, QemuIdentity, Result, binary, binary_cache, spawn};
+use keyframe_machine::Processor;
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 use std::fs::File;
 use std::io::{Read, Seek, Write};
 use std::os::fd::OwnedFd;
@@ -56,11 +59,11 @@ pub fn log_header(qemu: &QemuIdentity, cache: Option<&Path>) -> Result<[u8; HEAD
         return Ok(header);
     }
     let log = memfd("log", [])?;
-    let mut command = command(qemu);
+    let mut command = command(&qemu.path);
     command.arg("-icount").arg(format!("shift=0,rr=record,rrfile={}", inherited_path(&log)));
     command.args(["-qmp", "stdio"]);
     let quit = b"{\"execute\":\"qmp_capabilities\"}{\"execute\":\"quit\"}";
-    let messages = run(command, quit, &[&log])?;
+    let messages = run(command, quit, &[&log])?.messages;
     let mut header = [0; HEADER_BYTES];
     let read = File::from(log).read_exact_at(&mut header, 0);
     if read.is_err() || header == [0; HEADER_BYTES] {
@@ -74,6 +77,27 @@ pub fn log_header(qemu: &QemuIdentity, cache: Option<&Path>) -> Result<[u8; HEAD
         binary_cache::store(cache, LOGS, &key, &header);
     }
     Ok(header)
+}
+
+/// Returns the processor that the binary at `qemu` emulates.
+///
+/// Errors: [`Error::Binary`] if Keyframe does not support it; the binary cannot be run.
+pub fn processor(qemu: &Path) -> Result<Processor> {
+    let mut command = command(qemu);
+    command.args(["-qmp", "stdio"]);
+    let questions = b"{\"execute\":\"qmp_capabilities\"}{\"execute\":\"query-target\"}\
+                      {\"execute\":\"quit\"}";
+    let output = run(command, questions, &[])?;
+    let mut answers = output.answers.lines().filter_map(|line| serde_json::from_str(line).ok());
+    let arch = |answer: Value| Some(answer.get("return")?.get("arch")?.as_str()?.to_owned());
+    match answers.find_map(arch) {
+        Some(name) => supported_processor(&name, qemu),
+        None => Err(Error::Probe {
+            path: qemu.into(),
+            feature: "query-target",
+            problem: last_line(&output.messages, "it does not tell which processor it emulates"),
+        }),
+    }
 }
 
 /// Returns the number of the first of `candidates` that the binary `qemu` accepts. The directory
@@ -97,10 +121,10 @@ pub fn plugin_interface(
     }
     let mut refusal = None;
     for (accepted, candidate) in candidates.iter().enumerate() {
-        let mut command = command(qemu);
+        let mut command = command(&qemu.path);
         let library = candidate.library.display().to_string().replace(',', ",,");
         command.arg("-plugin").arg(format!("file={library}"));
-        let messages = run(command, b"", &[])?;
+        let messages = run(command, b"", &[])?.messages;
         if messages.contains(candidate.refusal) {
             if let Some(cache) = cache {
                 binary_cache::store(cache, PLUGINS, &key, &AcceptedPlugin { tried, accepted });
@@ -122,23 +146,31 @@ fn key(qemu: &QemuIdentity) -> String {
 }
 
 /// The binary `qemu` without a machine.
-fn command(qemu: &QemuIdentity) -> Command {
-    let mut command = Command::new(&qemu.path);
+fn command(qemu: &Path) -> Command {
+    let mut command = Command::new(qemu);
     command.args(["-S", "-no-user-config", "-nodefaults", "-display", "none"]);
     command.args(["-machine", "none", "-accel", "tcg"]);
     command
 }
 
+/// The output of a probe.
+struct Output {
+    /// What its monitor answered.
+    answers: String,
+    /// Its messages.
+    messages: String,
+}
+
 /// Runs `command` with `input` as its standard input until it ends. It inherits `descriptors`.
-/// Returns its messages.
 ///
 /// Errors: it cannot be run, or it does not end in time.
-fn run(mut command: Command, input: &[u8], descriptors: &[&OwnedFd]) -> Result<String> {
+fn run(mut command: Command, input: &[u8], descriptors: &[&OwnedFd]) -> Result<Output> {
     let failed = format!("probe {}", command.get_program().to_string_lossy());
-    // A file takes all messages, however many there are.
-    let mut messages = File::from(memfd("messages", [])?);
-    let stderr = messages.try_clone().map_err(Error::io(failed.clone()))?;
-    command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(stderr);
+    // Files take all output, however much it is.
+    let (answers, messages) =
+        (File::from(memfd("answers", [])?), File::from(memfd("messages", [])?));
+    let copy = |file: &File| file.try_clone().map_err(Error::io(failed.clone()));
+    command.stdin(Stdio::piped()).stdout(copy(&answers)?).stderr(copy(&messages)?);
     keyframe_kernel::child_setup::kill_with_parent(&mut command);
     let mut child = spawn::start(&mut command, descriptors)?;
     if let Some(mut stdin) = child.stdin.take() {
@@ -148,13 +180,17 @@ fn run(mut command: Command, input: &[u8], descriptors: &[&OwnedFd]) -> Result<S
     if spawn::wait(&mut child, TIMEOUT)?.is_none() {
         spawn::kill(&mut child)?;
         let late = std::io::Error::new(std::io::ErrorKind::TimedOut, "it did not end in time");
-        return Err(Error::io(failed)(late));
+        return Err(Error::io(failed.clone())(late));
     }
+    let read = |file| text(file).map_err(Error::io(failed.clone()));
+    Ok(Output { answers: read(answers)?, messages: read(messages)? })
+}
+
+/// The text in `file`, from its beginning.
+fn text(mut file: File) -> std::io::Result<String> {
     let mut text = Vec::new();
-    messages
-        .rewind()
-        .and_then(|()| messages.take(MESSAGE_BYTES_MAX).read_to_end(&mut text))
-        .map_err(Error::io(failed))?;
+    file.rewind()?;
+    file.take(MESSAGE_BYTES_MAX).read_to_end(&mut text)?;
     Ok(String::from_utf8_lossy(&text).into_owned())
 }
 

@@ -27,23 +27,33 @@ use keyframe_units::{HostRange, HostVirt};
 
 /// The number of bytes after `offset` within which the name is searched.
 const NAME_WITHIN: usize = 300;
-/// Larger mappings are guest RAM, not heap.
-const HEAP_BYTES_MAX: u64 = 64 << 20;
+/// Larger mappings other than the main heap are guest RAM.
+const MAPPING_BYTES_MAX: u64 = 64 << 20;
+/// The longest main heap that is searched. It holds the kernel and the initial RAM disk that the
+/// command line names.
+const HEAP_BYTES_MAX: u64 = 4 << 30;
+/// The size of the pieces in which memory is read, and how far two of them overlap: by a record.
+const PIECE_BYTES: u64 = 16 << 20;
+const OVERLAP_BYTES: u64 = 512;
+/// The path of the main heap.
+const MAIN_HEAP: &str = "[heap]";
 /// The distance from `host` to `offset`, in bytes.
 const HOST_BEFORE: usize = 16;
 
 /// The address of each of `rows`, in their order.
 pub(crate) fn find(process: &QemuProcess, maps: &Maps, rows: &[&Row]) -> Result<Vec<HostVirt>> {
     let mut found: Vec<Vec<HostVirt>> = vec![Vec::new(); rows.len()];
-    let is_main_heap = |m: &&Mapping| m.path == "[heap]";
+    let is_main_heap = |m: &&Mapping| m.path == MAIN_HEAP;
     let (heap, others): (Vec<_>, Vec<_>) =
         maps.iter().filter(|m| is_searched(m)).partition(is_main_heap);
     for places in [heap, others] {
         for mapping in places {
             // One that cannot be read has gone since; the block is then found elsewhere or reported
             // missing.
-            if let Ok(bytes) = process.read(mapping.range) {
-                search(&bytes, rows, maps, &mut found);
+            for piece in pieces(mapping.range) {
+                if let Ok(bytes) = process.read(piece) {
+                    search(&bytes, rows, maps, &mut found);
+                }
             }
         }
         if found.iter().all(|hosts| !hosts.is_empty()) {
@@ -78,7 +88,17 @@ fn is_searched(mapping: &Mapping) -> bool {
         && (mapping.path.is_empty()
             || mapping.path.starts_with('[')
             || mapping.path.starts_with("//anon"))
-        && mapping.range.len_bytes < HEAP_BYTES_MAX
+        && mapping.range.len_bytes
+            < if mapping.path == MAIN_HEAP { HEAP_BYTES_MAX } else { MAPPING_BYTES_MAX }
+}
+
+/// The pieces of `range` to read one after the other. A record lies in one of them as a whole.
+fn pieces(range: HostRange) -> impl Iterator<Item = HostRange> {
+    let starts = (0..range.len_bytes).step_by(PIECE_BYTES as usize);
+    starts.map(move |start| HostRange {
+        start: HostVirt(range.start.0 + start),
+        len_bytes: (PIECE_BYTES + OVERLAP_BYTES).min(range.len_bytes - start),
+    })
 }
 
 /// Adds the addresses that records in `bytes` give for `rows`.
@@ -164,6 +184,20 @@ mod tests {
             None
         );
         assert_eq!(record(&bytes(&wanted, 0x7000_0001), 32, &wanted), None, "not aligned");
+    }
+
+    #[test]
+    fn pieces_cover_all_and_hold_each_record() {
+        for len_bytes in [0, 1, PIECE_BYTES, PIECE_BYTES + 8, 3 * PIECE_BYTES + 4096] {
+            let all: Vec<_> = pieces(HostRange { start: HostVirt(0x1000), len_bytes }).collect();
+            let mut covered = 0;
+            for piece in &all {
+                let start = piece.start.0 - 0x1000;
+                assert!(start == 0 || start + OVERLAP_BYTES <= covered || covered == len_bytes);
+                covered = start + piece.len_bytes;
+            }
+            assert_eq!(covered, len_bytes);
+        }
     }
 
     proptest! {

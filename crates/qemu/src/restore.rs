@@ -27,6 +27,7 @@ mod machine;
 mod plan;
 mod prepared;
 mod private_ram;
+mod ram_loading;
 mod restore_options;
 mod shared;
 mod socket_pair;
@@ -67,8 +68,6 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, ExitStatus};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// How long QEMU may take to read devices and small blocks.
@@ -217,7 +216,9 @@ fn start_with(plan: &mut Plan, ram: &Ram<'_>, device_state: &[u8]) -> Result<Res
     plan.pin_accelerator(device_state)?;
     let crossing = Crossing::of(plan, device_state)?;
     let device_state = crossing.as_ref().map_or(device_state, |c| &c.device_state);
-    let counted = plan.counts.then(|| stream::count_instructions(device_state)).transpose()?;
+    let processor = plan.source.machine.processor;
+    let counted = plan.counts.then(|| stream::count_instructions(device_state, processor));
+    let counted = counted.transpose()?;
     let device_state = counted.as_deref().unwrap_or(device_state);
     let due = plan.replay_shift().map(|shift| stream::with_due_timer(device_state, shift));
     let due = due.transpose()?;
@@ -379,26 +380,7 @@ impl Starting {
     ) -> Result<Loaded> {
         let incoming =
             self.incoming.ours.try_clone().map_err(Error::io("duplicate a socket to QEMU"))?;
-        let (mut qmp, mut lazy, filled_ns) = match ram {
-            Ram::Eager(source) => {
-                let (qmp, filled_ns) = self.fill(plan, child, *source, crossing)?;
-                (qmp, None, Some(filled_ns))
-            }
-            Ram::Private(source) => {
-                let mut qmp = self.meet(plan, child, crossing)?;
-                let memories = self.main_ram(plan, &mut qmp, child.id())?;
-                let filled_ns = fill::fill(&memories, *source, &AtomicBool::new(false))?;
-                (qmp, None, Some(filled_ns))
-            }
-            Ram::Shared(..) => (self.meet(plan, child, crossing)?, None, None),
-            Ram::Lazy(source) | Ram::LazyPrivate(source) => {
-                let mut qmp = self.meet(plan, child, crossing)?;
-                let memories = self.main_ram(plan, &mut qmp, child.id())?;
-                // Before anything is loaded: devices touch RAM as they come to life.
-                let lazy = Lazy::attach(child.id(), &memories, Arc::clone(source), self.started)?;
-                (qmp, Some(lazy), None)
-            }
-        };
+        let (mut qmp, mut lazy, filled_ns) = self.load_ram(plan, child, ram, crossing)?;
         let mut single_core = None;
         if let Some(ReplayStart { until, network_may_be_late }) = plan.replays {
             let role = LogRole::Replays { network_may_be_late };
@@ -427,27 +409,6 @@ impl Starting {
         }
         let process_ns = self.process_ns.get();
         Ok(Loaded { qmp, lazy, single_core, process_ns, ready_ns, filled_ns })
-    }
-
-    /// Fills the memories while QEMU starts. Returns the time that it took.
-    fn fill(
-        &self,
-        plan: &Plan,
-        child: &mut Child,
-        ram: &dyn RamSource,
-        crossing: Option<&Crossing>,
-    ) -> Result<(Qmp, u64)> {
-        let cancelled = AtomicBool::new(false);
-        std::thread::scope(|scope| {
-            let memories = &self.memories;
-            let filling = scope.spawn(|| fill::fill(memories, ram, &cancelled));
-            let qmp = self.meet(plan, child, crossing);
-            if qmp.is_err() {
-                cancelled.store(true, Ordering::Relaxed);
-            }
-            let filled = filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            qmp.and_then(|qmp| filled.map(|filled_ns| (qmp, filled_ns)))
-        })
     }
 
     /// Waits until QEMU answers, and compares it with the checkpoint's machine.

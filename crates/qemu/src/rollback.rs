@@ -64,6 +64,10 @@ impl Vm {
         if let Some(obstacle) = RollbackObstacle::find(self.qmp())? {
             return Err(obstacle.refuse());
         }
+        let (processor, machine_type) = (self.processor()?, self.machine_type()?);
+        if processor.told_page_bits().is_some() && !processor.knows_machine(&machine_type) {
+            return Err(RollbackObstacle::PageSize { machine_type }.refuse());
+        }
         self.check_can_stand(device_state)?;
         if self.qmp().stands_since_load()
             && stream::flash_activity(device_state)? != FlashActivity::Reset
@@ -87,7 +91,8 @@ impl Vm {
             .full_command()
             .iter()
             .any(|word| word.contains("migration.send-configuration=off"));
-        let head = MigrationHead { machine_type: target.machine_type };
+        let processor = self.processor()?;
+        let head = MigrationHead { machine_type: target.machine_type, processor };
         let head = (!bare).then_some(&head);
         let stands = stood_still(target.device_state);
         match &stands {

@@ -94,13 +94,13 @@ impl CpuMemory {
 impl Vm {
     /// Makes later device states hold the SSE exception flags, which QEMU leaves out of them under
     /// TCG. A trial finds out where QEMU keeps them; the directory `cache`, if there is one, holds
-    /// its result. The trial starts a second QEMU for half a second. Under KVM this method does
-    /// nothing.
+    /// its result. The trial starts a second QEMU for half a second. Under KVM, and for a guest whose
+    /// processor has no SSE, this method does nothing.
     ///
     /// Error: the flags cannot be found in this QEMU.
     pub fn follow_sse_flags(&mut self, cache: Option<&Path>) -> Result<()> {
         self.sse_flags = None;
-        if self.has_hardware_cpus()? {
+        if !self.processor()?.has_sse() || self.has_hardware_cpus()? {
             return Ok(());
         }
         let pid = self.pid();

@@ -34,7 +34,7 @@ use crate::{
     AuditFinding, Error, QemuIdentity, Qmp, Result, VmExit, accelerator_check, audit, error,
     hotplug,
 };
-use keyframe_machine::HostBlock;
+use keyframe_machine::{HostBlock, Processor};
 use keyframe_qemu_cmdline::{Argument, options_added_by_wrapper};
 use keyframe_units::RamLayout;
 use monitor_sockets::prepare_sockets;
@@ -79,6 +79,8 @@ pub struct Vm {
     server: Option<PathBuf>,
     /// Present if the VM records or replays.
     single_core: Option<SingleCore>,
+    /// The guest's processor, once QEMU has told it.
+    processor: Option<Processor>,
     /// The virtual CPUs whose SSE flags are added to device states.
     pub(crate) sse_flags: Option<SseFlags>,
     /// Whether the attach ended a pause of an engine that had died with its watchdog.
@@ -161,13 +163,13 @@ impl Vm {
         let mut child = spawn::start(&mut command, &[&config, &state.write_end])?;
         let [(_, ours), (_, watchdog)] = &monitors;
         let connected = connect(&mut child, ours, &line).and_then(|mut qmp| {
-            let checked = check_is_child(&qmp, &child, &binary)
-                .and_then(|()| check_target(&mut qmp, &binary));
+            let checked =
+                check_is_child(&qmp, &child, &binary).and_then(|()| target(&mut qmp, &binary));
             if checked.is_err() {
                 // It need not be the child that is killed below.
                 let _ = qmp.quit();
             }
-            checked.map(|()| qmp)
+            checked.map(|_| qmp)
         });
         match connected {
             Ok(mut qmp) => {
@@ -208,6 +210,7 @@ impl Vm {
             left_out: Vec::new(),
             server: None,
             single_core: None,
+            processor: None,
             sse_flags: None,
             ended_a_left_pause: false,
             identity: None,
@@ -327,13 +330,14 @@ impl Vm {
     /// Returns all properties of this machine that prevent exact checkpoints, or may prevent them.
     /// Error: QEMU does not answer.
     pub fn audit(&mut self) -> Result<Vec<AuditFinding>> {
-        let machine_type = self.machine_type()?;
+        let (processor, machine_type) = (self.processor()?, self.machine_type()?);
         let disks = match (&self.origin, &self.server) {
             (Origin::Launched { disks, .. }, _) => audit::Disks::Launched(disks.as_deref()),
             (_, server) => audit::Disks::of_server(server.as_deref()),
         };
         let minded: Vec<String> = self.minded.iter().map(|disk| disk.node.clone()).collect();
-        let mut found = audit::audit(&mut self.qmp, &machine_type, (disks, &minded))?;
+        let machine = (processor, &*machine_type);
+        let mut found = audit::audit(&mut self.qmp, machine, (disks, &minded))?;
         found.extend(audit::blockers(&mut self.qmp)?);
         found.extend(audit::of_line(&hotplug::arguments(&self.full_command)));
         if let Err(changes) = self.lines_now()? {
@@ -399,9 +403,23 @@ impl Vm {
         machine_type(&mut self.qmp)
     }
 
+    /// Returns the guest's processor. Errors: QEMU does not answer; [`Error::Binary`] if Keyframe
+    /// does not support the processor.
+    pub fn processor(&mut self) -> Result<Processor> {
+        if let Some(processor) = self.processor {
+            return Ok(processor);
+        }
+        let binary = self.full_command.first().map(PathBuf::from).unwrap_or_default();
+        let processor = target(&mut self.qmp, &binary)?;
+        Ok(*self.processor.insert(processor))
+    }
+
     /// Returns the features of the processor model that the guest does not have, because the
     /// accelerator or the host lacks them. Error: QEMU does not answer.
     pub fn cpu_lacks(&mut self) -> Result<Vec<String>> {
+        if !self.processor()?.tells_lacking_features() {
+            return Ok(Vec::new());
+        }
         accelerator_check::lacking(&mut self.qmp)
     }
 
@@ -549,17 +567,25 @@ fn check_is_child(qmp: &Qmp, child: &Child, binary: &Path) -> Result<()> {
     })
 }
 
-/// Checks that QEMU emulates x86-64, the only supported processor.
-pub(crate) fn check_target(qmp: &mut Qmp, binary: &Path) -> Result<()> {
+/// Returns the processor that QEMU emulates. Error: [`Error::Binary`] if Keyframe does not support
+/// it.
+pub(crate) fn target(qmp: &mut Qmp, binary: &Path) -> Result<Processor> {
     let answer = qmp.execute("query-target", None)?;
-    match answer.get("arch").and_then(Value::as_str) {
-        Some("x86_64") => Ok(()),
-        other => Err(Error::Binary {
-            path: binary.into(),
-            reason: format!("it emulates {}", other.unwrap_or("an unknown processor")),
-            fix: "use qemu-system-x86_64".into(),
-        }),
-    }
+    let name = answer.get("arch").and_then(Value::as_str);
+    supported_processor(name.unwrap_or("an unknown processor"), binary)
+}
+
+/// Returns the processor that QEMU calls `name`. Error: [`Error::Binary`] if Keyframe does not
+/// support it.
+pub(crate) fn supported_processor(name: &str, binary: &Path) -> Result<Processor> {
+    Processor::named(name).ok_or_else(|| Error::Binary {
+        path: binary.into(),
+        reason: format!("it emulates {name}"),
+        fix: format!(
+            "use a QEMU for one of the processors that are supported: {}",
+            Processor::ALL.map(|one| format!("qemu-system-{one}")).join(", ")
+        ),
+    })
 }
 
 #[cfg(test)]

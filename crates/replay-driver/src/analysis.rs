@@ -44,6 +44,7 @@ use keyframe_cluster::{
 use keyframe_locks::IgnorePoison;
 use keyframe_replay::interval::Interval;
 use keyframe_scratch_directory::ScratchDirectory;
+use keyframe_store::Sealed;
 use keyframe_units::{duration_ns, error_chain};
 use std::collections::BTreeSet;
 use std::ops::Range;
@@ -116,8 +117,30 @@ impl<'a> Analysis<'a> {
             // Fail before hours of replays, not after them.
             this.guest_symbols()?;
         }
+        this.check_processor()?;
         let lock = claim(&out, &this.progress().header)?;
         Ok(Self { _lock: Some(lock), ..this })
+    }
+
+    /// Checks that the tool knows the guest's processor, which the first checkpoint tells.
+    fn check_processor(&self) -> Result<()> {
+        let (Some(known), Some(first)) = (self.tool.processors(), self.first_checkpoint()?) else {
+            return Ok(());
+        };
+        let processor = first.meta.machine.processor.name();
+        if known.contains(&processor) {
+            return Ok(());
+        }
+        let (tool, known) = (self.tool_name(), known.join(", "));
+        Err(AnalysisError::Processor { tool, processor: processor.into(), known }.into())
+    }
+
+    /// Returns the first checkpoint to analyse; `None` if there is none yet.
+    fn first_checkpoint(&self) -> Result<Option<Sealed>> {
+        let store = self.subject.store();
+        let first = self.intervals().first().map(|one| one.begin.checkpoint);
+        let sealed = first.map(|id| store.sealed(id)).transpose();
+        sealed.map_err(|e| Error::store(store.path(), e))
     }
 
     /// Joins the analysis that another process has begun in `out`, which is absolute. Errors: the
@@ -198,11 +221,7 @@ impl<'a> Analysis<'a> {
 
     /// Returns the size of the VM's RAM in bytes. Error: the checkpoint cannot be read.
     pub fn ram_bytes(&self) -> Result<u64> {
-        let store = self.subject.store();
-        let first = self.intervals().first().map(|one| one.begin.checkpoint);
-        let sealed = first.map(|id| store.sealed(id)).transpose();
-        let sealed = sealed.map_err(|e| Error::store(store.path(), e))?;
-        Ok(sealed.map_or(0, |sealed| sealed.meta.ram.len_bytes()))
+        Ok(self.first_checkpoint()?.map_or(0, |first| first.meta.ram.len_bytes()))
     }
 
     /// Returns interval `index`. Looks for new intervals if it is not known yet. Errors: there is

@@ -280,6 +280,7 @@ fn add_replay_options(
         disks: server.as_ref(),
         media: media.as_ref(),
         qemu_version: &machine.vmm_version,
+        processor: machine.processor,
         console: options.console.as_deref(),
         clock: RecordingClock::Same(&machine.full_command),
     };

@@ -23,7 +23,7 @@ mod restores;
 pub use check::{Check, CheckOutcome, Report};
 
 use guest::Guest;
-use keyframe_machine::Accelerator;
+use keyframe_machine::{Accelerator, Processor};
 use keyframe_scratch_directory::ScratchDirectory;
 use program::Program;
 use std::io;
@@ -47,6 +47,8 @@ pub struct SelfTest<'a> {
     pub program: PathBuf,
     /// The QEMU: a path, or a name that `PATH` resolves.
     pub qemu: String,
+    /// The processor that it emulates.
+    pub processor: Processor,
     /// Its version, for the report.
     pub version: String,
     /// The accelerator.
@@ -63,6 +65,14 @@ impl SelfTest<'_> {
     /// [`Error`] if the scratch directory cannot be made.
     pub fn run(&self, on_check: &mut dyn FnMut(&Check)) -> Result<Report, Error> {
         let failed = |operation| move |source| Error { operation, source };
+        if self.processor != Processor::X86_64 {
+            let problem = format!(
+                "it emulates {}, and the guest of the self-test is of x86_64; name another QEMU \
+                 with --qemu",
+                self.processor
+            );
+            return Err(failed("test this QEMU")(io::Error::other(problem)));
+        }
         let scratch =
             ScratchDirectory::new("self-test").map_err(failed("make a scratch directory"))?;
         let payload = scratch.path().join("payload.bin");

@@ -142,10 +142,9 @@ pub struct Engine<'a> {
     /// sealed checkpoint records it.
     came_from: Option<(CheckpointId, u64)>,
     rollbacks: u64,
-    /// The times of the newest rollback.
-    rollback_phases: RollbackPhases,
-    /// True while a VM stands for a rollback: a capture then leaves the thread's priority as it is.
-    stays_raised: bool,
+    /// The times of a rollback so far, while its VM stands. A capture then leaves the thread's
+    /// priority as it is.
+    rollback_phases: Option<RollbackPhases>,
     interrupted: Arc<AtomicBool>,
     encoder_observer: EncoderObserver,
     /// The longest time until a checkpoint of a rollback is sealed.
@@ -226,8 +225,7 @@ impl<'a> Engine<'a> {
             followed: None,
             came_from: None,
             rollbacks: 0,
-            rollback_phases: RollbackPhases::default(),
-            stays_raised: false,
+            rollback_phases: None,
             interrupted,
             encoder_observer,
             seal_timeout: rollback::SEAL_TIMEOUT,
@@ -505,7 +503,7 @@ impl<'a> Engine<'a> {
             encoding.queue(),
             label,
         );
-        if !self.stays_raised {
+        if self.rollback_phases.is_none() {
             keyframe_kernel::priority::lower_current_thread();
         }
         if let Some((disks, vms)) = self.machines.storage() {

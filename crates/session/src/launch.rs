@@ -543,6 +543,7 @@ pub fn machine_meta(vm: &mut Vm, identity: &QemuIdentity, directory: &Path) -> R
         binary_path: identity.path.to_string_lossy().into_owned(),
         vmm_version: identity.version.clone(),
         binary_blake3: identity.blake3.clone(),
+        processor: vm.processor()?,
         machine_type: vm.machine_type()?,
         vcpus: vm.cpus()?,
         working_directory: directory.to_string_lossy().into_owned(),

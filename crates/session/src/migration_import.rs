@@ -74,7 +74,7 @@ impl MigrationImport<'_> {
             Some(error) => of_store(error),
             None => keyframe_qemu::Error::from(e).into(),
         })?;
-        if let Ok(cpus) = cpu_registers(&device_state)
+        if let Ok(cpus) = cpu_registers(&device_state, machine.processor)
             && cpus.len() != machine.vcpus as usize
         {
             return Err(another("processors", &cpus.len().to_string(), &machine.vcpus.to_string()));

@@ -55,7 +55,7 @@ pub struct Bundle {
     #[arg(long)]
     plain: bool,
     #[command(flatten)]
-    bundle_key: BundleKeyArg,
+    its_key: BundleKeyArg,
     /// Print JSON: sizes in bytes
     #[arg(long)]
     json: bool,
@@ -91,8 +91,8 @@ impl Bundle {
             left_out_as_now: self.left_out_as_now,
             encrypted: self.encrypt,
             staging: &|path, exists| match (exists, self.encrypt) {
-                (true, _) => self.bundle_key.open(path),
-                (false, true) => self.bundle_key.init(path),
+                (true, _) => self.its_key.open(path),
+                (false, true) => self.its_key.init(path),
                 (false, false) => Store::init(path),
             },
         };
@@ -145,7 +145,7 @@ impl Bundle {
         if self.output == Path::new("-") {
             return Err(refusal("a bundle is not written to standard output: name a file"));
         }
-        if self.bundle_key.is_given() && !self.encrypt {
+        if self.its_key.is_given() && !self.encrypt {
             return Err(refusal("a key was given for a bundle that is not to be encrypted")
                 .fix("add --encrypt; or leave out --bundle-key-file, KEYFRAME_BUNDLE_KEY_FILE and KEYFRAME_BUNDLE_PASSPHRASE"));
         }

@@ -5,6 +5,7 @@ use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::progress::instructions_bar;
 use crate::words::replay::ReplayWords;
+use keyframe_qemu::Processor;
 use keyframe_replay::cut_points::instruction_at_time;
 use keyframe_replay_driver::{
     Debugger, PauseOptions, PausedReplay, Replay, ReplayRoute, ReplayableRecording, jobs,
@@ -86,6 +87,8 @@ struct Report {
     qemu_pid: u32,
     /// The debugger's port.
     gdb: Option<u16>,
+    #[serde(skip)]
+    processor: Processor,
     /// The processor's registers, as QEMU prints them.
     registers: String,
 }
@@ -111,6 +114,7 @@ impl Goto {
         let Some(mut paused) = paused else { return Err(Failure::new("interrupted")) };
         let restored = paused.replay.restored();
         let registers = restored.vm().qmp().hmp("info registers").unwrap_or_default();
+        let processor = restored.vm().processor().map_err(|e| Failure::qemu(&e))?;
         let log_index = source.log_index()?;
         let report = Report {
             recording: source.recording.meta.id.clone(),
@@ -125,6 +129,7 @@ impl Goto {
             wall_ns: keyframe_units::elapsed_ns(began),
             qemu_pid: restored.pid(),
             gdb: debugger.as_ref().map(Debugger::port),
+            processor,
             registers: registers.replace('\r', ""),
         };
         self.tell(&report)?;
@@ -185,10 +190,8 @@ impl Goto {
                  or behind it"
             );
         }
-        for line in report
-            .registers
-            .lines()
-            .filter(|line| line.starts_with("RIP") || line.starts_with("EIP"))
+        for line in
+            report.registers.lines().filter(|line| report.processor.shows_instruction_pointer(line))
         {
             eprintln!("keyframe: {line}");
         }

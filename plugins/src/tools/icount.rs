@@ -2,7 +2,7 @@
 //! there are no callbacks.
 //!
 //! The board's first quantity counts addresses in the lower half (user programs, firmware), the
-//! second those in the upper half (the kernel of x86-64).
+//! second those in the upper half (the kernel of Linux).
 
 use super::{Setup, Tool};
 use crate::api::{Block, BoardCounters};

@@ -1,4 +1,4 @@
-//! `syscalls`: the system calls of an x86-64 Linux guest and their callers.
+//! `syscalls`: the system calls of a Linux guest on x86-64 or aarch64, and their callers.
 
 use super::event_run;
 use super::syscall_names::syscall_name;
@@ -16,8 +16,8 @@ use std::path::Path;
 
 pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
     name: "syscalls",
-    about: "System calls of an x86-64 Linux guest: number, name, arguments, and with the kernel's \
-            types their callers",
+    about: "System calls of a Linux guest on x86-64 or aarch64: number, name, arguments, and with \
+            the kernel's types their callers",
     arguments: &[(
         "symbols",
         "file with the kernel's types (BTF), which tell the callers: vmlinux or a copy of \
@@ -30,6 +30,8 @@ pub(super) const DESCRIPTION: ToolDescription = ToolDescription {
 };
 
 const KIND: &str = "syscalls";
+/// The part of an event's number that is the number itself.
+const NUMBER_MASK: u64 = 0xffff_ffff;
 /// Words of an event.
 const WORDS: usize = 12;
 /// Lines of the summary for each of its lists.
@@ -110,6 +112,10 @@ impl Tool for Syscalls {
         true
     }
 
+    fn processors(&self) -> Option<&'static [&'static str]> {
+        Some(&["x86_64", "aarch64"])
+    }
+
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let task = match self.layout {
             Ok(TaskLayout { current, pid, tgid, comm }) => {
@@ -136,7 +142,16 @@ impl Tool for Syscalls {
                 let comm = caller.as_ref().map_or("", |one| one.name.as_str());
                 let arguments: Vec<Hex> = arguments.iter().copied().map(Hex).collect();
                 let name = syscall_name(number).unwrap_or_default();
-                csv.row((icount, Hex(pc), number, name, arguments, process, thread, comm))?;
+                csv.row((
+                    icount,
+                    Hex(pc),
+                    number & NUMBER_MASK,
+                    name,
+                    arguments,
+                    process,
+                    thread,
+                    comm,
+                ))?;
                 match caller {
                     Ok(caller) => *sums.callers.entry(caller).or_default() += 1,
                     Err(why) => *sums.unknown.entry(why).or_default() += 1,

@@ -7,6 +7,7 @@ use crate::count_instructions;
 use crate::section_bodies::{apic, cpu, cpu_common, pit, timer};
 use crate::sections::sections;
 use keyframe_machine::Accelerator::{Kvm, Tcg};
+use keyframe_machine::Processor;
 use proptest::prelude::*;
 
 /// Sections under way: name, version, body.
@@ -130,13 +131,14 @@ fn a_clock_that_comes_to_count_goes_on_where_it_stood() {
         .with("timer", timer::CLOCK, &5000u64.to_be_bytes())
         .with("timer", timer::TICKS, &90_000u64.to_be_bytes())
         .with("cpu", cpu::TSC_OFFSET, &7u64.to_be_bytes());
-    let made = count_instructions(&state.bytes()).unwrap();
+    let made = count_instructions(&state.bytes(), Processor::X86_64).unwrap();
     let part = [&b"\x05\x0ctimer/icount\0\0\0\x01"[..], &5000u64.to_be_bytes(), &[0; 8]].concat();
     assert_eq!(body(&made, "timer")[24..], part);
     assert_eq!(u64_of(&made, "cpu", cpu::TSC_OFFSET), 7 + 90_000 - 5000);
     // Everything else is as it was.
     assert_eq!(body(&made, "disk"), body(&state.bytes(), "disk"));
-    let Err(StreamError::Conversion { reason, .. }) = count_instructions(&made) else {
+    let Err(StreamError::Conversion { reason, .. }) = count_instructions(&made, Processor::X86_64)
+    else {
         panic!("it counts already")
     };
     assert!(reason.contains("already"), "{reason}");
@@ -237,10 +239,10 @@ fn what_only_one_accelerator_has_is_refused_by_name() {
 
 #[test]
 fn the_state_tells_who_wrote_it() {
-    assert_eq!(written_by(&State::new(true).bytes()).unwrap(), Some(Kvm));
-    assert_eq!(written_by(&State::new(false).bytes()).unwrap(), None);
+    assert_eq!(written_by(&State::new(true).bytes(), Processor::X86_64).unwrap(), Some(Kvm));
+    assert_eq!(written_by(&State::new(false).bytes(), Processor::X86_64).unwrap(), None);
     let tcg = State::new(false).with_part("cpu", "cpu/poll_control_msr", &[0; 8]);
-    assert_eq!(written_by(&tcg.bytes()).unwrap(), Some(Tcg));
+    assert_eq!(written_by(&tcg.bytes(), Processor::X86_64).unwrap(), Some(Tcg));
 }
 
 #[test]
@@ -293,13 +295,13 @@ proptest! {
                 prop_assert!(sections(&out).unwrap().len() + 1 >= section.len());
             }
         }
-        let _ = written_by(&bad);
+        let _ = written_by(&bad, Processor::X86_64);
     }
 
     #[test]
     fn no_bytes_panic(tail in prop::collection::vec(prop::sample::select(vec![0u8, 1, 4, 5, 0x7e, b'a', 3, 2]), 0..200)) {
         let mut state = b"QEVM\0\0\0\x03".to_vec();
         state.extend(tail);
-        let _ = (convert(&state, Tcg), written_by(&state), sections(&state));
+        let _ = (convert(&state, Tcg), written_by(&state, Processor::X86_64), sections(&state));
     }
 }

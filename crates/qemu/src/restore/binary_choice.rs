@@ -17,6 +17,7 @@
 
 use crate::binary::{self, QemuIdentity, release, series};
 use crate::error::VersionProblem;
+use crate::probe;
 use crate::{Error, Result};
 use keyframe_machine::MachineSpec;
 use keyframe_qemu_cmdline::options;
@@ -46,15 +47,12 @@ pub(super) struct ChosenBinary {
 }
 
 /// Finds the binary: `chosen`; or else the checkpoint's, at its path or anywhere in `PATH`; or else
-/// another one of its name.
-///
-/// Errors: [`Error::Binary`] if there is none; [`Error::DifferentVersion`] if its version cannot
-/// load the checkpoint.
-pub(super) fn choose(
+/// another one of its name. Error: [`Error::Binary`] if there is none.
+fn locate(
     machine: &MachineSpec,
     chosen: Option<&Path>,
     accepted: Accepted,
-) -> Result<ChosenBinary> {
+) -> Result<(PathBuf, QemuIdentity)> {
     let path = match chosen {
         Some(path) => {
             let name = path.to_str().ok_or_else(|| Error::Binary {
@@ -82,6 +80,31 @@ pub(super) fn choose(
     {
         identity = identify(&same)?;
         path = same;
+    }
+    Ok((path, identity))
+}
+
+/// Finds the binary as [`locate`] does, and checks that it can load the checkpoint.
+///
+/// Errors: [`Error::Binary`] if there is none; [`Error::DifferentVersion`] if its version cannot
+/// load the checkpoint.
+pub(super) fn choose(
+    machine: &MachineSpec,
+    chosen: Option<&Path>,
+    accepted: Accepted,
+) -> Result<ChosenBinary> {
+    let (path, identity) = locate(machine, chosen, accepted)?;
+    let wanted = machine.processor;
+    // The checkpoint's own binary need not be asked.
+    if identity.blake3 != machine.binary_blake3 {
+        let emulated = probe::processor(&path)?;
+        if emulated != wanted {
+            return Err(Error::Binary {
+                path,
+                reason: format!("it emulates {emulated}, and the checkpoint's VM is of {wanted}"),
+                fix: format!("use qemu-system-{wanted}"),
+            });
+        }
     }
     let (expected, found) = (&machine.vmm_version, &identity.version);
     let machine_type = &machine.machine_type;
@@ -126,7 +149,11 @@ pub fn replay_binary(recorded: &QemuIdentity, chosen: Option<&Path>) -> Result<P
         binary_blake3: recorded.blake3.clone(),
         ..MachineSpec::default()
     };
-    Ok(choose(&machine, chosen, Accepted::Release)?.path)
+    let (path, identity) = locate(&machine, chosen, Accepted::Release)?;
+    if let Err(problem) = compare(&recorded.version, &identity.version, Accepted::Release) {
+        return Err(refusal(path, &machine, identity.version, problem));
+    }
+    std::path::absolute(&path).map_err(Error::io(format!("resolve {}", path.display())))
 }
 
 /// Returns the binary of the checkpoint, or one of its file name in `PATH` if it is gone: the same one,

@@ -17,7 +17,9 @@ impl Crossing {
     /// its accelerator. Errors: the change would not be exact; `device_state` is malformed.
     pub fn of(plan: &Plan, device_state: &[u8]) -> Result<Option<Self>> {
         let Some(to) = plan.accelerator else { return Ok(None) };
-        let from = accelerator_check::of_checkpoint(&plan.arguments, device_state)?;
+        let processor = plan.source.machine.processor;
+        accelerator_check::require_accelerated(processor, to)?;
+        let from = accelerator_check::of_checkpoint(&plan.arguments, device_state, processor)?;
         if from == to {
             return Ok(None);
         }

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 use keyframe_kernel::memfd_filler::MemfdFiller;
 use keyframe_units::elapsed_ns;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
-use rustix::fs::MemfdFlags;
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat};
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -61,6 +61,20 @@ impl Memory {
     pub fn try_clone(&self) -> io::Result<Self> {
         let Self { offset, block, pages, .. } = *self;
         Ok(Self { file: self.file.try_clone()?, offset, block, pages, name: self.name.clone() })
+    }
+
+    /// Makes the memory zeros, also what QEMU has written there. It is a memfd. Error: the kernel
+    /// cannot discard its pages.
+    pub fn clear(&self) -> Result<()> {
+        let operation = || format!("empty the memory of RAM block {}", self.name);
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(&self.file, flags, 0, self.pages.len_bytes()).map_err(Error::io(operation()))?;
+        let blocks = fstat(&self.file).map_err(Error::io(operation()))?.st_blocks;
+        if blocks != 0 {
+            let problem = format!("{blocks} blocks of it are still there");
+            return Err(Error::io(operation())(io::Error::other(problem)));
+        }
+        Ok(())
     }
 
     /// Creates memory as [`Memory::new`] does, as a memfd with `flags`. Errors: those of

@@ -27,7 +27,7 @@ use keyframe_locks::IgnorePoison;
 use keyframe_units::elapsed_ns;
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use rustix::event::{EventfdFlags, eventfd};
-use rustix::fs::{FallocateFlags, fallocate, fstat};
+use rustix::fs::fstat;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -119,7 +119,7 @@ impl Lazy {
             missing.register(place.host)?;
         }
         // QEMU may have touched pages before they were marked as missing.
-        memories.iter().filter(|memory| !memory.is_of_process()).try_for_each(empty)?;
+        memories.iter().filter(|memory| !memory.is_of_process()).try_for_each(Memory::clear)?;
         if memories.iter().any(Memory::is_of_process) {
             missing.discard()?;
         }
@@ -271,20 +271,6 @@ fn place(process: &Process, memory: &Memory) -> Result<Place> {
             problem: format!("its memory is mapped {} times, not once as a whole", found.len()),
         }),
     }
-}
-
-/// Discards the pages of a memfd that QEMU touched before they were marked as missing, so that the
-/// checkpoint's pages replace them.
-fn empty(memory: &Memory) -> Result<()> {
-    let operation = || format!("empty the memory of RAM block {}", memory.name);
-    let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-    fallocate(&memory.file, flags, 0, memory.pages.len_bytes()).map_err(Error::io(operation()))?;
-    let blocks = fstat(&memory.file).map_err(Error::io(operation()))?.st_blocks;
-    if blocks != 0 {
-        let problem = format!("{blocks} blocks of it are still there");
-        return Err(Error::io(operation())(io::Error::other(problem)));
-    }
-    Ok(())
 }
 
 /// The part of the aligned window around `page` that lies in `within`.

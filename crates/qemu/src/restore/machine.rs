@@ -1,13 +1,18 @@
 //! Checks that a started QEMU has the checkpoint's machine.
 
 use super::Plan;
-use crate::vm::machine_type;
+use crate::vm::{machine_type, target};
 use crate::{Error, Qmp, Result, ramblock};
 use keyframe_units::{RamBlock, RamLayout};
 
 /// Compares the new machine with the checkpoint's. Fails if they differ.
 pub(super) fn check_machine(qmp: &mut Qmp, plan: &Plan) -> Result<()> {
     let source = &plan.source;
+    let (expected, found) = (source.machine.processor, target(qmp, &plan.binary)?);
+    if found != expected {
+        let (what, expected) = ("processor".into(), expected.to_string());
+        return Err(Error::DifferentMachine { what, expected, found: found.to_string() });
+    }
     let found = machine_type(qmp)?;
     if found != source.machine.machine_type {
         let what = "machine type".into();

@@ -153,7 +153,9 @@ impl Plan {
     /// QEMU might choose another one here.
     pub(super) fn pin_accelerator(&mut self, device_state: &[u8]) -> Result<()> {
         let Some(kept) = self.choice.take() else { return Ok(()) };
-        let Some(chosen) = stream::written_by(device_state)? else { return Ok(()) };
+        let Some(chosen) = stream::written_by(device_state, self.source.machine.processor)? else {
+            return Ok(());
+        };
         let pinned = with_accelerator(&kept, chosen);
         // The words and the arguments end with those that were added.
         let before = plan_backends(&kept, &self.source.ram)?.words.len();

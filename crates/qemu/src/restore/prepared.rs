@@ -83,6 +83,9 @@ fn start_waiting(plan: Plan, ram: &Ram<'_>) -> Result<Prepared> {
     };
     if let (Some(child), Some(plan)) = (&mut prepared.child, &prepared.plan) {
         prepared.qmp = Some(prepared.starting.meet(plan, child, None)?);
+        if plan.source.machine.processor.is_loaded_at_start() {
+            prepared.starting.memories.iter().try_for_each(Memory::clear)?;
+        }
     }
     Ok(prepared)
 }
@@ -152,8 +155,10 @@ impl Prepared {
     pub fn refusals(&mut self, disks: Option<&Path>) -> Result<Vec<AuditFinding>> {
         let qmp = self.qmp.as_mut().ok_or_else(activated_twice)?;
         let machine_type = machine_type(qmp)?;
+        let processor = self.plan.as_ref().map(|plan| plan.source.machine.processor);
+        let machine = (processor.unwrap_or_default(), &*machine_type);
         let disks = audit::Disks::of_server(disks);
-        let mut found = audit::audit(qmp, &machine_type, (disks, &[]))?;
+        let mut found = audit::audit(qmp, machine, (disks, &[]))?;
         found.retain(|finding| finding.severity != Severity::Warning);
         Ok(found)
     }

@@ -8,13 +8,18 @@
 //! Invariant: the memfd does not change after it was filled. The kernel refuses writes by any
 //! process, QEMU included (`F_SEAL_WRITE`).
 //!
+//! A QEMU that writes RAM as it starts gets the contents of those pages back before the VM runs.
+//!
 //! Left out: small blocks (ROMs, video memory). Each QEMU gets its own with the device stream.
 
 use super::fill::{self, Memory};
+use super::private_ram;
 use super::{Plan, Ram, RamSource, Restored, start_with};
-use crate::{Error, Result};
-use keyframe_units::{BlockKind, RamLayout};
+use crate::{Error, Qmp, Result};
+use keyframe_machine::read_ascending;
+use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 
 /// The main RAM of a checkpoint, which any number of VMs share.
@@ -57,6 +62,28 @@ impl SharedRam {
         let copies = self.memories.iter().map(Memory::try_clone).collect::<std::io::Result<_>>();
         copies.map_err(Error::io("duplicate a descriptor of the shared memory"))
     }
+}
+
+/// Gives back the checkpoint's contents to the pages that QEMU, process `pid`, has written as it
+/// started. Errors: QEMU does not answer; `source` cannot be read; the memory cannot be written.
+pub(super) fn undo_writes(
+    qmp: &mut Qmp,
+    pid: u32,
+    plan: &Plan,
+    source: &dyn RamSource,
+) -> Result<()> {
+    for memory in private_ram::memories(qmp, pid, &plan.source.ram)? {
+        let failed = || Error::io(format!("write the memory of RAM block {}", memory.name));
+        for written in private_ram::zero_written(pid, &memory)? {
+            let start = written.start.0;
+            let first = memory.pages.first.0 + (start - memory.offset) / PAGE_BYTES as u64;
+            let pages = PageRange::new(PageIndex(first), written.len_bytes / PAGE_BYTES as u64);
+            let mut write =
+                |offset: u64, page: &Page| memory.file.write_all_at(page, start + offset);
+            read_ascending(source, pages, &mut write).map_err(failed())?;
+        }
+    }
+    Ok(())
 }
 
 /// Restores a VM as [`super::start`] does, with main RAM that the VM shares with others until it

@@ -46,6 +46,11 @@ pub enum RollbackObstacle {
     /// QEMU would crash as the VM goes on: a state was loaded since it ran last, and the checkpoint
     /// has a flash chip in an unusual state, which must not be loaded a second time.
     Flash,
+    /// It is not known which page size the machine's state is to tell.
+    PageSize {
+        /// The type of the machine.
+        machine_type: String,
+    },
 }
 
 impl fmt::Display for RollbackObstacle {
@@ -58,6 +63,11 @@ impl fmt::Display for RollbackObstacle {
             }
             Self::Dump => f.write_str("a dump of its memory is under way"),
             Self::Job { id, kind } => write!(f, "QEMU's job {id} ({kind}) is under way"),
+            Self::PageSize { machine_type } => write!(
+                f,
+                "the state of a machine of type {machine_type} must tell its page size, which \
+                 Keyframe does not know"
+            ),
             Self::Flash => f.write_str(
                 "it has not run since a checkpoint was loaded into it, and QEMU would crash if \
                  this checkpoint's flash chip were loaded too",
@@ -71,7 +81,7 @@ impl RollbackObstacle {
     pub(crate) fn fix(&self) -> String {
         match self {
             Self::Migration => "wait for the migration's end, or cancel it (migrate_cancel)".into(),
-            Self::NotHere { .. } | Self::TargetStands { .. } => {
+            Self::NotHere { .. } | Self::TargetStands { .. } | Self::PageSize { .. } => {
                 "restore the checkpoint instead: keyframe restore".into()
             }
             Self::Dump => "wait for the dump's end: query-dump".into(),

@@ -16,11 +16,6 @@ use crate::error::Result;
 use keyframe_gdb::{Breakpoint, StopReply, WriteWatch};
 use std::fs::File;
 
-/// Instructions at whose end the processor waits for an interrupt, or takes an exception: `hlt`,
-/// `mwait`; `int3`, `int`, `into`, `int1`. A step executes them and the delivery.
-const DELIVERING: [&[u8]; 6] = [b"f4", b"0f01c9", b"cc", b"cd", b"ce", b"f1"];
-/// The length of the longest of [`DELIVERING`], in bytes.
-const CODE_BYTES: u64 = 3;
 /// The number of deliveries after a hit that are passed carefully, too: a stack is often at the same
 /// place, and this takes less time than another replay.
 const DELIVERIES_AFTER_HIT: u32 = 64;
@@ -30,8 +25,9 @@ const DELIVERIES_AFTER_HIT: u32 = 64;
 enum StepKind {
     /// It executes an instruction.
     Instruction,
-    /// It executes an instruction of [`DELIVERING`], and the delivery after it.
-    InstructionWithDelivery,
+    /// It executes an instruction of so many bytes at whose end the processor waits for an
+    /// interrupt or takes an exception, and the delivery after it.
+    InstructionWithDelivery(u64),
     /// It delivers an interrupt or exception.
     Delivery,
 }
@@ -110,7 +106,8 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
         while self.position.icount < icount {
             let now = self.forward.stub.registers()?;
             let kind = self.step_kind(&now)?;
-            if kind == StepKind::InstructionWithDelivery && self.position.icount + 1 == icount {
+            let has_delivery = matches!(kind, StepKind::InstructionWithDelivery(_));
+            if has_delivery && self.position.icount + 1 == icount {
                 break;
             }
             if let Some(stop) = self.step_unwatched(now, kind)? {
@@ -223,8 +220,8 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
             return Ok(StepKind::Delivery);
         }
         let is_near = self.position.deliveries.count_at(self.position.icount + 1)? > 0;
-        let is_delivering = is_near && is_delivering(self.forward.stub, registers)?;
-        Ok(if is_delivering { StepKind::InstructionWithDelivery } else { StepKind::Instruction })
+        let len = if is_near { delivering_len(self.forward.stub, registers)? } else { None };
+        Ok(len.map_or(StepKind::Instruction, StepKind::InstructionWithDelivery))
     }
 
     /// Makes one step from the state `before`, of the kind that [`Self::step_kind`] tells.
@@ -241,9 +238,15 @@ impl<'f, 'a, 'c> CarefulRun<'f, 'a, 'c> {
             StepKind::Instruction => false,
             // QEMU stops also if it has looked for interrupts and there was none.
             StepKind::Delivery => self.position.icount == from && now != before,
-            // A delivery changes the stack pointer, which these instructions alone do not.
-            StepKind::InstructionWithDelivery => {
-                self.position.icount == from + 1 && now.general() != before.general()
+            StepKind::InstructionWithDelivery(len) => {
+                let has_changed = if self.forward.stub.processor.delivery().writes_frame {
+                    // It changes the stack pointer, which these instructions alone do not.
+                    now.general() != before.general()
+                } else {
+                    let next = before.instruction_pointer().map(|at| at.wrapping_add(len));
+                    now.instruction_pointer() != next
+                };
+                self.position.icount == from + 1 && has_changed
             }
         };
         if has_delivered {
@@ -284,13 +287,25 @@ fn watched_bytes(stub: &mut Stub, state: &StubState) -> Result<Vec<(WriteWatch, 
     watches.map(|watch| Ok((watch, stub.memory(watch.address, watch.bytes)?))).collect()
 }
 
-/// Returns whether the next instruction is one of [`DELIVERING`].
-fn is_delivering(stub: &mut Stub, registers: &Registers) -> Result<bool> {
-    let Some(at) = registers.instruction_pointer() else { return Ok(false) };
-    let mut code = stub.memory(at, CODE_BYTES)?;
-    if code.len() != 2 * CODE_BYTES as usize {
-        // A page ends within these bytes.
-        code = stub.memory(at, 1)?;
+/// Returns the length of the next instruction if a delivery can follow it in the same step.
+fn delivering_len(stub: &mut Stub, registers: &Registers) -> Result<Option<u64>> {
+    let Some(at) = registers.instruction_pointer() else { return Ok(None) };
+    let delivery = stub.processor.delivery();
+    let mut code = Vec::new();
+    // A page may end within the longest instruction.
+    for len in (1..=delivery.code_bytes).rev() {
+        code = decoded(&stub.memory(at, len as u64)?);
+        if code.len() == len {
+            break;
+        }
     }
-    Ok(DELIVERING.iter().any(|instruction| code.starts_with(instruction)))
+    Ok((delivery.after_instruction)(&code))
+}
+
+/// Decodes hexadecimal digits; an error is no bytes.
+fn decoded(digits: &[u8]) -> Vec<u8> {
+    let byte = |pair: &[u8; 2]| u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok();
+    let (pairs, rest) = digits.as_chunks::<2>();
+    let bytes: Option<Vec<u8>> = pairs.iter().map(byte).collect();
+    bytes.filter(|_| rest.is_empty()).unwrap_or_default()
 }

@@ -138,6 +138,15 @@ impl<'a, 'c> Forward<'a, 'c> {
         }
     }
 
+    /// Makes one step without watchpoints, from an instruction that QEMU would stop at again.
+    /// Returns false if the step was interrupted. Errors: those of [`Forward::run`].
+    pub fn step_unwatched(&mut self) -> Result<bool> {
+        self.stub.disarm(self.stub_state)?;
+        let run = self.run(b"s")?;
+        self.stub.arm(self.stub_state)?;
+        Ok(!matches!(run.cause, StopCause::Interrupted | StopCause::Diverged))
+    }
+
     /// Lets the VM run with its watchpoints.
     fn run_armed(&mut self, command: &[u8], start: &RunStart, is_step: bool) -> Result<WaitEnd> {
         if let Some(limit) = self.limit {

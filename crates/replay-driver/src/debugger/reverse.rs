@@ -126,10 +126,11 @@ fn last_hit(
     let route = ReplayRoute::to(context.recording, &context.checkpoints, range.start)?;
     let Some(paused) = context.replay(gdb, route)? else { return Ok(SearchResult::Interrupted) };
     let mut stub = Stub::new(paused, stub_state)?;
-    // QEMU stops at a watchpoint behind the instruction that touched the memory. The debugger is to
-    // stop before that instruction.
-    let watches = stub_state.points.iter().any(Breakpoint::is_watch);
-    let stop = (range.end + u64::from(watches)).min(context.recording.last_stop()?);
+    // For some processors QEMU stops at a watchpoint behind the instruction that touched the memory.
+    // The debugger is to stop before that instruction.
+    let stops_before = stub.processor.stops_before_access();
+    let stops_behind = !stops_before && stub_state.points.iter().any(Breakpoint::is_watch);
+    let stop = (range.end + u64::from(stops_behind)).min(context.recording.last_stop()?);
     let mut last = None;
     // From a breakpoint QEMU steps, because it would hit the same breakpoint again. The step may
     // touch what is watched.
@@ -156,7 +157,7 @@ fn last_hit(
         let was_step = command == b"s";
         command = b"c";
         let icount = match &hit.watch {
-            Some(_) if is_delivery => at,
+            Some(_) if is_delivery || stops_before => at,
             Some(_) => at.saturating_sub(1),
             None if was_step => continue,
             None => {
@@ -167,7 +168,11 @@ fn last_hit(
         if icount >= range.end && !is_delivery {
             break;
         }
+        let is_before_access = stops_before && hit.watch.is_some() && !is_delivery;
         last = Some(ReverseStop { icount, watch: hit.watch, is_delivery });
+        if is_before_access && !forward.step_unwatched()? {
+            return Ok(SearchResult::Interrupted);
+        }
     }
     Ok(last.map_or(SearchResult::Nothing, SearchResult::Found))
 }

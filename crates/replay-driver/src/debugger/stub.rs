@@ -6,6 +6,7 @@ use crate::error::{ReplayError, Result};
 use crate::idle_watch::{IdleWatch, Idleness};
 use keyframe_gdb::{GdbConnection, GdbMessage, StopReply, wait_for_either};
 use keyframe_kernel::open_file::OpenFile;
+use keyframe_qemu::Processor;
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -15,23 +16,27 @@ use std::time::Duration;
 /// there.
 const ANSWER_WAIT: Duration = Duration::from_secs(60);
 
-/// The registers of an x86 processor in 64-bit form, as the gdbstub tells them: first the 16
-/// general registers, then the instruction pointer, 16 digits each.
+/// The digits of a register of 64 bits.
+const REGISTER_DIGITS: usize = 16;
+
+/// The registers of a processor in 64-bit form, as the gdbstub tells them: first the general
+/// registers, then the instruction pointer, 16 digits each.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Registers(Vec<u8>);
+pub(super) struct Registers {
+    digits: Vec<u8>,
+    /// The number of digits of the general registers.
+    general: usize,
+}
 
 impl Registers {
-    /// The number of digits of the general registers.
-    const GENERAL: usize = 16 * 16;
-
     /// Returns the general registers, with the stack pointer, but without the instruction pointer.
     pub fn general(&self) -> &[u8] {
-        self.0.get(..Self::GENERAL).unwrap_or(&self.0)
+        self.digits.get(..self.general).unwrap_or(&self.digits)
     }
 
     /// Returns the instruction pointer; `None` if the gdbstub did not tell it.
     pub fn instruction_pointer(&self) -> Option<u64> {
-        let digits = self.0.get(Self::GENERAL..Self::GENERAL + 16)?;
+        let digits = self.digits.get(self.general..self.general + REGISTER_DIGITS)?;
         u64::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok().map(u64::swap_bytes)
     }
 }
@@ -40,6 +45,8 @@ impl Registers {
 pub(super) struct Stub {
     paused: PausedReplay,
     link: GdbConnection<UnixStream>,
+    /// The guest's processor.
+    pub processor: Processor,
     /// `thread:ID;`, as its replies name the processor.
     pub thread: String,
 }
@@ -47,9 +54,10 @@ pub(super) struct Stub {
 impl Stub {
     /// Connects to the gdbstub of `paused`, and repeats to it what the debugger has told the one
     /// before.
-    pub fn new(paused: PausedReplay, state: &StubState) -> Result<Self> {
+    pub fn new(mut paused: PausedReplay, state: &StubState) -> Result<Self> {
         let link = paused.connect()?;
-        let mut stub = Self { paused, link, thread: String::new() };
+        let processor = paused.replay.restored().vm().processor()?;
+        let mut stub = Self { paused, link, processor, thread: String::new() };
         if !state.supported.is_empty() {
             stub.ask(&state.supported)?;
         }
@@ -123,7 +131,8 @@ impl Stub {
 
     /// Returns the processor's registers.
     pub fn registers(&mut self) -> Result<Registers> {
-        Ok(Registers(self.ask(b"g")?))
+        let general = self.processor.gdb_general_registers() * REGISTER_DIGITS;
+        Ok(Registers { digits: self.ask(b"g")?, general })
     }
 
     /// Removes the watchpoints of `state` from QEMU.

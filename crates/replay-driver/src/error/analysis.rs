@@ -36,6 +36,16 @@ pub enum AnalysisError {
     /// The directory holds another analysis.
     #[error("{} holds another analysis", .0.display())]
     OtherAnalysis(PathBuf),
+    /// The tool does not know the guest's processor.
+    #[error("tool {tool} does not know guests of {processor}")]
+    Processor {
+        /// The tool's name.
+        tool: String,
+        /// The processor's name.
+        processor: String,
+        /// The processors that it knows.
+        known: String,
+    },
     /// The directory holds something else.
     #[error("{} exists and is not empty", .0.display())]
     NotEmpty(PathBuf),
@@ -153,6 +163,9 @@ impl AnalysisError {
             Self::Interrupted => "call it again: it goes on with the intervals that are missing",
             Self::OtherRecording { .. } | Self::NotEmpty(_) => {
                 "name a directory that does not exist yet"
+            }
+            Self::Processor { known, .. } => {
+                return Some(format!("use another tool; it knows {known}"));
             }
             Self::AnotherRecording(_) => "name one that keyframe analyze has made of this one",
             Self::NoIntervalDone(_) => "let keyframe analyze do some first",

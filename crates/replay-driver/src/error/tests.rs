@@ -74,6 +74,11 @@ fn of_analyses() -> Vec<Error> {
         AnalysisError::NoIntervalDone(out()),
         AnalysisError::OtherAnalysis(out()),
         AnalysisError::NotEmpty(out()),
+        AnalysisError::Processor {
+            tool: "syscalls".into(),
+            processor: "riscv64".into(),
+            known: "x86_64, aarch64".into(),
+        },
         AnalysisError::Busy(out()),
         AnalysisError::FormatVersion { path: path.clone(), version: "2".into(), supported: 1 },
         AnalysisError::PreRelease { path: path.clone(), version },

@@ -109,14 +109,13 @@ impl Engine<'_> {
         let began = Instant::now();
         self.check_vm(target)?;
         let former = self.run_state()?;
-        self.rollback_phases = RollbackPhases::default();
         let raised = keyframe_kernel::priority::RaisedThreads::raise();
         let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
-        self.rollback_phases.pause_ns = elapsed_ns(began);
+        self.rollback_phases =
+            Some(RollbackPhases { pause_ns: elapsed_ns(began), ..RollbackPhases::default() });
         self.step();
-        self.stays_raised = true;
         let gone = self.go_back(target, &former);
-        self.stays_raised = false;
+        let mut phases = self.rollback_phases.take().unwrap_or_default();
         let gone = match gone {
             Err(FailedRollback::Lost { why, again }) => {
                 self.given_up = true;
@@ -136,7 +135,7 @@ impl Engine<'_> {
         if stood_by_itself && gone.is_ok() {
             self.vm()?.vm_mut().resume().map_err(|e| step("resume the VM")(e.into()))?;
         }
-        self.rollback_phases.resume_ns = elapsed_ns(resuming);
+        phases.resume_ns = elapsed_ns(resuming);
         let stood_ns = elapsed_ns(began);
         drop(raised);
         let is_to_run = (was_running && !target_stands) || stood_by_itself;
@@ -154,9 +153,15 @@ impl Engine<'_> {
             now: now.map(|id| id.0),
             pages,
             stood_ns,
-            phases: self.rollback_phases,
+            phases,
             runs,
         })
+    }
+
+    fn note_phase(&mut self, note: impl FnOnce(&mut RollbackPhases)) {
+        if let Some(phases) = &mut self.rollback_phases {
+            note(phases);
+        }
     }
 
     fn vm(&mut self) -> Result<&mut SessionVm> {
@@ -224,6 +229,7 @@ impl Engine<'_> {
         let target = self.store.load(id).map_err(store_failure)?;
         let (here, there) = (self.meta.machine(), &target.meta.machine);
         let pairs = [
+            ("processor", here.processor.to_string(), there.processor.to_string()),
             ("machine type", here.machine_type.clone(), there.machine_type.clone()),
             ("QEMU", here.vmm_version.clone(), there.vmm_version.clone()),
             ("number of processors", here.vcpus.to_string(), there.vcpus.to_string()),
@@ -255,7 +261,7 @@ impl Engine<'_> {
         let began = Instant::now();
         let before = self.capture_for_rollback().and_then(|sealed| self.wait_for_seal(&sealed));
         let before = before.map_err(FailedRollback::Unharmed)?;
-        self.rollback_phases.before_ns = elapsed_ns(began);
+        self.note_phase(|phases| phases.before_ns = elapsed_ns(began));
         let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
         let before = self.store.load(before).map_err(load_failed)?;
         // The checkpoint before has the changes of the machine until now.
@@ -309,7 +315,7 @@ impl Engine<'_> {
         // rollback.
         let began = Instant::now();
         let after = self.capture_for_rollback().ok();
-        self.rollback_phases.after_ns = elapsed_ns(began);
+        self.note_phase(|phases| phases.after_ns = elapsed_ns(began));
         Ok((before.id, after, pages.len() as u64))
     }
 

@@ -2,17 +2,19 @@
 
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
-use keyframe_qemu::Accelerator;
+use keyframe_qemu::{Accelerator, QemuIdentity, probe::processor};
 use keyframe_self_test::SelfTest;
 
 /// Runs the self-test and prints its table and verdict.
 pub fn run(qemu: &str, accelerator: Accelerator, json: bool) -> Outcome {
-    let version = keyframe_qemu::QemuIdentity::named(qemu).map_err(|e| Failure::qemu(&e))?.version;
+    let identity = QemuIdentity::named(qemu).map_err(|e| Failure::qemu(&e))?;
+    let processor = processor(&identity.path).map_err(|e| Failure::qemu(&e))?;
     let program = std::env::current_exe()
         .map_err(|e| Failure::new(format!("find this program's own file: {e}")))?;
     let interrupted = keyframe_session::interrupt::interruption()?;
-    let test =
-        SelfTest { program, qemu: qemu.into(), version, accelerator, interrupted: &interrupted };
+    let (qemu, version) = (qemu.into(), identity.version);
+    let interrupted = &interrupted;
+    let test = SelfTest { program, qemu, processor, version, accelerator, interrupted };
     let mut printed = Ok(());
     let report = test.run(&mut |check| {
         if !json && printed.is_ok() {

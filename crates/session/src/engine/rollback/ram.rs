@@ -44,7 +44,7 @@ impl Engine<'_> {
         let began = Instant::now();
         self.vm()?.vm_mut().roll_back(&target, file).map_err(Error::from)?;
         self.keep_still()?;
-        self.rollback_phases.load_ns += elapsed_ns(began);
+        self.note_phase(|phases| phases.load_ns += elapsed_ns(began));
         let began = Instant::now();
         let mut wrong = 0;
         for _ in 0..COMPARISONS {
@@ -53,7 +53,7 @@ impl Engine<'_> {
             if others.is_empty() {
                 pages.sort_unstable();
                 pages.dedup();
-                self.rollback_phases.compare_ns += elapsed_ns(began);
+                self.note_phase(|phases| phases.compare_ns += elapsed_ns(began));
                 return Ok(());
             }
             wrong = others.len() as u64;
@@ -71,9 +71,9 @@ impl Engine<'_> {
     ) -> Result<Vec<PageIndex>, RollbackError> {
         let layout = &to.meta.ram;
         let mut doubtful = self.copying.cycle.written_in_pause();
-        pages.iter().for_each(|page| {
+        for page in pages {
             doubtful.insert(*page);
-        });
+        }
         // More of such a block may be in use than at the checkpoint before, which lacks that part.
         for (number, block) in layout.blocks().iter().enumerate() {
             if block.used_bytes < block.total_bytes {
