@@ -10,10 +10,11 @@ use crate::manifest::{BundledFile, Manifest};
 use crate::write::{Progress, Step};
 use keyframe_qemu::cmdline::MovedFile;
 use keyframe_store::{CheckpointId, Meta, Sealed, Store};
+use keyframe_store_backend::archive::is_archive;
 use keyframe_vm_disks::{moved_images, read_files};
 use std::collections::BTreeSet;
 use std::fs::{DirBuilder, File};
-use std::io::{BufWriter, Read, Write};
+use std::io::{BufWriter, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -21,8 +22,6 @@ use std::time::SystemTime;
 /// The digits of a hash in the name of a file.
 const HASH_DIGITS: usize = 16;
 const NAME_CHARS_MAX: usize = 100;
-/// The beginning of a bundle: the name of its first file in the header of a tar archive.
-const BEGIN: &[u8] = b"store.json\0";
 
 /// An open bundle.
 pub struct Bundle {
@@ -45,9 +44,7 @@ pub struct Imported {
 impl Bundle {
     /// Returns true if `path` is a file that begins as a bundle does.
     pub fn is_bundle(path: &Path) -> bool {
-        let mut begin = [0; BEGIN.len()];
-        let read = File::open(path).and_then(|mut file| file.read_exact(&mut begin));
-        path.is_file() && read.is_ok() && begin == BEGIN
+        is_archive(path)
     }
 
     /// Reads the description of a bundle, which was opened as a store. Errors: [`Error::NoBundle`]

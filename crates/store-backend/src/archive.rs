@@ -27,6 +27,8 @@ use tar::{Archive, Builder, EntryType, Header};
 
 /// The most files of an archive.
 const MEMBERS_MAX: usize = 1 << 20;
+/// The beginning of an archive: the name of its first file.
+const BEGIN: &[u8] = b"store.json\0";
 /// The size of a block of a tar archive; two blocks of zeros end it.
 const BLOCK_BYTES: u64 = 512;
 /// The folders whose files an archive holds, in the order of the archive.
@@ -71,9 +73,12 @@ impl ArchiveBackend {
     }
 }
 
-/// Returns true if `place` is a file, which can only be an archive of a store.
+/// Returns true if `place` is a file that begins as an archive of a store does.
 pub fn is_archive(place: &Path) -> bool {
-    place.is_file()
+    let mut begin = [0; BEGIN.len()];
+    // Another kind of file may block when it is opened.
+    let mut read = || File::open(place).and_then(|mut file| file.read_exact(&mut begin));
+    place.is_file() && read().is_ok() && begin == BEGIN
 }
 
 /// Writes the files of the store in the directory `store` to `output` as an archive. Calls `progress`
