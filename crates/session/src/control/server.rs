@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 /// Connections served at once; further ones are turned away.
@@ -33,16 +33,17 @@ impl<F: Fn(Pending) -> bool + Clone + Send + 'static> Deliver for F {}
 
 /// Listens at the control socket in `run_dir` until the process ends. Answers requests for the
 /// status itself; requests that change something go to `deliver`, in the order in which their
-/// clients have made them. Returns the socket, which is removed when it is dropped. Error: the
-/// socket cannot be made.
+/// clients have made them. Returns the socket. Error: the socket cannot be made.
 pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> io::Result<Socket> {
     let path = run_dir.join("control.sock");
     let listener = UnixListener::bind(&path)?;
     listener.set_nonblocking(true)?;
+    let answering = Arc::new(());
+    let socket = Socket { path, answering: Arc::downgrade(&answering) };
     let mut server = Server {
         listener,
         waiting: Vec::new(),
-        answering: Arc::new(()),
+        answering,
         status: Arc::clone(status),
         deliver,
     };
@@ -51,7 +52,7 @@ pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> i
             while server.turn().is_ok() {}
         },
     )?;
-    Ok(Socket(path))
+    Ok(socket)
 }
 
 /// The state of the control socket's thread.
@@ -119,6 +120,8 @@ impl<D: Deliver> Server<D> {
 
     /// Delivers a request. A thread waits for its answer.
     fn serve(&self, stream: UnixStream, line: &[u8]) {
+        // Before the request is delivered: the engine may answer it and end at once.
+        let client = Arc::clone(&self.answering);
         let answer = match serde_json::from_slice(line) {
             Ok(EngineRequest::Status) => Answer::Now(match self.status.lock() {
                 Ok(status) => EngineResponse::Status(Box::new(status.clone())),
@@ -134,7 +137,6 @@ impl<D: Deliver> Server<D> {
             }
             Err(e) => Answer::Now(EngineResponse::Failed(format!("not a request: {e}"))),
         };
-        let client = Arc::clone(&self.answering);
         let thread = std::thread::Builder::new().name("control-client".into());
         let spawned = thread.spawn(move || {
             let _ = answer.send(&stream);
@@ -189,12 +191,21 @@ impl Answer {
     }
 }
 
-/// The file of a control socket. Dropping it removes the file.
-pub struct Socket(PathBuf);
+/// A control socket. Dropping it removes its file, and waits a bounded time until the answers that
+/// were given are written: a process that ends right after its engine would take them along.
+pub struct Socket {
+    path: PathBuf,
+    /// Held by the server and by each thread that waits for an answer.
+    answering: Weak<()>,
+}
 
 impl Drop for Socket {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.0);
+        let _ = std::fs::remove_file(&self.path);
+        let until = Instant::now() + CLIENT_TIMEOUT;
+        while self.answering.strong_count() > 1 && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 }
 

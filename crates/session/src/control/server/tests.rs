@@ -19,10 +19,10 @@ fn requests_are_delivered_in_the_order_in_which_they_were_written() {
     let socket = listen(folder.path(), &status, deliver).unwrap();
     for round in 0..50 {
         // A client that sends nothing delays no other client.
-        let silent = UnixStream::connect(&socket.0).unwrap();
+        let silent = UnixStream::connect(&socket.path).unwrap();
         let clients: Vec<UnixStream> = (0..8)
             .map(|number| {
-                let mut client = UnixStream::connect(&socket.0).unwrap();
+                let mut client = UnixStream::connect(&socket.path).unwrap();
                 client.write_all(take(number).as_bytes()).unwrap();
                 client
             })
@@ -37,5 +37,35 @@ fn requests_are_delivered_in_the_order_in_which_they_were_written() {
             assert!(answer.ends_with('\n'), "{answer}");
         }
         drop(silent);
+    }
+}
+
+#[test]
+fn a_socket_that_is_closed_has_its_answers_written() {
+    for round in 0..50 {
+        let folder = tempfile::tempdir().unwrap();
+        let (sender, delivered) = channel();
+        let deliver = move |pending: Pending| sender.send(pending).is_ok();
+        let socket = listen(folder.path(), &SharedStatus::default(), deliver).unwrap();
+        let clients: Vec<UnixStream> = (0..8)
+            .map(|number| {
+                let mut client = UnixStream::connect(&socket.path).unwrap();
+                client.write_all(take(number).as_bytes()).unwrap();
+                client
+            })
+            .collect();
+        for _ in &clients {
+            let pending = delivered.recv_timeout(Duration::from_secs(60)).unwrap();
+            pending.answer.send(EngineResponse::Stopping).unwrap();
+        }
+        drop(socket);
+        for client in clients {
+            client.set_nonblocking(true).unwrap();
+            let mut answer = String::new();
+            BufReader::new(client).read_line(&mut answer).unwrap_or_else(|e| {
+                panic!("round {round}: an answer was not written: {e}");
+            });
+            assert!(answer.ends_with('\n'), "round {round}: {answer}");
+        }
     }
 }
