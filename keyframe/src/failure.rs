@@ -72,6 +72,13 @@ impl Failure {
         self
     }
 
+    /// Replaces the fix by `fix`, if there is one.
+    #[must_use]
+    pub fn with_fix(mut self, fix: Option<String>) -> Self {
+        self.fix = fix.or(self.fix);
+        self
+    }
+
     /// Says which VM of several it is about.
     #[must_use]
     pub fn about(mut self, vm: &str) -> Self {

@@ -1,6 +1,7 @@
 //! Progress bars on standard error.
 
 use indicatif::{ProgressBar, ProgressStyle};
+use keyframe_bundle::{Progress, Step};
 
 /// A bar for a number of instructions, while the VM is `doing` something: `replaying`. If it is not
 /// shown, it can be moved all the same.
@@ -15,4 +16,41 @@ pub fn instructions_bar(doing: &str, instructions: u64, is_shown: bool) -> Progr
         bar.set_style(style);
     }
     bar
+}
+
+/// The progress of a bundle or of its import: a bar for each step.
+pub struct BundleBar {
+    bar: ProgressBar,
+    step: Option<Step>,
+}
+
+impl BundleBar {
+    /// Makes the bar, which is hidden if `quiet` is true.
+    pub fn new(quiet: bool) -> Self {
+        let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(0) };
+        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}") {
+            bar.set_style(style);
+        }
+        Self { bar, step: None }
+    }
+
+    /// Shows `progress`.
+    pub fn show(&mut self, progress: &Progress) {
+        if self.step.as_ref() != Some(&progress.step) {
+            self.bar.set_message(match &progress.step {
+                Step::File(path) => path.clone(),
+                Step::Ram => "RAM".into(),
+                Step::Disk(name) => format!("disk {name}"),
+                Step::Archive => "bundle".into(),
+            });
+            self.bar.set_length(progress.total_bytes);
+            self.step = Some(progress.step.clone());
+        }
+        self.bar.set_position(progress.done_bytes);
+    }
+
+    /// Removes the bar.
+    pub fn end(&self) {
+        self.bar.finish_and_clear();
+    }
 }

@@ -58,6 +58,23 @@ impl Plugged {
         self.must("device_add", json!({ "driver": "pc-dimm", "id": id, "memdev": backend }));
     }
 
+    /// Unplugs the first DIMM and its memory. Returns false, and records a skip, if the guest does not
+    /// release it.
+    fn unplug(&self) -> bool {
+        self.must("device_del", json!({ "id": "dimm1" }));
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let devices = || self.qmp().execute("query-memory-devices", None).unwrap();
+        while !devices().as_array().unwrap().is_empty() {
+            if Instant::now() > deadline {
+                record_skip(Scope::Part, "this guest does not release the DIMM");
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        self.must("object-del", json!({ "id": "mem1" }));
+        true
+    }
+
     /// Writes to the DIMM in place of the guest, which does not use it by itself. It writes outside
     /// the pauses: the audit's copy could contain a write inside a pause that the checkpoint
     /// rightly lacks.
@@ -214,20 +231,9 @@ fn a_dimm_that_is_unplugged_is_in_no_further_checkpoint() {
     vm.plug(1);
     vm.run.wait_for_error("a new run begins");
     vm.more(1);
-    vm.must("device_del", json!({ "id": "dimm1" }));
-    let gone = || {
-        let devices = vm.qmp().execute("query-memory-devices", None).unwrap();
-        devices.as_array().unwrap().is_empty()
-    };
-    let deadline = Instant::now() + Duration::from_secs(10);
-    while !gone() {
-        if Instant::now() > deadline {
-            record_skip(Scope::Part, "this guest does not release the DIMM");
-            return;
-        }
-        std::thread::sleep(Duration::from_millis(50));
+    if !vm.unplug() {
+        return;
     }
-    vm.must("object-del", json!({ "id": "mem1" }));
     let begun = |p: &Process| p.errors().matches("a new run begins").count();
     let third = vm.run.wait_until(|run| (begun(run) == 2).then_some(()));
     assert!(third.is_some(), "no third run; {}", vm.run.report());
@@ -249,20 +255,9 @@ fn a_dimm_that_is_exchanged_between_two_checkpoints_begins_a_new_run() {
     vm.more(2);
     {
         let _stopped = vm.stop_between_pauses();
-        vm.must("device_del", json!({ "id": "dimm1" }));
-        let gone = || {
-            let devices = vm.qmp().execute("query-memory-devices", None).unwrap();
-            devices.as_array().unwrap().is_empty()
-        };
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while !gone() {
-            if Instant::now() > deadline {
-                record_skip(Scope::Part, "this guest does not release the DIMM");
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(50));
+        if !vm.unplug() {
+            return;
         }
-        vm.must("object-del", json!({ "id": "mem1" }));
         vm.plug(1);
     }
     let begun = |p: &Process| p.errors().matches("a new run begins").count();

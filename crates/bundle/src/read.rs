@@ -72,7 +72,7 @@ impl Bundle {
     }
 
     /// Imports the checkpoint into `target`, and the files that it needs into the directory
-    /// `folder`, which is made if it is needed. Both keep what is there already. If `target` has the
+    /// `folder`, which is made if it is needed. The store and the directory keep what they have. If `target` has the
     /// checkpoint from an earlier import, the files go to where that one put them. Calls `progress`
     /// before each file and before the checkpoint.
     ///
@@ -101,13 +101,8 @@ impl Bundle {
             self.extract(file, &path, progress)?;
             moved.push(MovedFile { old: (&file.path).into(), new: path });
         }
-        edited(&moved, self.sealed.meta.clone())?;
-        // It has succeeded on the same description.
-        let edit = |meta: &mut Meta| {
-            if let Ok(new) = edited(&moved, meta.clone()) {
-                *meta = new;
-            }
-        };
+        let edited = edited(&moved, self.sealed.meta.clone())?;
+        let edit = |meta: &mut Meta| meta.clone_from(&edited);
         let total_bytes = self.sealed.meta.ram.len_pages() * keyframe_units::PAGE_BYTES as u64;
         progress(&Progress { step: Step::Archive, done_bytes: 0, total_bytes });
         let ids = BTreeSet::from([self.sealed.id]);
@@ -176,7 +171,7 @@ impl Bundle {
         match made.persist_noclobber(path) {
             Ok(_) => {}
             Err(_) if is_there() => {}
-            // What is there is another file, or a part of one.
+            // Another file has the name, or a part of this one. The import replaces it.
             Err(e) => drop(e.file.persist(path).map_err(|e| Error::io("write", path)(e.error))?),
         }
         let synced = File::open(folder).and_then(|folder| folder.sync_all());
@@ -207,9 +202,8 @@ fn edited(moved: &[MovedFile], mut meta: Meta) -> Result<Meta> {
     for machine in members.chain([&mut meta.machine]) {
         // Their times are others here, and an image with images beneath it is whole now. Other files
         // that lie here by chance are not the VM's.
-        let now = read_files::describe(&machine.user_command, &machine.directory());
-        let now = now.into_iter().filter(|file| here.contains(Path::new(&file.path)));
-        let files: Vec<_> = now.collect();
+        let mut files = read_files::describe(&machine.user_command, &machine.directory());
+        files.retain(|file| here.contains(Path::new(&file.path)));
         found.extend(files.iter().map(|file| PathBuf::from(&file.path)));
         machine.read_files = Some(files);
     }

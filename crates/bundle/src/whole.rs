@@ -9,10 +9,10 @@
 use crate::error::{Error, Result};
 use crate::write::{BundleRequest, Progress, Step};
 use keyframe_disk::Readable;
-use keyframe_store::{BaseMeta, DiskMeta, DiskState, Meta, Run, SealRequest, Store, Writer};
+use keyframe_store::{BaseMeta, DiskMeta, DiskState, Run, SealRequest, Store, Writer};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, ZERO_PAGE};
+use keyframe_vm_disks::restored;
 use keyframe_vm_disks::stored::StoredDisk;
-use keyframe_vm_disks::{moved_images, restored};
 use std::sync::Arc;
 
 const CHUNK_BYTES: u64 = 1 << 20;
@@ -22,8 +22,8 @@ const BLOCK_BYTES: u64 = PAGE_BYTES as u64;
 
 /// Refuses a checkpoint with disks that were left out and whose present content is not wanted, or
 /// that Keyframe cannot read.
-pub fn require_readable(request: &BundleRequest<'_>, meta: &Meta) -> Result<()> {
-    let checkpoint = request.checkpoint;
+pub fn require_readable(request: &BundleRequest<'_>) -> Result<()> {
+    let (checkpoint, meta) = (request.checkpoint, request.meta);
     let by_qemu = restored::opened_by_qemu(meta)?;
     if !by_qemu.is_empty() {
         let disks: Vec<_> =
@@ -50,8 +50,8 @@ pub fn copy(
     let of_target = |e| Error::store(target, e);
     let ram = request.store.load(request.checkpoint).map_err(of_source)?;
     let mut disks = request.store.load_disks(request.checkpoint).map_err(of_source)?;
-    moved_images::apply(request.moved, &mut disks.meta)?;
-    let meta = disks.meta.clone();
+    disks.meta.clone_from(request.meta);
+    let meta = request.meta;
     let whole = |disk: &DiskMeta| DiskMeta {
         base: BaseMeta::of_whole_image(disk.base.path.clone()),
         left_out: false,
@@ -66,12 +66,13 @@ pub fn copy(
     let all = PageRange::new(PageIndex(0), meta.ram.len_pages());
     let total_bytes = ram.nonzero_pages() * BLOCK_BYTES;
     let mut done_bytes = 0;
+    let mut target_failed = false;
     ram.read_pages(all, &mut |page, content| {
         done_bytes += BLOCK_BYTES;
         progress(&Progress { step: Step::Ram, done_bytes, total_bytes });
-        run.put_page(page, content).map(drop)
+        run.put_page(page, content).map(drop).inspect_err(|_| target_failed = true)
     })
-    .map_err(of_source)?;
+    .map_err(|e| if target_failed { of_target(e) } else { of_source(e) })?;
     let disks = Arc::new(disks);
     for number in 0..meta.disks.len() {
         let Some(disk) = StoredDisk::of(Arc::clone(&disks), number) else { continue };
@@ -86,19 +87,8 @@ pub fn copy(
             disk.require_unchanged()?;
         }
     }
-    run.seal(SealRequest {
-        taken_at: meta.taken_at,
-        since_boot: meta.since_boot,
-        reason: meta.reason,
-        parent: None,
-        ram: meta.ram,
-        machine: meta.machine,
-        members: meta.members,
-        timing: meta.timing,
-        device_state: &ram.device_state,
-        tag: None,
-    })
-    .map_err(of_target)?;
+    run.seal(SealRequest::of_description(request.meta.clone(), &ram.device_state))
+        .map_err(of_target)?;
     run.finish().map_err(of_target)
 }
 

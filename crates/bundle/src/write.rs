@@ -12,10 +12,9 @@ use crate::files::{self, NeededFile};
 use crate::manifest::{BundledFile, Manifest};
 use crate::{machines, whole};
 use keyframe_qemu::cmdline::MovedFile;
-use keyframe_store::{CheckpointId, Store};
+use keyframe_store::{CheckpointId, Meta, Store};
 use keyframe_store_backend::archive::write_archive;
 use keyframe_store_backend::layout::{FILES, MANIFEST, STORE_JSON, bundled_file};
-use keyframe_vm_disks::moved_images;
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
@@ -28,9 +27,11 @@ pub struct BundleRequest<'a> {
     pub store: &'a Store,
     /// The checkpoint.
     pub checkpoint: CheckpointId,
+    /// The description of the checkpoint, with moved images and media at their present places.
+    pub meta: &'a Meta,
     /// The file to make.
     pub output: &'a Path,
-    /// Images and media that have moved since the checkpoint.
+    /// Images and media that have moved since the checkpoint, as the user named them.
     pub moved: &'a [MovedFile],
     /// Whether disks that were left out of the checkpoint are bundled as they are now.
     pub left_out_as_now: bool,
@@ -98,16 +99,14 @@ pub fn write(
     if let Some(folder) = folder.filter(|folder| !folder.is_dir()) {
         return Err(Error::NoDirectory(folder.to_owned()));
     }
-    let of_source = |e| Error::store(request.store, e);
-    let mut meta = request.store.sealed(request.checkpoint).map_err(of_source)?.meta;
-    if machines(&meta).any(|machine| machine.recorded.is_some()) {
+    let meta = request.meta;
+    if machines(meta).any(|machine| machine.recorded.is_some()) {
         return Err(Error::Recorded(request.checkpoint));
     }
-    moved_images::apply(request.moved, &mut meta)?;
-    whole::require_readable(request, &meta)?;
-    let needed = files::needed(machines(&meta))?;
+    whole::require_readable(request)?;
+    let needed = files::needed(machines(meta))?;
     let disks: Vec<String> = meta.disks.iter().map(|disk| disk.name.clone()).collect();
-    let left_behind = files::left_behind(machines(&meta));
+    let left_behind = files::left_behind(machines(meta));
     let report = |bundle_bytes, files| BundleReport { bundle_bytes, files, disks, left_behind };
     let open = |path: &Path, exists| {
         (request.staging)(path, exists)
@@ -151,7 +150,8 @@ pub fn write(
     let [id] = target.ids().map_err(of_target)?[..] else {
         return Err(Error::OtherPartial(partial));
     };
-    for tag in request.store.sealed(request.checkpoint).map_err(of_source)?.names() {
+    let source = request.store.sealed(request.checkpoint);
+    for tag in source.map_err(|e| Error::store(request.store, e))?.names() {
         writer.set_tag(tag, id).map_err(of_target)?;
     }
     remove_unlisted(&partial, &manifest).map_err(Error::io("clean", &partial))?;

@@ -50,11 +50,9 @@ impl RaisedThreads {
             let nice = getpriority_process(Some(thread)).ok()?;
             Some(FormerPriority { thread, policy: policy_of(thread)?, nice })
         });
-        let former: Vec<_> = former.collect();
-        for FormerPriority { thread, .. } in &former {
-            raise_thread(Some(*thread));
-        }
-        Self(former)
+        let former = Self(former.collect());
+        raise_all_threads();
+        former
     }
 }
 

@@ -58,10 +58,9 @@ fn of_argument(argument: &Argument) -> Vec<NamedFile> {
         "device" => {
             let keys = options::properties(value, "driver").unwrap_or_default();
             let is_loader = matches!(value_of(&keys, "driver"), Some("loader" | "guest-loader"));
-            let names = ["romfile", if is_loader { "file" } else { "romfile" }];
-            let mut files: Vec<_> = names.iter().filter_map(|name| value_of(&keys, name)).collect();
-            files.dedup();
-            files.into_iter().filter(|path| !path.is_empty()).map(read).collect()
+            let loaded = value_of(&keys, "file").filter(|_| is_loader);
+            let files = value_of(&keys, "romfile").into_iter().chain(loaded);
+            files.filter(|path| !path.is_empty()).map(read).collect()
         }
         "cdrom" => path_of(value)
             .map(|path| NamedFile { is_medium: true, ..read(&path.to_string_lossy()) })

@@ -54,7 +54,7 @@ pub struct Member {
     shut_down: bool,
     /// Why it stands still although its user wants it to run; `None` if it does not.
     halt: Option<Halt>,
-    /// The disk that its user left out and for which QEMU has stopped it, until it is told.
+    /// The left-out disk whose error has stopped the VM, until the engine has told its user.
     full_disk: Option<String>,
     guest_end: Option<SeenEnd>,
     ended: Option<ExitStatus>,

@@ -270,18 +270,7 @@ impl Copy<'_> {
         };
         let when = |parent| self.source.sealed(parent).ok().map(|sealed| sealed.meta.taken_at);
         let parent = meta.parent.and_then(|of| self.there.get(&home(of)?, when(of)));
-        SealRequest {
-            taken_at: meta.taken_at,
-            since_boot: meta.since_boot,
-            reason: meta.reason,
-            parent,
-            ram: meta.ram,
-            machine: meta.machine,
-            members: meta.members,
-            timing: meta.timing,
-            device_state: &ram.device_state,
-            tag: None,
-        }
+        SealRequest { parent, ..SealRequest::of_description(meta, &ram.device_state) }
     }
 
     fn close(&mut self) -> Result<()> {

@@ -72,7 +72,24 @@ pub struct SealRequest<'a> {
     pub tag: Option<&'a str>,
 }
 
-impl SealRequest<'_> {
+impl<'a> SealRequest<'a> {
+    /// Creates a request for a checkpoint that `meta` describes, with the device state
+    /// `device_state`, without parent and tag.
+    pub fn of_description(meta: Meta, device_state: &'a [u8]) -> Self {
+        Self {
+            taken_at: meta.taken_at,
+            since_boot: meta.since_boot,
+            reason: meta.reason,
+            parent: None,
+            ram: meta.ram,
+            machine: meta.machine,
+            members: meta.members,
+            timing: meta.timing,
+            device_state,
+            tag: None,
+        }
+    }
+
     /// Creates a request for a checkpoint of pages only, taken now: without machine, devices, times
     /// and tag.
     pub fn of_pages(ram: &RamLayout, reason: &str) -> Self {

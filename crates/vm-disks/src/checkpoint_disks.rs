@@ -66,7 +66,7 @@ impl CheckpointDisks {
 
 impl Drop for CheckpointDisks {
     fn drop(&mut self) {
-        // The error that led here is the one that the user is told.
+        // The user is told the error that led here.
         let _ = self.served.take().map(|served| served.end(false));
     }
 }

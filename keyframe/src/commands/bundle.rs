@@ -3,8 +3,8 @@
 use super::{MovedArg, StoreArg, changed_files};
 use crate::failure::{DONE, Failure, Outcome, USAGE, WARNED, paths};
 use crate::output;
-use indicatif::{ProgressBar, ProgressStyle};
-use keyframe_bundle::{BundleReport, BundleRequest, Progress, Step};
+use crate::progress::BundleBar;
+use keyframe_bundle::{BundleReport, BundleRequest};
 use keyframe_store::Store;
 use keyframe_store_keys::{BundleKeyArg, fix_of_bundle};
 use keyframe_vm_disks::moved_images;
@@ -86,6 +86,7 @@ impl Bundle {
         let request = BundleRequest {
             store: &store,
             checkpoint,
+            meta: &meta,
             output: &self.output,
             moved: &self.moved.image,
             left_out_as_now: self.left_out_as_now,
@@ -96,7 +97,7 @@ impl Bundle {
                 (false, false) => Store::init(path),
             },
         };
-        let mut bar = Bar::new(self.quiet);
+        let mut bar = BundleBar::new(self.quiet);
         let made = keyframe_bundle::write(&request, &mut |progress| bar.show(progress));
         bar.end();
         let BundleReport { bundle_bytes, files, disks, left_behind } = made.map_err(|e| {
@@ -104,11 +105,7 @@ impl Bundle {
                 keyframe_bundle::Error::Store { source, .. } => fix_of_bundle(source),
                 _ => None,
             };
-            let failure = Failure::from(e);
-            match fix {
-                Some(fix) => failure.fix(fix),
-                None => failure,
-            }
+            Failure::from(e).with_fix(fix)
         })?;
         if self.json {
             let files = files.iter().map(|file| file.path.as_str()).collect();
@@ -150,42 +147,5 @@ impl Bundle {
                 .fix("add --encrypt; or leave out --bundle-key-file, KEYFRAME_BUNDLE_KEY_FILE and KEYFRAME_BUNDLE_PASSPHRASE"));
         }
         Ok(())
-    }
-}
-
-/// The progress of a bundle on the terminal: a bar for each step.
-pub struct Bar {
-    bar: ProgressBar,
-    step: Option<Step>,
-}
-
-impl Bar {
-    /// Makes the bar, which is hidden if `quiet` is true.
-    pub fn new(quiet: bool) -> Self {
-        let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(0) };
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}") {
-            bar.set_style(style);
-        }
-        Self { bar, step: None }
-    }
-
-    /// Shows `progress`.
-    pub fn show(&mut self, progress: &Progress) {
-        if self.step.as_ref() != Some(&progress.step) {
-            self.bar.set_message(match &progress.step {
-                Step::File(path) => path.clone(),
-                Step::Ram => "RAM".into(),
-                Step::Disk(name) => format!("disk {name}"),
-                Step::Archive => "bundle".into(),
-            });
-            self.bar.set_length(progress.total_bytes);
-            self.step = Some(progress.step.clone());
-        }
-        self.bar.set_position(progress.done_bytes);
-    }
-
-    /// Removes the bar.
-    pub fn end(&self) {
-        self.bar.finish_and_clear();
     }
 }

@@ -62,13 +62,10 @@ impl Copy {
     /// Copies and reports.
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
-        let target = self.to_key.open(&self.to).map_err(|e| {
-            let failure = Failure::store(&e, &self.to);
-            match fix_of_target(&e) {
-                Some(fix) => failure.fix(fix),
-                None => failure,
-            }
-        })?;
+        let target = self
+            .to_key
+            .open(&self.to)
+            .map_err(|e| Failure::store(&e, &self.to).with_fix(fix_of_target(&e)))?;
         let (ids, mut code) = self.which(&store)?;
         let bar =
             if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(ids.len() as u64) };

@@ -1,9 +1,9 @@
 //! `keyframe import`: a bundle, or a migration stream that QEMU wrote, becomes a checkpoint.
 
 use super::StoreArg;
-use super::bundle::Bar;
 use crate::failure::{DONE, Failure, Outcome, USAGE, WARNED};
 use crate::output;
+use crate::progress::BundleBar;
 use crate::words::StderrWords;
 use keyframe_bundle::Bundle;
 use keyframe_inspect::entry::Entry;
@@ -95,19 +95,16 @@ impl Import {
     }
 
     fn bundle(&self, store: &Store) -> Outcome {
-        let opened = self.bundle_key.open(&self.file).map_err(|e| {
-            let failure = Failure::store(&e, &self.file);
-            match fix_of_bundle(&e) {
-                Some(fix) => failure.fix(fix),
-                None => failure,
-            }
-        })?;
+        let opened = self
+            .bundle_key
+            .open(&self.file)
+            .map_err(|e| Failure::store(&e, &self.file).with_fix(fix_of_bundle(&e)))?;
         let bundle = Bundle::of(opened)?;
         let folder = match &self.files {
             Some(folder) => crate::failure::paths::absolute(folder)?,
             None => store.local_folder().map_err(|e| self.store.failure(&e))?.join("imported"),
         };
-        let mut bar = Bar::new(self.quiet);
+        let mut bar = BundleBar::new(self.quiet);
         let imported = bundle.import(store, &folder, &mut |progress| bar.show(progress));
         bar.end();
         let imported = imported?;

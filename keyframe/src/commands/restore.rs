@@ -238,11 +238,7 @@ impl Restore {
         match (failed, error) {
             // It names the page, and the store's error behind it.
             (Some(store), keyframe_qemu::Error::PageLost { .. }) => {
-                let failure = Failure::new(crate::failure::chain(error));
-                match self.store.failure(&store).fix {
-                    Some(fix) => failure.fix(fix),
-                    None => failure,
-                }
+                Failure::new(crate::failure::chain(error)).with_fix(self.store.failure(&store).fix)
             }
             (Some(store), _) => self.store.failure(&store),
             (None, error) => with_hint(error, under_kvm),

@@ -231,7 +231,8 @@ impl QemuDisks {
     }
 }
 
-/// Tells VM `number` which of `disks` are its own, and which of them its user left out.
+/// Tells VM `number` which of `disks` belong to it, and which of these the user left out of
+/// checkpoints.
 pub fn tell(vm: &mut Vm, number: usize, disks: &[QemuDisk]) {
     let own = || disks.iter().filter(|disk| disk.member == number);
     vm.mind_disks(own().map(|disk| disk.node.clone()).collect());
