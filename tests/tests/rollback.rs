@@ -3,8 +3,9 @@
 
 use keyframe_tests::{
     Boot, HashLine, PATIENCE, Process, Qemu, Sequence, TestEnv, assert_no_errors, chosen_qemus,
-    differing_pages, distribution_qemu, hash_lines, live_ram, number, wait_until,
+    differing_pages, distribution_qemu, hash_lines, live_ram, number, stored_ram, wait_until,
 };
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 fn hashing(env: &TestEnv, qemu: &Qemu) -> (Boot, PathBuf) {
@@ -78,14 +79,66 @@ fn a_vm_under_load_rolls_back_repeatedly_in_the_same_qemu() {
     }
 }
 
+/// A VM goes back many times without a checkpoint of what it was, also to another checkpoint and
+/// with checkpoints between. Without an audit only the pages are compared that can differ.
+#[test]
+fn fast_rollbacks_are_exact_each_time() {
+    let mut sequence = Sequence::new(16);
+    for qemu in chosen_qemus(0) {
+        let env = TestEnv::new();
+        let (boot, monitor) = hashing(&env, &qemu);
+        let mut run = env.start(&["--interval", "none", "--name", "guest"], &boot);
+        run.wait_for("KF READY");
+        grow(&mut run, 3);
+        env.ok(&["take", "--name", "guest", "--tag", "base"]);
+        grow(&mut run, 3);
+        env.ok(&["take", "--name", "guest", "--tag", "later"]);
+        let (pid, _) = pid_and_state(&env);
+        for (round, target) in ["base", "base", "later", "base", "base"].into_iter().enumerate() {
+            grow(&mut run, 3);
+            if round % 2 == 1 {
+                env.ok(&["take", "--name", "guest"]);
+                grow(&mut run, 1);
+            }
+            let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
+            own.stop().unwrap();
+            drop(own);
+            wait_until("the engine sees the pause", || pid_and_state(&env).1 == "paused");
+            let sealed = env.list().len();
+            let done = env.json(&["rollback", target, "--fast", "--name", "guest", "--json"]);
+            assert_eq!((&done["before"], &done["now"]), (&Value::Null, &Value::Null), "{done}");
+            assert_eq!(env.list().len(), sealed, "a fast rollback takes no checkpoint");
+            let (names, stored) = stored_ram(Path::new(&env.store()), number(&done, "checkpoint"));
+            let live = live_ram(pid as u32, &monitor, &names);
+            assert_eq!(differing_pages(&live, &stored), [0; 0], "round {round}");
+            let mut own = keyframe_qemu::Qmp::connect(&monitor, PATIENCE).unwrap();
+            own.cont().unwrap();
+        }
+        grow(&mut run, 3);
+        let taken = env.json(&["take", "--name", "guest", "--json"]);
+        let base = env.json(&["show", "--json", "--store", &env.store(), "base"]);
+        assert_eq!(taken["restored_from"], base["id"], "{taken}");
+        env.ok(&["stop", "--name", "guest"]);
+        assert!(run.wait().success(), "{}", run.report());
+        // A rollback goes back, or from one checkpoint to the later one.
+        let lines = hash_lines(&run.lines());
+        for row in lines.chunk_by(|line, next| next.n == line.n + 1) {
+            sequence.check(row, 1);
+        }
+        let mut restored = env.restore("latest", &[]);
+        grow(&mut restored, 4);
+        sequence.check(&hash_lines(&restored.lines()), 4);
+    }
+}
+
 /// The settings of the migration, as the user's monitor tells them.
-fn migration_capabilities(monitor: &Path) -> serde_json::Value {
+fn migration_capabilities(monitor: &Path) -> Value {
     let mut own = keyframe_qemu::Qmp::connect(monitor, PATIENCE).unwrap();
     own.execute("query-migrate-capabilities", None).unwrap()
 }
 
 /// Switches on those with which QEMU cannot load a snapshot, and returns all settings.
-fn switch_on_migration_capabilities(monitor: &Path) -> serde_json::Value {
+fn switch_on_migration_capabilities(monitor: &Path) -> Value {
     let known = migration_capabilities(monitor).to_string();
     let wanted = ["multifd", "x-ignore-shared", "mapped-ram", "validate-uuid"];
     let wanted = wanted.iter().filter(|name| known.contains(&format!("\"{name}\"")));

@@ -156,6 +156,28 @@ impl CaptureCycle {
         self.log.drain_paused(true).unwrap_or_else(|_| self.log.owed().clone())
     }
 
+    /// Returns the pages that were written since the last look at the paused machine; all pages if
+    /// the tracker fails. The next checkpoint owes them.
+    pub fn written_since_look(&mut self) -> PageSet {
+        self.log.drain_paused(false).unwrap_or_else(|_| self.log.owed().clone())
+    }
+
+    /// Remembers all pages that are found written from now on.
+    pub fn watch(&mut self) {
+        self.log.watch();
+    }
+
+    /// Returns the pages that were found written since [`Self::watch`]; `None` if it was not called.
+    pub fn watched(&self) -> Option<&PageSet> {
+        self.log.watched()
+    }
+
+    /// Returns the pages that the newest captured checkpoint has beyond the one before it; `None` if
+    /// it is sealed already.
+    pub fn captured_pages(&self) -> Option<&PageSet> {
+        self.log.newest_in_flight()
+    }
+
     /// Ends dirty tracking for good. Every later capture fails.
     pub fn untrack(&mut self) {
         self.log.untrack();

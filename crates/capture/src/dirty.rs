@@ -20,13 +20,15 @@ pub struct DirtyLog {
     tracker: Box<dyn DirtyTracker>,
     owed: PageSet,
     in_flight: VecDeque<PageSet>,
+    /// All pages drained since [`DirtyLog::watch`].
+    watched: Option<PageSet>,
 }
 
 impl DirtyLog {
     /// Creates a log that owes nothing, for a page space of `space_pages` pages. The first drain of
     /// `tracker` reports every page.
     pub fn new(tracker: Box<dyn DirtyTracker>, space_pages: u64) -> Self {
-        Self { tracker, owed: PageSet::new(space_pages), in_flight: VecDeque::new() }
+        Self { tracker, owed: PageSet::new(space_pages), in_flight: VecDeque::new(), watched: None }
     }
 
     /// Drains the tracker and returns the pages written since the last drain. Error: the tracker's
@@ -51,6 +53,9 @@ impl DirtyLog {
         match drain(&mut *self.tracker, &mut written) {
             Ok(()) => {
                 self.owed.union_with(&written);
+                if let Some(watched) = &mut self.watched {
+                    watched.union_with(&written);
+                }
                 Ok(written)
             }
             Err(error) => {
@@ -109,6 +114,22 @@ impl DirtyLog {
         self.in_flight.len() as u64
     }
 
+    /// Remembers all pages that are drained from now on, also if checkpoints of them are sealed.
+    pub fn watch(&mut self) {
+        self.watched = Some(PageSet::new(self.owed.space_pages()));
+    }
+
+    /// Returns the pages that were drained since [`Self::watch`]; `None` if it was not called.
+    pub fn watched(&self) -> Option<&PageSet> {
+        self.watched.as_ref()
+    }
+
+    /// Returns the pages of the newest captured checkpoint that is not sealed yet; `None` if there is
+    /// none.
+    pub fn newest_in_flight(&self) -> Option<&PageSet> {
+        self.in_flight.back()
+    }
+
     /// Returns the drained pages that neither a sealed checkpoint nor one in flight holds.
     pub fn owed(&self) -> &PageSet {
         &self.owed
@@ -127,7 +148,11 @@ impl DirtyLog {
     }
 
     fn owe_everything(&mut self) {
-        self.owed.insert_range(PageRange::new(PageIndex(0), self.owed.space_pages()));
+        let all = PageRange::new(PageIndex(0), self.owed.space_pages());
+        self.owed.insert_range(all);
+        if let Some(watched) = &mut self.watched {
+            watched.insert_range(all);
+        }
     }
 }
 
@@ -188,6 +213,22 @@ mod tests {
         log.drain_owed().unwrap();
         assert_eq!((log.give_back(), log.in_flight()), (2, 0));
         assert_eq!(pages(&log.drain_owed().unwrap()), [2, 3, 4]);
+    }
+
+    #[test]
+    fn what_is_watched_stays_when_it_is_sealed_and_is_everything_after_a_broken_scan() {
+        let mut log = log(vec![Ok(vec![1]), Ok(vec![2]), Ok(vec![3]), Err("EFAULT")]);
+        log.drain_owed().unwrap();
+        assert!(log.watched().is_none());
+        log.watch();
+        for _ in 0..2 {
+            log.drain_owed().unwrap();
+            log.record_captured();
+            log.record_sealed();
+        }
+        assert_eq!(pages(log.watched().unwrap()), [2, 3]);
+        assert!(log.drain().is_err());
+        assert_eq!(log.watched().unwrap().len(), 8);
     }
 
     #[test]

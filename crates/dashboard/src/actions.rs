@@ -31,13 +31,14 @@ pub fn roll_back(listed: &ListedStore, id: u64) -> Result<String, ApiError> {
             )));
         }
     }
-    match ask(&EngineRequest::Rollback { checkpoint: id.to_string() })? {
-        EngineResponse::RolledBack(done) => Ok(format!(
-            "VM {} is back at checkpoint {id} after {}; what it was is checkpoint {}",
-            done.vm,
-            human_duration(done.stood_ns),
-            done.before
-        )),
+    match ask(&EngineRequest::Rollback { checkpoint: id.to_string(), fast: false })? {
+        EngineResponse::RolledBack(done) => {
+            let kept = done
+                .before
+                .map_or_else(String::new, |before| format!("; what it was is checkpoint {before}"));
+            let (vm, stood) = (done.vm, human_duration(done.stood_ns));
+            Ok(format!("VM {vm} is back at checkpoint {id} after {stood}{kept}"))
+        }
         other => Err(ApiError::Failed(format!("unexpected answer: {other:?}"))),
     }
 }

@@ -54,6 +54,21 @@ impl<'a> StoredPages<'a> {
     pub fn failed(&self) -> Option<keyframe_store::Error> {
         self.failed.lock().ok().and_then(|mut failed| failed.take())
     }
+
+    /// Notes the store's error of a read.
+    fn noted(&self, read: Result<(), ReadStop>) -> io::Result<()> {
+        match read {
+            Ok(()) => Ok(()),
+            Err(ReadStop::Receiver(error)) => Err(error),
+            Err(ReadStop::Store(error)) => {
+                let text = error_chain(&error);
+                if let Ok(mut failed) = self.failed.lock() {
+                    *failed = Some(error);
+                }
+                Err(io::Error::other(text))
+            }
+        }
+    }
 }
 
 impl RamSource for StoredPages<'_> {
@@ -67,17 +82,20 @@ impl RamSource for StoredPages<'_> {
         let read = self.loaded.read_pages_by_all_cores(in_group, &mut |page, content| {
             sink(PageIndex(page.0 - first), content).map_err(ReadStop::Receiver)
         });
-        match read {
-            Ok(()) => Ok(()),
-            Err(ReadStop::Receiver(error)) => Err(error),
-            Err(ReadStop::Store(error)) => {
-                let text = error_chain(&error);
-                if let Ok(mut failed) = self.failed.lock() {
-                    *failed = Some(error);
-                }
-                Err(io::Error::other(text))
-            }
-        }
+        self.noted(read)
+    }
+
+    fn read_some(
+        &self,
+        pages: &[PageIndex],
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let first = self.first.0;
+        let in_group: Vec<_> = pages.iter().map(|page| PageIndex(first + page.0)).collect();
+        let read = self.loaded.read_some(&in_group, &mut |page, content| {
+            sink(PageIndex(page.0 - first), content).map_err(ReadStop::Receiver)
+        });
+        self.noted(read)
     }
 }
 

@@ -462,6 +462,8 @@ impl Qmp {
     ) -> Result<u64> {
         self.last_id += 1;
         let mut message = json!({ "execute": command, "id": self.last_id });
+        // QEMU reads its monitor byte by byte, so a word less is time won in a pause.
+        let arguments = arguments.filter(|arguments| *arguments != json!({}));
         if let (Some(arguments), Some(object)) = (arguments, message.as_object_mut()) {
             object.insert("arguments".into(), arguments);
         }

@@ -38,6 +38,7 @@ pub use obstacle::RollbackObstacle;
 use crate::standstill::stood_still;
 use crate::stream::{self, DeltaPages, FlashActivity, MigrationHead};
 use crate::{Error, Qmp, Result, Vm};
+use keyframe_units::PAGE_BYTES;
 use migration_settings::SuspendedSettings;
 use serde_json::{Value, json};
 use std::borrow::Cow;
@@ -100,7 +101,8 @@ impl Vm {
             None => self.leave_final_state()?,
         }
         let devices = self.loadable(target.device_state)?;
-        image::write(&mut file, |out| {
+        let about_bytes = (devices.len() + target.pages.len() * (PAGE_BYTES + 8)) as u64;
+        image::write(&mut file, about_bytes, |out| {
             let delta = DeltaPages { layout: target.layout, pages: target.pages, ram: target.ram };
             Ok(stream::write_delta(head, &devices, delta, out)?)
         })?;

@@ -92,6 +92,9 @@ pub enum EngineRequest {
     Rollback {
         /// A number, a tag or `latest`.
         checkpoint: String,
+        /// True to keep no checkpoint of the present state.
+        #[serde(default)]
+        fast: bool,
     },
     /// Move the VM to the other host.
     FailOver {
@@ -125,9 +128,11 @@ pub struct RolledBack {
     pub vm: String,
     /// The number of the checkpoint to which the VM was put back.
     pub checkpoint: u64,
-    /// The number of the checkpoint with the VM's state before the rollback.
-    pub before: u64,
-    /// The number of the first checkpoint after the rollback; absent if it failed.
+    /// The number of the checkpoint with the VM's state before the rollback; absent if the state was
+    /// not kept.
+    pub before: Option<u64>,
+    /// The number of the first checkpoint after the rollback; absent if it failed, or if the state
+    /// before was not kept.
     pub now: Option<u64>,
     /// The number of pages that were written.
     pub pages: u64,

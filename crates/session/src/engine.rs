@@ -142,6 +142,8 @@ pub struct Engine<'a> {
     /// sealed checkpoint records it.
     came_from: Option<(CheckpointId, u64)>,
     rollbacks: u64,
+    /// The checkpoint that RAM was equal to when the cycle began to watch.
+    equaled: Option<CheckpointId>,
     /// The times of a rollback so far, while its VM stands. A capture then leaves the thread's
     /// priority as it is.
     rollback_phases: Option<RollbackPhases>,
@@ -225,6 +227,7 @@ impl<'a> Engine<'a> {
             followed: None,
             came_from: None,
             rollbacks: 0,
+            equaled: None,
             rollback_phases: None,
             interrupted,
             encoder_observer,
@@ -412,7 +415,9 @@ impl<'a> Engine<'a> {
                 EngineResponse::Stopping,
                 Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))),
             ),
-            EngineRequest::Rollback { checkpoint } => (self.answer_rollback(&checkpoint), None),
+            EngineRequest::Rollback { checkpoint, fast } => {
+                (self.answer_rollback(&checkpoint, fast), None)
+            }
             EngineRequest::FailOver { .. } => (EngineResponse::Failed(NO_STANDBY.into()), None),
             EngineRequest::Status => (EngineResponse::Failed("answered elsewhere".into()), None),
         };

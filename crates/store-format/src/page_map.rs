@@ -5,7 +5,7 @@
 
 use crate::page_ref::PageRef;
 use keyframe_units::{PageIndex, PageRange};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 const LEAF_PAGES: u64 = 128;
 
@@ -136,6 +136,24 @@ impl PageMap {
         }
     }
 
+    /// Returns the pages whose records differ from those of `other`, in rising order.
+    pub fn differing(&self, other: &Self) -> Vec<PageIndex> {
+        let numbers: BTreeSet<u64> =
+            self.leaves.keys().chain(other.leaves.keys()).copied().collect();
+        let zeros = zero_leaf();
+        let mut pages = Vec::new();
+        for number in numbers {
+            let leaf = |map: &'_ Self| map.leaves.get(&number).map_or(*zeros, |leaf| **leaf);
+            let (mine, theirs) = (leaf(self), leaf(other));
+            if mine == theirs {
+                continue;
+            }
+            let pairs = (number * LEAF_PAGES..).zip(mine.iter().zip(&theirs));
+            pages.extend(pairs.filter(|(_, (a, b))| a != b).map(|(page, _)| PageIndex(page)));
+        }
+        pages
+    }
+
     /// Returns all pages that are not zero, in rising order, with their records.
     pub fn iter(&self) -> impl Iterator<Item = (PageIndex, PageRef)> + '_ {
         self.range(PageRange::new(PageIndex(0), u64::MAX))
@@ -212,6 +230,13 @@ mod tests {
             }
             let all: Vec<u64> = (0..1200).map(|p| map.get(PageIndex(p)).0).collect();
             prop_assert_eq!(&all, &oracle);
+            let mut other = map.clone();
+            other.clear_range(PageRange::new(PageIndex(from), len));
+            other.set(PageIndex(len), PageRef(99));
+            let differ: Vec<u64> = map.differing(&other).into_iter().map(|page| page.0).collect();
+            let expected: Vec<u64> =
+                (0..1200).filter(|p| map.get(PageIndex(*p)) != other.get(PageIndex(*p))).collect();
+            prop_assert_eq!(differ, expected);
             let part: Vec<_> = map.range(PageRange::new(PageIndex(from), len)).map(|(p, r)| (p.0, r.0)).collect();
             let expected: Vec<_> = (0u64..).zip(oracle).filter(|(p, r)| *r != 0 && (from..from + len).contains(p)).collect();
             prop_assert_eq!(part, expected);

@@ -84,6 +84,12 @@ impl LoadedCheckpoint {
         self.map.get(page).0
     }
 
+    /// Returns the pages whose tokens ([`Self::page_ref`]) differ from those in `other`, a checkpoint
+    /// of the same store, in ascending order.
+    pub fn differing(&self, other: &Self) -> Vec<PageIndex> {
+        self.map.differing(&other.map)
+    }
+
     /// Passes every page of `range` that is not zero to `sink`, mostly in the order of the store.
     /// Verifies the checksum of each record, but not its page hash, which `check` verifies. Errors:
     /// a record cannot be read or is damaged; the first error of `sink`.

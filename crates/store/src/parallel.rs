@@ -21,9 +21,9 @@ use crate::{Error, Result};
 use keyframe_locks::IgnorePoison;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::Page;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{SyncSender, sync_channel};
+use std::sync::{Mutex, OnceLock};
 
 /// The smallest number of pages (8 MiB) for which several threads are started.
 pub const PAGES_MIN: usize = 2048;
@@ -38,7 +38,11 @@ const BATCHES: usize = 2;
 
 /// Returns the number of threads that reading uses on this machine.
 pub fn threads() -> usize {
-    std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
+    // Finding it reads the files of the control group: more than the read of a page.
+    static THREADS: OnceLock<usize> = OnceLock::new();
+    *THREADS.get_or_init(|| {
+        std::thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX)
+    })
 }
 
 type Batch<T> = Vec<(T, Page)>;
@@ -109,11 +113,10 @@ impl OpenStore {
         wanted: &[(PageRef, T)],
         sink: &mut dyn FnMut(T, &Page) -> Result<(), E>,
     ) -> Result<(), E> {
-        let cores = threads();
-        if wanted.len() < PAGES_MIN || cores < 2 {
+        if wanted.len() < PAGES_MIN || threads() < 2 {
             return self.read_pages(wanted, sink);
         }
-        self.read_by(cores.min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
+        self.read_by(threads().min(wanted.len().div_ceil(PIECE_RECORDS).max(2)), wanted, sink)
     }
 
     /// Reads pages as [`Self::read_many`] does, on `threads` threads. Errors: those of

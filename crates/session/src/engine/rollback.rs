@@ -14,11 +14,14 @@
 //! itself: its NBD client caches none. What was written before is removed only when the VM runs
 //! again.
 //!
-//! QEMU loads only pages in which "before" and the target differ. It resets the machine on the way,
-//! which may write to RAM too. The tracker reports those pages, and all that may differ from the
-//! target are compared with it before the VM runs ([`ram`]). Pages that still differ are written into
-//! QEMU's memory: a second load while the VM stands still can crash QEMU. RAM is then compared once
-//! more.
+//! A *fast* rollback takes neither "before" nor "after". If it fails with the disks exchanged, the VM
+//! stays paused for good.
+//!
+//! QEMU loads only pages in which "before" and the target can differ. Most of the comparison is done
+//! while the VM still runs. QEMU resets the machine on the way, which may write to RAM too. The
+//! tracker reports those pages, and all that may differ from the target are compared with it before
+//! the VM runs ([`ram`]). Pages that still differ are written into QEMU's memory: a second load while
+//! the VM stands still can crash QEMU. What was written is then compared again.
 //!
 //! "after" is captured while the VM stands, and sealed while it runs. While the VM stands, all threads
 //! of the engine have a raised priority, also the encoder's, for which the VM waits.
@@ -35,7 +38,6 @@
 
 mod ram;
 
-use self::ram::differing;
 use super::super::session_vm::SessionVm;
 use super::{
     CheckpointReason, Duration, Engine, EngineMessage, EngineResponse, Error, Event, Instant,
@@ -47,7 +49,7 @@ use crate::event::{Step, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_qemu::line_difference;
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
-use keyframe_units::elapsed_ns;
+use keyframe_units::{PageIndex, PageSet, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
 use keyframe_vmm::RunState;
 use std::sync::mpsc::{Receiver, TryRecvError};
@@ -57,6 +59,26 @@ pub(super) const SEAL_TIMEOUT: Duration = Duration::from_mins(5);
 
 /// Gets the number of a captured checkpoint once it is sealed, or the reason why it is not.
 type SealedLater = Receiver<Result<CheckpointId, CheckpointFailure>>;
+
+/// What a rollback has to change.
+struct WayBack {
+    /// True if no checkpoint of the present state is kept.
+    fast: bool,
+    /// The pages in which a known state of RAM and the target differ; `None` if no state is known
+    /// that can be compared.
+    differing: Option<Vec<PageIndex>>,
+    /// The known state.
+    since: KnownState,
+}
+
+/// A state that RAM had.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum KnownState {
+    /// That of the newest sealed checkpoint.
+    Newest,
+    /// That after the last rollback.
+    RolledBack,
+}
 
 /// A failed rollback, and the state of the VM.
 enum FailedRollback {
@@ -69,15 +91,16 @@ enum FailedRollback {
 }
 
 impl Engine<'_> {
-    /// Puts the VM back to the checkpoint that `name` names.
-    pub(super) fn answer_rollback(&mut self, name: &str) -> EngineResponse {
-        match self.roll_back(name) {
+    /// Puts the VM back to the checkpoint that `name` names. If `fast` is true, no checkpoint of the
+    /// present state is kept.
+    pub(super) fn answer_rollback(&mut self, name: &str, fast: bool) -> EngineResponse {
+        match self.roll_back(name, fast) {
             Ok(done) => EngineResponse::RolledBack(done),
             Err(error) => EngineResponse::Failed(with_fix(&error.into())),
         }
     }
 
-    fn roll_back(&mut self, name: &str) -> Result<RolledBack, RollbackError> {
+    fn roll_back(&mut self, name: &str, fast: bool) -> Result<RolledBack, RollbackError> {
         let target = self.rollback_target(name)?;
         if let Some(recorder) = &self.recorder {
             recorder.hold(target.id);
@@ -87,10 +110,11 @@ impl Engine<'_> {
         // The VM is not to be paused while earlier checkpoints are stored.
         let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
         self.handle_reports_until(idle)?;
+        let way = self.way_back(&target, fast)?;
         if let Some(disks) = &mut self.machines.disks {
             disks.stage(self.store, target.id, &target.meta)?;
         }
-        let done = self.roll_back_to(&target, name);
+        let done = self.roll_back_to(&target, &way, name);
         // If the VM is lost, both sets of disks are kept.
         if !self.given_up
             && let Some(disks) = &mut self.machines.disks
@@ -104,17 +128,18 @@ impl Engine<'_> {
     fn roll_back_to(
         &mut self,
         target: &LoadedCheckpoint,
+        way: &WayBack,
         name: &str,
     ) -> Result<RolledBack, RollbackError> {
-        let began = Instant::now();
         self.check_vm(target)?;
         let former = self.run_state()?;
         let raised = keyframe_kernel::priority::RaisedThreads::raise();
+        let began = Instant::now();
         let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
         self.rollback_phases =
             Some(RollbackPhases { pause_ns: elapsed_ns(began), ..RollbackPhases::default() });
         self.step();
-        let gone = self.go_back(target, &former);
+        let gone = self.go_back(target, way, &former);
         let mut phases = self.rollback_phases.take().unwrap_or_default();
         let gone = match gone {
             Err(FailedRollback::Lost { why, again }) => {
@@ -149,7 +174,7 @@ impl Engine<'_> {
         Ok(RolledBack {
             vm: self.name.clone(),
             checkpoint: target.id.0,
-            before: before.0,
+            before: before.map(|id| id.0),
             now: now.map(|id| id.0),
             pages,
             stood_ns,
@@ -251,26 +276,92 @@ impl Engine<'_> {
         Ok(target)
     }
 
-    /// Puts the paused VM back to `target`; its run state was `former`. Returns the checkpoint
-    /// before, the one after, which is not sealed yet, and how many pages were written.
+    /// Finds out while the VM runs what a rollback to `target` has to change.
+    fn way_back(&self, target: &LoadedCheckpoint, fast: bool) -> Result<WayBack, RollbackError> {
+        let equaled = self.equaled.filter(|_| self.copying.cycle.watched().is_some());
+        let (known, since) = match equaled {
+            Some(id) => (Some(id), KnownState::RolledBack),
+            None => (self.newest, KnownState::Newest),
+        };
+        let differing = known.and_then(|known| {
+            if known == target.id {
+                return Some(Vec::new());
+            }
+            // Another process may forget it meanwhile.
+            let known = self.store.load(known).ok()?;
+            known.meta.ram.same_space(&target.meta.ram).then(|| known.differing(target))
+        });
+        if fast && differing.is_none() {
+            return Err(RollbackError::NoneSealed);
+        }
+        Ok(WayBack { fast, differing, since })
+    }
+
+    /// Keeps the state of the paused VM, if `way` says so. Returns the checkpoint of it, and the
+    /// pages in which RAM can differ from `target`.
+    fn keep_before(
+        &mut self,
+        target: &LoadedCheckpoint,
+        way: &WayBack,
+    ) -> Result<(Option<CheckpointId>, Vec<PageIndex>), RollbackError> {
+        let began = Instant::now();
+        let (sealed, newest) = if way.fast {
+            self.vm()?.ram_layout().map_err(step("look for changes of the machine"))?;
+            (None, Some(self.copying.cycle.written_in_pause()))
+        } else {
+            let sealed = self.capture_for_rollback()?;
+            (Some(sealed), self.copying.cycle.captured_pages().cloned())
+        };
+        let written = match way.since {
+            KnownState::Newest => newest,
+            KnownState::RolledBack => self.copying.cycle.watched().cloned(),
+        };
+        let before = sealed.map(|sealed| self.wait_for_seal(&sealed)).transpose()?;
+        let pages = match (&way.differing, written, before) {
+            (Some(differing), Some(written), _) => joined(differing, &written),
+            (_, _, Some(before)) => self.load(before)?.differing(target),
+            _ => return Err(RollbackError::NoneSealed),
+        };
+        self.note_phase(|phases| phases.before_ns = elapsed_ns(began));
+        // The newest description has the changes of the machine until now.
+        let lines =
+            [self.meta.machine(), &target.meta.machine].map(|machine| &machine.user_command);
+        if let Some(difference) = line_difference(lines[0], lines[1]) {
+            return Err(another(target.id, MachineDifference::Hardware(difference)));
+        }
+        if !target.meta.ram.same_space(&self.copying.layout) {
+            return Err(another(target.id, MachineDifference::RamBlocks));
+        }
+        Ok((before, pages))
+    }
+
+    fn load(&self, checkpoint: CheckpointId) -> Result<LoadedCheckpoint, RollbackError> {
+        let loaded = self.store.load(checkpoint);
+        Ok(loaded.map_err(|e| Error::store(self.store.path(), e))?)
+    }
+
+    /// Puts the paused VM, whose disks and RAM are those of `target` in part, back to `before`.
+    fn put_back(
+        &mut self,
+        before: Option<CheckpointId>,
+        pages: &mut Vec<PageIndex>,
+    ) -> Result<(), RollbackError> {
+        let before = self.load(before.ok_or(RollbackError::NotKept)?)?;
+        self.exchange_disks()?;
+        self.become_checkpoint(&before, pages)
+    }
+
+    /// Puts the paused VM back to `target` by `way`; its run state was `former`. Returns the
+    /// checkpoint before, if there is one, the one after, which is not sealed yet, and how many
+    /// pages were written.
     fn go_back(
         &mut self,
         target: &LoadedCheckpoint,
+        way: &WayBack,
         former: &RunState,
-    ) -> Result<(CheckpointId, Option<SealedLater>, u64), FailedRollback> {
-        let began = Instant::now();
-        let before = self.capture_for_rollback().and_then(|sealed| self.wait_for_seal(&sealed));
-        let before = before.map_err(FailedRollback::Unharmed)?;
-        self.note_phase(|phases| phases.before_ns = elapsed_ns(began));
-        let load_failed = |e| FailedRollback::Unharmed(Error::store(self.store.path(), e).into());
-        let before = self.store.load(before).map_err(load_failed)?;
-        // The checkpoint before has the changes of the machine until now.
-        let lines = [&before, target].map(|checkpoint| &checkpoint.meta.machine.user_command);
-        if let Some(difference) = line_difference(lines[0], lines[1]) {
-            let difference = MachineDifference::Hardware(difference);
-            return Err(FailedRollback::Unharmed(another(target.id, difference)));
-        }
-        let mut pages = differing(&before, target);
+    ) -> Result<(Option<CheckpointId>, Option<SealedLater>, u64), FailedRollback> {
+        let (before, mut pages) =
+            self.keep_before(target, way).map_err(FailedRollback::Unharmed)?;
         // Its user may have begun something since the first look.
         self.check_vm(target).map_err(FailedRollback::Unharmed)?;
         let forbidden = self.vm().map_err(RollbackError::from);
@@ -283,6 +374,7 @@ impl Engine<'_> {
             return Err(FailedRollback::Unharmed(resumed));
         }
         let mut exchanged = false;
+        self.equaled = None;
         let became = self.exchange_disks().and_then(|()| {
             exchanged = true;
             self.step();
@@ -290,11 +382,7 @@ impl Engine<'_> {
             self.stand_if_target_stands(target)
         });
         if let Err(why) = became {
-            let put_back = if exchanged {
-                self.exchange_disks().and_then(|()| self.become_checkpoint(&before, &mut pages))
-            } else {
-                Ok(())
-            };
+            let put_back = if exchanged { self.put_back(before, &mut pages) } else { Ok(()) };
             if let Err(again) = put_back {
                 let (why, again) = (Box::new(why), Box::new(again));
                 return Err(FailedRollback::Lost { why, again });
@@ -309,14 +397,16 @@ impl Engine<'_> {
         }
         self.allow_running();
         self.step();
+        self.copying.cycle.watch();
+        self.equaled = Some(target.id);
         self.rollbacks += 1;
         self.came_from = Some((target.id, self.rollbacks));
+        let began = Instant::now();
         // If this checkpoint fails, an event tells it, and the next one is the first after the
         // rollback.
-        let began = Instant::now();
-        let after = self.capture_for_rollback().ok();
+        let after = before.and_then(|_| self.capture_for_rollback().ok());
         self.note_phase(|phases| phases.after_ns = elapsed_ns(began));
-        Ok((before.id, after, pages.len() as u64))
+        Ok((before, after, pages.len() as u64))
     }
 
     /// If the VM of `target` stood still, this one does so from now on. Its firmware ran for a
@@ -392,6 +482,14 @@ impl Engine<'_> {
             }
         }
     }
+}
+
+/// The pages in either set, in ascending order.
+fn joined(pages: &[PageIndex], set: &PageSet) -> Vec<PageIndex> {
+    let mut all: Vec<_> = pages.iter().copied().chain(set.iter()).collect();
+    all.sort_unstable();
+    all.dedup();
+    all
 }
 
 fn another(checkpoint: CheckpointId, difference: MachineDifference) -> RollbackError {

@@ -371,7 +371,7 @@ impl Client {
     }
 
     fn roll_back(&self, checkpoint: &str) -> Receiver<EngineResponse> {
-        self.ask(EngineRequest::Rollback { checkpoint: checkpoint.into() })
+        self.ask(EngineRequest::Rollback { checkpoint: checkpoint.into(), fast: false })
     }
 }
 

@@ -39,6 +39,12 @@ pub enum RollbackError {
     /// The present state could not be kept in a checkpoint.
     #[error(transparent)]
     Before(#[from] NotCaptured),
+    /// A rollback that keeps no checkpoint of the present state needs another one to start from.
+    #[error("no checkpoint of this run is sealed yet, from which a fast rollback could start")]
+    NoneSealed,
+    /// The state before the rollback was not kept.
+    #[error("a fast rollback keeps no checkpoint of it")]
+    NotKept,
     /// A step of the rollback failed.
     #[error("{operation}")]
     Step {
@@ -168,12 +174,15 @@ impl RollbackError {
             Self::Resumed => {
                 "roll back again, and let no other client resume the VM meanwhile".into()
             }
+            Self::NoneSealed => "take one (keyframe take), or roll back without --fast".into(),
             Self::FirmwareWrote => "restore the checkpoint as a new VM: keyframe restore".into(),
             Self::Unharmed(why) => return why.fix(),
             Self::Session(error) => return error.fix(),
-            Self::SealTimeout | Self::Before(_) | Self::Step { .. } | Self::PagesDiffer { .. } => {
-                return None;
-            }
+            Self::SealTimeout
+            | Self::NotKept
+            | Self::Before(_)
+            | Self::Step { .. }
+            | Self::PagesDiffer { .. } => return None,
         })
     }
 }

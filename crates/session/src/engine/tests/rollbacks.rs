@@ -1,10 +1,10 @@
 //! A rollback fails half way: the VM runs as it was, or it is lost and never runs.
 
 use super::{Bench, Client, failed, page};
-use crate::control::EngineResponse;
+use crate::control::{EngineRequest, EngineResponse};
 use crate::engine::{Engine, RunEnd, RunReport};
 use crate::event::Event;
-use keyframe_units::PageIndex;
+use keyframe_units::{CheckpointId, PageIndex};
 use keyframe_vmm::RunState;
 use keyframe_vmm::fake::{Incident, Step};
 use std::sync::mpsc::Receiver;
@@ -64,12 +64,115 @@ fn a_rollback_puts_the_vm_back_and_keeps_what_was_before() {
     let (bench, _) = Bench::new();
     let done = Rollback::run(&bench, |_| ());
     let EngineResponse::RolledBack(answer) = done.answer.recv().unwrap() else { panic!() };
-    assert_eq!((answer.before, answer.now, answer.pages, answer.runs), (2, Some(3), 1, true));
+    assert_eq!((answer.before, answer.now, answer.pages, answer.runs), (Some(2), Some(3), 1, true));
     bench.assert_runs();
     assert_eq!(bench.ram(), bench.checkpoint("1"));
     assert_eq!(bench.checkpoint("2"), done.former);
     assert_eq!(bench.checkpoint("3"), bench.checkpoint("1"));
     assert_eq!(bench.told.count(|event| matches!(event, Event::RolledBack { .. })), 1);
+}
+
+/// A run with checkpoint 1, after which the guest writes a page, a fast rollback to it, another page
+/// and checkpoint 2. `prepare` runs just before the rollback.
+fn roll_back_fast(
+    bench: &Bench,
+    prepare: impl FnOnce(&Bench),
+) -> (Receiver<EngineResponse>, RunReport) {
+    let (_, mut options) = Bench::new();
+    options.interval = None;
+    options.events = bench.told.clone();
+    options.audit = None;
+    let engine = bench.engine_with_checkpoint(options);
+    let client = Client::of(&engine);
+    bench.control.write_page(PageIndex(5), &page(200));
+    prepare(bench);
+    let answer = client.ask(EngineRequest::Rollback { checkpoint: "1".into(), fast: true });
+    drop(client.take("next"));
+    drop(client.stop(None));
+    drop(client);
+    (answer, bench.run_engine(engine).unwrap())
+}
+
+#[test]
+fn a_fast_rollback_keeps_nothing_and_the_next_checkpoint_is_whole() {
+    let (bench, _) = Bench::new();
+    let (answer, _) = roll_back_fast(&bench, |bench| {
+        let control = bench.control.clone();
+        // As the reset of a machine writes its ROMs.
+        bench.control.before(Step::RollBack, move || control.write_page(PageIndex(7), &page(99)));
+        // The guest runs on before the next checkpoint; the first resume is that of the run's start.
+        bench.control.before(Step::Resume, || ());
+        let control = bench.control.clone();
+        bench.control.before(Step::Resume, move || {
+            control.write_page(PageIndex(9), &page(55));
+        });
+    });
+    let EngineResponse::RolledBack(answer) = answer.recv().unwrap() else { panic!() };
+    assert_eq!((answer.before, answer.now, answer.pages, answer.runs), (None, None, 2, true));
+    bench.assert_runs();
+    assert_eq!(bench.checkpoints(), 2);
+    let next = bench.store.load(CheckpointId(2)).unwrap();
+    assert_eq!(next.meta.parent, Some(CheckpointId(1)));
+    assert_eq!(bench.ram(), bench.checkpoint("2"));
+    assert_ne!(bench.checkpoint("1"), bench.checkpoint("2"), "the guest has written a page");
+}
+
+#[test]
+fn a_second_fast_rollback_writes_only_what_was_written_since_the_first() {
+    let (bench, mut options) = Bench::new();
+    options.interval = None;
+    let engine = bench.engine_with_checkpoint(options);
+    let client = Client::of(&engine);
+    for page_number in 5..8 {
+        bench.control.write_page(PageIndex(page_number), &page(200));
+    }
+    let reset = || client.ask(EngineRequest::Rollback { checkpoint: "1".into(), fast: true });
+    let first = reset();
+    // The second resume is that of the first rollback.
+    bench.control.before(Step::Resume, || ());
+    let control = bench.control.clone();
+    bench.control.before(Step::Resume, move || control.write_page(PageIndex(9), &page(55)));
+    let taken = client.take("between");
+    let second = reset();
+    drop(client.stop(None));
+    bench.run_engine(engine).unwrap();
+    for (answer, pages) in [(first, 3), (second, 1)] {
+        let EngineResponse::RolledBack(answer) = answer.recv().unwrap() else { panic!() };
+        assert_eq!(answer.pages, pages);
+    }
+    assert!(matches!(taken.recv().unwrap(), EngineResponse::Taken(_)));
+    assert_eq!(bench.ram(), bench.checkpoint("1"));
+}
+
+#[test]
+fn a_fast_rollback_that_fails_half_way_leaves_the_vm_paused() {
+    let (bench, _) = Bench::new();
+    let (answer, report) = roll_back_fast(&bench, |bench| {
+        bench.control.at(Step::RollBack, Incident::Fail("the state is refused".into()));
+    });
+    let told = failed(&answer);
+    assert!(told.contains("the state is refused; nor could it be put back"), "{told}");
+    assert!(told.contains("a fast rollback keeps no checkpoint of it"), "{told}");
+    assert!(!bench.control.runs() && !bench.control.has_ended());
+    assert!(report.given_up);
+}
+
+#[test]
+fn a_fast_rollback_without_a_checkpoint_of_the_run_is_refused() {
+    let (bench, mut options) = Bench::new();
+    options.interval = None;
+    let mut engine = bench.engine_with_checkpoint(options);
+    // As if the checkpoint were of another run.
+    engine.newest = None;
+    bench.control.take_steps();
+    let client = Client::of(&engine);
+    let answer = client.ask(EngineRequest::Rollback { checkpoint: "1".into(), fast: true });
+    drop(client.stop(None));
+    drop(client);
+    bench.run_engine(engine).unwrap();
+    assert!(failed(&answer).contains("no checkpoint of this run is sealed yet"));
+    bench.assert_runs();
+    assert!(!bench.control.take_steps().contains(&Step::Stop));
 }
 
 /// The VM stands in `state` when the rollback begins.
