@@ -33,6 +33,15 @@ impl SmallGuest {
     pub fn command(&self, mem: &str, append: &str) -> Vec<String> {
         command(&self.dir, mem, append)
     }
+
+    /// Returns the command line of [`Self::command`] with the compressed kernel, as distributions
+    /// boot it: QEMU writes an uncompressed one into RAM at each reset.
+    pub fn compressed_kernel_command(&self, mem: &str, append: &str) -> Vec<String> {
+        let whole = self.dir.join("vmlinux").display().to_string();
+        let compressed = self.dir.join("vmlinuz").display().to_string();
+        let words = command(&self.dir, mem, append).into_iter();
+        words.map(|word| if word == whole { compressed.clone() } else { word }).collect()
+    }
 }
 
 impl RealGuest {

@@ -71,11 +71,15 @@ pub struct QemuPeer {
 impl QemuPeer {
     /// Starts the guest with an image for `savevm`. Its files go to `dir`.
     pub fn start(files: &SmallGuest, dir: &Path, mem: &str, append: &str) -> Result<Self, Error> {
+        Self::start_command(files.command(mem, append), dir)
+    }
+
+    /// Starts the small guest by `command` as [`Self::start`] does.
+    pub fn start_command(mut command: Vec<String>, dir: &Path) -> Result<Self, Error> {
         std::fs::create_dir_all(dir).map_err(Error::io(format!("make {}", dir.display())))?;
         let image = dir.join("savevm.qcow2");
         make_image(&image)?;
         let (monitor, events) = (dir.join("monitor.sock"), dir.join("events.sock"));
-        let mut command = files.command(mem, append);
         command.extend([
             "-drive".into(),
             format!("if=none,id=vmstate,format=qcow2,file={}", image.display()),
@@ -142,6 +146,18 @@ impl QemuPeer {
             .hmp(&format!("savevm {}", SaveMethod::Savevm.key()))
             .map_err(Error::qmp("savevm"))?;
         if answer.trim().is_empty() { Ok(()) } else { Err(Error::failed("savevm", answer)) }
+    }
+
+    /// Loads the snapshot of [`Self::save_for_loadvm`] into the running VM. Returns the time until
+    /// QEMU has answered, in nanoseconds.
+    pub fn load_snapshot(&mut self) -> Result<f64, Error> {
+        let started = Instant::now();
+        let answer = self
+            .qmp
+            .hmp(&format!("loadvm {}", SaveMethod::Savevm.key()))
+            .map_err(Error::qmp("loadvm"))?;
+        let took_ns = started.elapsed().as_nanos() as f64;
+        if answer.trim().is_empty() { Ok(took_ns) } else { Err(Error::failed("loadvm", answer)) }
     }
 
     fn savevm(&mut self) -> Result<(), Error> {

@@ -9,12 +9,13 @@
 //!                          as many bytes ──▶ memcpy            on all cores
 //! ```
 //!
-//! The methods alternate, with all files in the page cache. A separate part compares the disk server
-//! with `qemu-nbd` (`disk_*`).
+//! The methods alternate, with all files in the page cache. Separate parts compare the disk server
+//! with `qemu-nbd` (`disk_*`), and rollbacks of a running VM with `loadvm` (`rollback_*`).
 
 mod disk_server;
 mod memory_copy;
 mod restore_times;
+mod rollback;
 
 use crate::guest_files::SmallGuest;
 use crate::qemu_peer::{QemuPeer, SaveMethod};
@@ -70,8 +71,10 @@ pub fn run(options: &Options) -> Result<Report, Error> {
         rows.memcpy_resident.push(copied.into_resident_ns);
     }
     let disks = disk_server::measure(options, dir.path(), rounds)?;
+    let rollbacks = rollback::measure(options, &files, dir.path(), rounds)?;
     let mut report = report(&rows, bytes);
     disks.add_to(&mut report);
+    rollbacks.add_to(&mut report);
     Ok(report)
 }
 

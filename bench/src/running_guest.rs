@@ -210,6 +210,15 @@ pub struct Schedule<'a> {
     pub strategy: &'a str,
 }
 
+/// What a rollback keeps of the present state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RollbackKind {
+    /// A checkpoint.
+    Kept,
+    /// Nothing: `--fast`.
+    Fast,
+}
+
 /// A guest under `keyframe run`.
 pub struct CheckpointedGuest<'a> {
     /// The guest and its console.
@@ -227,7 +236,8 @@ impl<'a> CheckpointedGuest<'a> {
         schedule: Schedule<'_>,
         command: &[String],
     ) -> Result<Self, Error> {
-        let name = format!("bench-{}", std::process::id());
+        let place = store.file_name().unwrap_or_default().to_string_lossy();
+        let name = format!("bench-{}-{place}", std::process::id());
         let keyframe = options.keyframe.display().to_string();
         let store_arg = store.display().to_string();
         if !store.exists() {
@@ -271,16 +281,30 @@ impl<'a> CheckpointedGuest<'a> {
 
     /// Takes a checkpoint with `keyframe take --json` and returns its output.
     pub fn take(&self, strategy: &str) -> Result<Value, Error> {
-        let args = ["take", "--json", "--name", &self.name, "--strategy", strategy];
+        self.ask("take", &["--strategy", strategy])
+    }
+
+    /// Puts the VM back to a checkpoint with `keyframe rollback --json` and returns its output.
+    pub fn roll_back(&self, checkpoint: &str, kind: RollbackKind) -> Result<Value, Error> {
+        match kind {
+            RollbackKind::Kept => self.ask("rollback", &[checkpoint]),
+            RollbackKind::Fast => self.ask("rollback", &[checkpoint, "--fast"]),
+        }
+    }
+
+    /// Runs a command for this VM, and returns its JSON.
+    fn ask(&self, command: &str, args: &[&str]) -> Result<Value, Error> {
         let output = Command::new(&self.options.keyframe)
+            .args([command, "--json", "--name", &self.name])
             .args(args)
             .output()
-            .map_err(Error::io("run keyframe take"))?;
+            .map_err(Error::io(format!("run keyframe {command}")))?;
         if !output.status.success() {
-            return Err(Error::failed("keyframe take", String::from_utf8_lossy(&output.stderr)));
+            let problem = String::from_utf8_lossy(&output.stderr).into_owned();
+            return Err(Error::failed(format!("keyframe {command}"), problem));
         }
         serde_json::from_slice(&output.stdout)
-            .map_err(|e| Error::failed("read keyframe take --json", e))
+            .map_err(|e| Error::failed(format!("read keyframe {command} --json"), e))
     }
 }
 
