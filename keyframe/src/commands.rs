@@ -54,7 +54,9 @@ pub mod watchdog;
 pub mod witness;
 pub mod work;
 
-use crate::failure::{DONE, FAILED, Failure, GUEST_PANICKED, WARNED, WATCHDOG_EXPIRED, chain};
+use crate::failure::{
+    DONE, FAILED, Failure, GUEST_PANICKED, STORE_FULL, WARNED, WATCHDOG_EXPIRED, chain,
+};
 use keyframe_session::Verdict;
 use keyframe_store::{Listing, Store, UnreadableCheckpoint};
 use keyframe_store_keys::KeyArg;
@@ -66,6 +68,7 @@ pub fn exit_code(verdict: Verdict) -> u8 {
         Verdict::Complete => DONE,
         Verdict::Incomplete => WARNED,
         Verdict::Failed => FAILED,
+        Verdict::StoreFull => STORE_FULL,
         Verdict::GuestPanicked => GUEST_PANICKED,
         Verdict::WatchdogExpired => WATCHDOG_EXPIRED,
     }

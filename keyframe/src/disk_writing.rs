@@ -2,7 +2,8 @@
 //! means.
 
 use crate::failure::{Failure, chain};
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::progress;
+use indicatif::ProgressBar;
 use keyframe_disk::{Error, ImageFormat, Result};
 use keyframe_kernel::Interrupt;
 use keyframe_store::BaseMeta;
@@ -45,12 +46,8 @@ impl Progress {
         let interrupted = Interrupt::on(&[Signal::INT, Signal::TERM])
             .map_err(|e| Failure::new(format!("catch signals: {e}")))?
             .into_flag();
-        let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(bytes) };
-        if let Ok(style) =
-            ProgressStyle::with_template(&format!("{verb} {{wide_bar}} {{bytes}}/{{total_bytes}}"))
-        {
-            bar.set_style(style);
-        }
+        let template = format!("{verb} {{wide_bar}} {{bytes}}/{{total_bytes}}");
+        let bar = progress::bar(quiet, Some(bytes), &template);
         Ok(Self { bar, interrupted, object: object.display().to_string(), bytes, image: None })
     }
 

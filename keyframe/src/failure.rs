@@ -10,6 +10,7 @@
 //! | 5 | the guest's watchdog expired |
 //! | 10 | no store |
 //! | 11 | the store is locked |
+//! | 12 | the newest checkpoints are missing: the store is full |
 
 pub mod paths;
 
@@ -33,6 +34,8 @@ pub const WATCHDOG_EXPIRED: u8 = 5;
 pub const NO_STORE: u8 = 10;
 /// Another process writes to the store.
 pub const LOCKED: u8 = 11;
+/// The newest checkpoints of a run are missing, because the store is full.
+pub const STORE_FULL: u8 = 12;
 
 /// Why a command ended, for a person.
 #[derive(Debug)]

@@ -3,19 +3,25 @@
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_bundle::{Progress, Step};
 
-/// A bar for a number of instructions, while the VM is `doing` something: `replaying`. If it is not
-/// shown, it can be moved all the same.
-pub fn instructions_bar(doing: &str, instructions: u64, is_shown: bool) -> ProgressBar {
-    if !is_shown {
+/// A bar of this `template` for work of a length, if that is known. If `quiet` is true, it is not shown
+/// and can be moved all the same.
+pub fn bar(quiet: bool, length: Option<u64>, template: &str) -> ProgressBar {
+    if quiet {
         return ProgressBar::hidden();
     }
-    let bar = ProgressBar::new(instructions);
-    let template =
-        format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}} {{msg}}");
-    if let Ok(style) = ProgressStyle::with_template(&template) {
+    let bar = length.map_or_else(ProgressBar::no_length, ProgressBar::new);
+    if let Ok(style) = ProgressStyle::with_template(template) {
         bar.set_style(style);
     }
     bar
+}
+
+/// A bar for a number of instructions, while the VM is `doing` something: `replaying`. If it is not
+/// shown, it can be moved all the same.
+pub fn instructions_bar(doing: &str, instructions: u64, is_shown: bool) -> ProgressBar {
+    let template =
+        format!("{doing} {{wide_bar}} {{percent}}% of {{human_len}} instructions, {{eta}} {{msg}}");
+    bar(!is_shown, Some(instructions), &template)
 }
 
 /// The progress of a bundle or of its import: a bar for each step.
@@ -27,11 +33,7 @@ pub struct BundleBar {
 impl BundleBar {
     /// Makes the bar, which is hidden if `quiet` is true.
     pub fn new(quiet: bool) -> Self {
-        let bar = if quiet { ProgressBar::hidden() } else { ProgressBar::new(0) };
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}") {
-            bar.set_style(style);
-        }
-        Self { bar, step: None }
+        Self { bar: bar(quiet, Some(0), "{msg} {wide_bar} {bytes}/{total_bytes}"), step: None }
     }
 
     /// Shows `progress`.

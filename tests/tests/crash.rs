@@ -2,7 +2,8 @@
 //! sealed checkpoint restores.
 
 use keyframe_tests::{
-    Boot, Orphan, PATIENCE, Process, Sequence, TestEnv, hash_lines, number, seed, skip, wait_until,
+    Boot, Orphan, PATIENCE, Process, Scope, Sequence, TestEnv, hash_lines, number, record_skip,
+    seed, wait_until,
 };
 use rustix::process::Signal;
 use std::time::{Duration, Instant};
@@ -215,10 +216,9 @@ fn a_vm_that_ends_in_a_checkpoint_ends_the_run_cleanly() {
 }
 
 /// Runs a guest into a store on a file system of 160 MiB, of which `ballast_mib` are taken, until it is
-/// full. Then `cure`, shell commands beside the run, make room; the run seals further checkpoints.
-/// They print `words`. `$S` is the store, `$K` Keyframe, `$B` the ballast.
-fn fill_and_cure(ballast_mib: u32, cure: &str, words: &[&str]) {
-    let env = TestEnv::without_store();
+/// full. `cure`, shell commands beside the run, begin once the file `free` is there. `$S` is the
+/// store, `$K` Keyframe, `$B` the ballast. Returns `None`, and records a skip, without permission.
+fn run_until_full(env: &TestEnv, ballast_mib: u32, cure: &str) -> Option<Process> {
     let small = env.path().join("small");
     std::fs::create_dir(&small).unwrap();
     // A small file system, in a mount namespace that ends with the engine.
@@ -247,10 +247,22 @@ fn fill_and_cure(ballast_mib: u32, cure: &str, words: &[&str]) {
     });
     let errors = full.unwrap_or_else(|| panic!("the disk never filled; {}", run.report()));
     if errors.contains("unshare:") || errors.contains("mount:") {
-        skip!("no permission for a mount namespace: {errors}");
+        record_skip(Scope::Test, format!("no permission for a mount namespace: {errors}"));
+        return None;
     }
+    Some(run)
+}
+
+/// Fills a store, and makes room by `cure`, which prints `words`; the run seals further checkpoints.
+fn fill_and_cure(ballast_mib: u32, cure: &str, words: &[&str]) {
+    let env = TestEnv::without_store();
+    let Some(mut run) = run_until_full(&env, ballast_mib, cure) else { return };
     let sealed = || number(&env.json(&["status", "--json", "--name", "guest"])[0], "sealed");
     let before = sealed();
+    let failing = || env.json(&["status", "--json", "--name", "guest"])[0]["failing"].clone();
+    wait_until("the status tells that the store is full", || failing() == "store full");
+    let told = env.ok(&["status", "--name", "guest"]);
+    assert!(told.contains("running") && told.contains(", FAILING: store full"), "{told}");
     std::fs::write(env.path().join("free"), "").unwrap();
     let cured = run.wait_until(|_| {
         let told = std::fs::read_to_string(env.path().join("cure")).unwrap_or_default();
@@ -260,6 +272,7 @@ fn fill_and_cure(ballast_mib: u32, cure: &str, words: &[&str]) {
         cured.unwrap_or_else(|| panic!("no checkpoint after there was room; {}", run.report()));
     assert!(told.ends_with("rc 0\n"), "{told}");
     assert!(words.iter().all(|word| told.contains(word)), "{told}");
+    wait_until("the status tells that checkpoints are sealed", || failing().is_null());
     run.signal(Signal::TERM);
     assert_eq!(run.wait().code(), Some(3), "{}", run.report());
     // The audit compared each sealed checkpoint, also those after the failures.
@@ -268,6 +281,18 @@ fn fill_and_cure(ballast_mib: u32, cure: &str, words: &[&str]) {
         "{}",
         run.report()
     );
+}
+
+/// Nothing is sealed, so nothing can be brought back: no hint says so.
+#[test]
+fn a_store_that_stays_full_is_told_by_the_exit_code() {
+    let env = TestEnv::without_store();
+    let Some(mut run) = run_until_full(&env, 155, "true") else { return };
+    let status = env.json(&["status", "--json", "--name", "guest"]);
+    assert_eq!((&status[0]["failing"], &status[0]["sealed"]), (&"store full".into(), &0.into()));
+    env.ok(&["stop", "--name", "guest"]);
+    assert_eq!(run.wait().code(), Some(12), "{}", run.report());
+    assert!(!run.errors().contains("keyframe restore"), "{}", run.report());
 }
 
 #[test]

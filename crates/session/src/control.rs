@@ -13,7 +13,9 @@ pub mod server;
 mod states;
 pub mod status_history;
 
-pub use states::{CaptureState, EncoderState, ReplicationRole, ReplicationState, VmState};
+pub use states::{
+    CaptureState, EncoderState, FailingCause, ReplicationRole, ReplicationState, VmState,
+};
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -186,6 +188,13 @@ pub struct EngineStatus {
     pub failed: u64,
     /// The error of the newest failed checkpoint, until one is sealed again.
     pub last_error: Option<String>,
+    /// The reason why no checkpoint is sealed at present; absent if the newest one is sealed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub failing: Option<FailingCause>,
+    /// The number of bytes that could still be written to the store's medium as the newest
+    /// checkpoint was sealed or failed; absent if the medium does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub store_free_bytes: Option<u64>,
     /// The delay of the newest checkpoint, which waited for the encoder.
     pub backlog_ns: u64,
     /// The phase of the capture in progress.

@@ -37,7 +37,7 @@ use super::recompressor::Recompressor;
 use super::store_sink::{CheckpointLabel, CheckpointReason, MachineDescriptions, StoreSink};
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{
-    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, OnExit,
+    CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, FailingCause, OnExit,
     RollbackPhases, Strategy, VmState,
 };
 use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
@@ -158,6 +158,8 @@ pub struct Engine<'a> {
     sealed: u64,
     failed: u64,
     audited_wrong: u64,
+    /// The reason why no checkpoint is sealed at present.
+    failing: Option<FailingCause>,
     /// True if no more checkpoints can be taken.
     given_up: bool,
     /// A monitor is lost, so the engine does not know whether its VM runs.
@@ -239,6 +241,7 @@ impl<'a> Engine<'a> {
             sealed: 0,
             failed: 0,
             audited_wrong: 0,
+            failing: None,
             given_up: false,
             is_blind: false,
             waits_for_disks: false,
@@ -254,6 +257,7 @@ impl<'a> Engine<'a> {
     /// the failure that ended the run; a failed teardown. In either case everything is released.
     pub fn run(mut self) -> Result<RunReport> {
         self.tell(&Event::Started(self.greeting()));
+        self.tell_growth();
         if let Err(error) = self.begin() {
             return self.finish(Err(BrokenRun { error, has_begun: false }));
         }
@@ -540,6 +544,19 @@ impl<'a> Engine<'a> {
             vms: members.map(|m| (m.name.clone(), m.vm.pid())).collect(),
             attach_stopped_ns: self.copying.stopped_ns.filter(|_| self.machines.is_attached()),
         }
+    }
+
+    /// Tells how far the store may grow.
+    fn tell_growth(&self) {
+        let bound = match (&self.recorder, self.options.count) {
+            // A recording lasts as long as its user wants.
+            _ if self.options.recorded.is_some() => return,
+            (Some(_), _) => self.options.keep_within,
+            (None, Some(_)) => return,
+            (None, None) => None,
+        };
+        let (store, free_bytes) = (self.store.path().to_owned(), self.store.free_bytes());
+        self.tell(&Event::StoreGrows { store, free_bytes, keep_within: bound });
     }
 
     fn tell(&self, event: &Event) {

@@ -28,6 +28,15 @@ pub type SharedEventSink = keyframe_units::SharedEventSink<Event>;
 pub enum Event {
     /// Checkpoints begin.
     Started(SessionStart),
+    /// How far the store may grow.
+    StoreGrows {
+        /// The store.
+        store: PathBuf,
+        /// The number of bytes that its medium has free; `None` if the medium does not tell.
+        free_bytes: Option<u64>,
+        /// The time for which the run's checkpoints are kept; `None` if they are kept for good.
+        keep_within: Option<Duration>,
+    },
     /// A checkpoint was sealed.
     Sealed(Box<Entry>),
     /// A checkpoint began late, because the one before was still being encoded.

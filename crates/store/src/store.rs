@@ -147,6 +147,12 @@ impl Store {
         is_remote(self.path())
     }
 
+    /// Returns the number of bytes that can still be written to the store's medium. Returns `None` if
+    /// the medium does not tell.
+    pub fn free_bytes(&self) -> Option<u64> {
+        self.inner.backend.space().map(|space| space.free_bytes)
+    }
+
     /// Returns the time at which the store was made.
     pub fn created(&self) -> jiff::Timestamp {
         self.inner.config.created

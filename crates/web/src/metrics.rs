@@ -83,6 +83,8 @@ enum StatusReading {
     True(&'static str),
     /// 1 if the value is not null, otherwise 0.
     Some(&'static str),
+    /// 1 if there is a value, otherwise 0.
+    There(&'static str),
     /// The first number minus the second, at least 0.
     Behind(&'static str, &'static str),
 }
@@ -96,6 +98,7 @@ impl StatusReading {
             Self::Is(at, text) => Some(flag(status.pointer(at)?.as_str()? == text)),
             Self::True(at) => Some(flag(status.pointer(at)?.as_bool()?)),
             Self::Some(at) => Some(flag(!status.pointer(at)?.is_null())),
+            Self::There(at) => Some(flag(status.pointer(at).is_some())),
             Self::Behind(at, behind) => {
                 Some((number(status, at)? - number(status, behind)?).max(0.0))
             }
@@ -107,10 +110,12 @@ use StatusReading::{Behind, Is, Number, Seconds, True};
 
 /// Name, kind, help and reading of the metrics with one number for each VM.
 #[rustfmt::skip]
-const OF_STATUS: [(&str, &str, &str, StatusReading); 28] = [
+const OF_STATUS: [(&str, &str, &str, StatusReading); 30] = [
     ("keyframe_vm_running", "gauge", "1 while the VM runs, 0 while it is paused or unknown.", Is("/state", "running")),
     ("keyframe_checkpoints_sealed_total", "counter", "Checkpoints sealed in this run.", Number("/sealed")),
     ("keyframe_checkpoints_failed_total", "counter", "Checkpoints that failed in this run.", Number("/failed")),
+    ("keyframe_checkpoints_failing", "gauge", "1 while the newest checkpoint is not sealed because it failed.", StatusReading::There("/failing")),
+    ("keyframe_store_free_bytes", "gauge", "Bytes that could be written to the store's medium at the newest checkpoint.", Number("/store_free_bytes")),
     ("keyframe_last_checkpoint_age_seconds", "gauge", "Age of the newest sealed checkpoint.", Seconds("/last_age_ns")),
     ("keyframe_checkpoint_interval_seconds", "gauge", "Interval between checkpoints, fixed or by a budget; absent if they are taken by command only.", Seconds("/interval_ns")),
     ("keyframe_checkpoint_backlog_seconds", "gauge", "How late the newest checkpoint began, because the previous one was still being encoded.", Seconds("/backlog_ns")),

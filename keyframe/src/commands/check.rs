@@ -3,7 +3,7 @@
 use super::StoreArg;
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::progress;
 use keyframe_store::{CheckOptions, CheckProgress, CheckReport, RepairReport};
 
 /// Check a store: is every checkpoint whole?
@@ -45,12 +45,7 @@ impl Check {
     /// Checks and reports.
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
-        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::no_length() };
-        if let Ok(style) =
-            ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {eta}")
-        {
-            bar.set_style(style);
-        }
+        let bar = progress::bar(self.quiet, None, "{msg} {wide_bar} {bytes}/{total_bytes} {eta}");
         bar.set_message("checking");
         let mut progress = |p: CheckProgress| {
             bar.set_length(p.total_bytes);

@@ -3,7 +3,7 @@
 use super::{StoreArg, warn_of_unreadable};
 use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::progress;
 use keyframe_store::{CheckpointId, CopyProgress, CopyReport, Store};
 use keyframe_store_keys::{TargetKeyArg, fix_of_target};
 use std::collections::BTreeSet;
@@ -67,11 +67,8 @@ impl Copy {
             .open(&self.to)
             .map_err(|e| Failure::store(&e, &self.to).with_fix(fix_of_target(&e)))?;
         let (ids, mut code) = self.which(&store)?;
-        let bar =
-            if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(ids.len() as u64) };
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {pos}/{len} {eta}") {
-            bar.set_style(style);
-        }
+        let count = Some(ids.len() as u64);
+        let bar = progress::bar(self.quiet, count, "{msg} {wide_bar} {pos}/{len} {eta}");
         let mut progress = |p: CopyProgress| {
             bar.set_message(format!("checkpoint {}", p.checkpoint));
             bar.set_position(p.done);

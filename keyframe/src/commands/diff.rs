@@ -3,7 +3,7 @@
 use super::StoreArg;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::progress;
 use keyframe_store::{Diff as Found, RegionDiff};
 use keyframe_units::PAGE_BYTES;
 
@@ -39,12 +39,7 @@ impl Diff {
         let store = self.store.open()?;
         let resolve = |name: &str| store.resolve(name).map_err(|e| self.store.failure(&e));
         let (first, second) = (resolve(&self.first)?, resolve(&self.second)?);
-        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::no_length() };
-        if let Ok(style) =
-            ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes} {eta}")
-        {
-            bar.set_style(style);
-        }
+        let bar = progress::bar(self.quiet, None, "{msg} {wide_bar} {bytes}/{total_bytes} {eta}");
         bar.set_message("comparing");
         let mut progress = |done_pages: u64, total_pages: u64| {
             bar.set_length(total_pages * PAGE_BYTES as u64);

@@ -4,7 +4,7 @@ use super::StoreArg;
 use crate::disk_writing::{Progress, failure};
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::progress;
 use keyframe_disk::{ImageFormat, Readable, commit};
 use keyframe_image::Image;
 use keyframe_inspect::display_picture as screens;
@@ -101,12 +101,8 @@ impl Export {
         };
         let interrupted = keyframe_session::interrupt::interruption()?;
         let len_bytes = image.as_ref().map_or(guest.ram.len_bytes(), Image::len_bytes);
-        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(len_bytes) };
-        if let Ok(style) =
-            ProgressStyle::with_template("exporting {wide_bar} {bytes}/{total_bytes}")
-        {
-            bar.set_style(style);
-        }
+        let template = "exporting {wide_bar} {bytes}/{total_bytes}";
+        let bar = progress::bar(self.quiet, Some(len_bytes), template);
         let (pages, progress) = (StoredPages::new(&loaded, &guest), &|more| bar.inc(more));
         let export = RamExport { pages, interrupted, progress };
         let written = if to_stdout {

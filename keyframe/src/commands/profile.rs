@@ -2,8 +2,8 @@
 
 use crate::failure::{DONE, Failure, Outcome, WARNED, chain};
 use crate::output;
+use crate::progress;
 use crate::words::profiler::ProfilerWords;
-use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_profile::{Curve, CurveRow, Ladder, PLATEAU_PERCENT, Statistic};
 use keyframe_profiler::{MeasuredVm, MeasurementOptions, Profile, StartCondition, measure};
 use std::ffi::OsString;
@@ -72,10 +72,7 @@ impl ProfileCommand {
     /// Measures, prints, writes.
     pub fn run(self) -> Outcome {
         self.check_files()?;
-        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::new(0) };
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {percent} % {eta}") {
-            bar.set_style(style);
-        }
+        let bar = progress::bar(self.quiet, Some(0), "{msg} {wide_bar} {percent} % {eta}");
         let options = MeasurementOptions { ladder: self.epochs.clone(), samples: self.samples };
         let words = ProfilerWords { bar: bar.clone() };
         let measured = measure(self.vm(), &options, &words);

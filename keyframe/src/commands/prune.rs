@@ -3,7 +3,7 @@
 use super::StoreArg;
 use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
-use indicatif::{ProgressBar, ProgressStyle};
+use crate::progress;
 use keyframe_store::{PruneOptions, PruneProgress, PruneReport, PruneStep};
 use std::time::Duration;
 
@@ -66,10 +66,7 @@ impl Prune {
     /// Prunes and reports.
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
-        let bar = if self.quiet { ProgressBar::hidden() } else { ProgressBar::no_length() };
-        if let Ok(style) = ProgressStyle::with_template("{msg} {wide_bar} {bytes}/{total_bytes}") {
-            bar.set_style(style);
-        }
+        let bar = progress::bar(self.quiet, None, "{msg} {wide_bar} {bytes}/{total_bytes}");
         let mut progress = |p: PruneProgress| {
             bar.set_message(word(p.step));
             bar.set_length(p.total_bytes);

@@ -5,8 +5,9 @@ mod group;
 use super::{MovedArg, StoreArg};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
+use crate::progress;
 use crate::rights;
-use indicatif::{ProgressBar, ProgressStyle};
+use indicatif::ProgressBar;
 use keyframe_inspect::loading_ram::LoadingRam;
 use keyframe_inspect::source_of;
 use keyframe_qemu::restore::lazy::Residency;
@@ -130,16 +131,8 @@ impl Restore {
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let head = store.load_unmapped(id).map_err(|e| self.store.failure(&e))?;
         let (mut meta, device_state) = (head.meta.clone(), head.device_state.clone());
-        let bar = if self.quiet || self.lazy {
-            ProgressBar::hidden()
-        } else {
-            ProgressBar::new(meta.ram.len_bytes())
-        };
-        if let Ok(style) =
-            ProgressStyle::with_template("restoring {wide_bar} {bytes}/{total_bytes}")
-        {
-            bar.set_style(style);
-        }
+        let (hidden, ram_bytes) = (self.quiet || self.lazy, Some(meta.ram.len_bytes()));
+        let bar = progress::bar(hidden, ram_bytes, "restoring {wide_bar} {bytes}/{total_bytes}");
         let shown = bar.clone();
         let source = LoadingRam::new(head, rights::files_only, move |bytes| shown.inc(bytes))
             .map_err(|e| Failure::new(format!("start a thread: {e}")))?;

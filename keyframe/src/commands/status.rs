@@ -18,6 +18,7 @@ use std::time::Duration;
 #[command(
     after_help = "The list also has VMs that were restored or branched. No engine takes checkpoints of them. In JSON they follow the others, as
 {vm, kind, store, checkpoint, qemu_pid, keyframe_pid} with the kind clone or restored. The others have no kind.
+FAILING says that the newest checkpoint is not sealed, and why; in JSON the field failing is there.
 
 Examples:
   keyframe status
@@ -200,9 +201,15 @@ pub fn text(s: &Shown) -> String {
     if let Some(replication) = &s.replication {
         return replicated(s, replication);
     }
+    let failing = s.failing.map_or_else(String::new, |cause| format!(", FAILING: {cause}"));
+    let free =
+        s.store_free_bytes.map_or_else(String::new, |b| format!(" ({} free)", output::bytes(b)));
     let mut lines = vec![
-        format!("{}: {} (QEMU {qemu}, engine {}), {}", s.vm, s.state, s.engine_pid, s.phase),
-        format!("  store       {}, checkpoints {every}", s.store),
+        format!(
+            "{}: {} (QEMU {qemu}, engine {}), {}{failing}",
+            s.vm, s.state, s.engine_pid, s.phase
+        ),
+        format!("  store       {}{free}, checkpoints {every}", s.store),
         format!("  sealed      {}, failed {}", s.sealed, s.failed),
     ];
     if let (Some(last), Some(age)) = (&s.last, s.last_age_ns) {
@@ -231,6 +238,11 @@ pub fn text(s: &Shown) -> String {
     lines.join("\n")
 }
 
+/// The line about a failure of work that is tried again.
+fn retried(error: &str) -> String {
+    format!("              it failed: {error}; it is tried again")
+}
+
 /// The lines about the flight recorder and the recompressor, which work beside the checkpoints.
 fn background_lines(s: &Shown) -> Vec<String> {
     let mut lines = Vec::new();
@@ -242,12 +254,7 @@ fn background_lines(s: &Shown) -> Vec<String> {
             recorder.forgotten,
             recorder.freed_packs
         ));
-        lines.extend(
-            recorder
-                .last_error
-                .as_ref()
-                .map(|error| format!("              it failed: {error}; it is tried again")),
-        );
+        lines.extend(recorder.last_error.as_deref().map(retried));
     }
     if let Some(recompressor) = &s.recompressor {
         lines.push(match &recompressor.off {
@@ -259,12 +266,7 @@ fn background_lines(s: &Shown) -> Vec<String> {
                 output::bytes(recompressor.cold_bytes)
             ),
         });
-        lines.extend(
-            recompressor
-                .last_error
-                .as_ref()
-                .map(|error| format!("              it failed: {error}; it is tried again")),
-        );
+        lines.extend(recompressor.last_error.as_deref().map(retried));
     }
     lines
 }

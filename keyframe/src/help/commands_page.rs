@@ -11,7 +11,7 @@ This page is generated from the program's help. `keyframe help COMMAND` explains
 
 `CHECKPOINT` is a number, a tag or `latest`. `KEYFRAME_STORE` stands in for `--store`. Exit codes: 0
 done, 1 failed, 2 usage, 3 done with warnings, 4 the guest panicked, 5 its watchdog expired, 10 no
-store, 11 store locked.
+store, 11 store locked, 12 store full: the newest checkpoints of the run are missing.
 ";
 
 /// The page: for each group of commands a table with purpose and first example of each command.

@@ -44,7 +44,8 @@ pub fn row(name: &str, vm: &VmHistory) -> Vec<String> {
             let backlog = Some(s.backlog_ns).filter(late);
             let backlog = backlog.map(|ns| format!("{} late", output::duration(ns)));
             let what = s.last_error.clone().or(backlog).unwrap_or_else(|| s.phase.to_string());
-            (s.state.to_string(), age, what)
+            let state = s.failing.map_or(s.state.to_string(), |cause| cause.to_string());
+            (state, age, what)
         }
     };
     vec![name.to_owned(), state, number, age, pause, pages, bytes, what]

@@ -8,7 +8,9 @@ use keyframe_inspect::entry::Entry;
 use keyframe_session::event::{Helper, SessionStart, Step};
 use keyframe_session::{CheckpointError, Event, GuestEnd};
 use keyframe_store::CheckpointId;
+use std::path::Path;
 use std::sync::Once;
+use std::time::Duration;
 
 /// The line for an event of a rehearsal.
 fn rehearsal(event: &Event) -> Option<(Importance, String)> {
@@ -188,6 +190,9 @@ fn preparation(event: &Event) -> Option<(Importance, String)> {
 /// Events of the store, and of the threads that tend it.
 fn store(event: &Event) -> Option<(Importance, String)> {
     let said = match event {
+        Event::StoreGrows { store, free_bytes, keep_within } => {
+            (Usual, growth(store, *free_bytes, *keep_within))
+        }
         Event::TornCheckpoint { torn, quarantine } => {
             let text = format!(
                 "checkpoint {} was not durable when the machine went down, and was set aside \
@@ -324,6 +329,21 @@ fn greeting(start: &SessionStart) -> String {
         start.store.display(),
         qemus.join(", ")
     )
+}
+
+fn growth(store: &Path, free_bytes: Option<u64>, keep_within: Option<Duration>) -> String {
+    let free =
+        free_bytes.map_or_else(String::new, |free| format!(" ({} free)", output::bytes(free)));
+    let store = store.display();
+    match keep_within {
+        Some(within) => {
+            let within = humantime::format_duration(within);
+            format!("{store} grows to what the checkpoints of the last {within} hold{free}")
+        }
+        None => format!(
+            "{store} grows with each checkpoint until its disk is full{free}; bound it with --keep-within TIME"
+        ),
+    }
 }
 
 fn sealed(entry: &Entry) -> String {

@@ -116,6 +116,17 @@ named_states! {
 }
 
 named_states! {
+    /// The reason why no checkpoint is sealed at present.
+    FailingCause {
+        /// The store has no space.
+        StoreFull = "store full",
+        /// The last error tells.
+        #[default]
+        Other = "checkpoints fail",
+    }
+}
+
+named_states! {
     /// The role of a host in a replication.
     ReplicationRole {
         /// The host runs the VM.

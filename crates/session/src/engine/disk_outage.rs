@@ -14,6 +14,7 @@
 //! that the user left out has no space, the user is to resume the VM, and the engine says so once.
 
 use super::{Arc, Engine, Event, Instant, VmState};
+use crate::control::FailingCause;
 use crate::error::DiskError;
 use crate::event::{Step, tell_failed};
 use std::time::Duration;
@@ -73,7 +74,10 @@ impl Engine<'_> {
         if self.space_looked_at.is_none() {
             let text =
                 "the store has no space for the guest's writes; the VM is stopped until it has";
-            self.update(|status| status.last_error = Some(text.into()));
+            self.update(|status| {
+                status.last_error = Some(text.into());
+                status.failing = Some(FailingCause::StoreFull);
+            });
             self.tell(&Event::StoppedForSpace { store: self.store.path().to_owned() });
         } else if self.space_looked_at.is_some_and(|at| at.elapsed() < LOOK_FOR_SPACE) {
             return;
@@ -85,7 +89,10 @@ impl Engine<'_> {
         let resumed = self.machines.repeat_writes();
         if resumed.is_ok() {
             self.tell(&Event::ResumedWithSpace);
-            self.update(|status| status.last_error = None);
+            self.update(|status| {
+                status.last_error = None;
+                status.failing = None;
+            });
         }
         tell_failed(&*self.options.events, Step::RepeatWrites, resumed);
     }

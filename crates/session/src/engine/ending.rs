@@ -113,8 +113,8 @@ impl Engine<'_> {
         let (sealed, failed) = (self.sealed, self.failed);
         let has_qemu_failed = matches!(end, RunEnd::VmEnded(exit) if !exit.success());
         events.event(&Event::Finished { sealed, failed, guest_end, has_qemu_failed });
-        let (audited_wrong, given_up) = (self.audited_wrong, self.given_up);
-        Ok(RunReport { end, guest_end, sealed, failed, audited_wrong, given_up })
+        let (audited_wrong, given_up, failing) = (self.audited_wrong, self.given_up, self.failing);
+        Ok(RunReport { end, guest_end, sealed, failed, audited_wrong, given_up, failing })
     }
 }
 

@@ -31,6 +31,8 @@ pub(super) fn first_status(
         sealed: 0,
         failed: 0,
         last_error: None,
+        failing: None,
+        store_free_bytes: store.free_bytes(),
         backlog_ns: 0,
         phase: CaptureState::Idle,
         encoder: EncoderState::Sealed,

@@ -5,12 +5,14 @@ use super::{
     Entry, Error, Event, Instant, NotCaptured, Result, SAY_LATE_EVERY, Sealed, SettledReport,
     StoreSink, Taker, encode,
 };
+use crate::control::FailingCause;
 use crate::error::error_chain;
 use crate::event::shared;
 use crate::rehearsal::NotRestorable;
 use keyframe_capture::EncodeError;
 use keyframe_store::DiskState;
 use keyframe_units::duration_ns;
+use std::io;
 
 /// The end of the error that a status shows, if it is the last one.
 pub(super) const NO_MORE: &str = "; no more checkpoints are taken";
@@ -18,6 +20,15 @@ pub(super) const NO_MORE: &str = "; no more checkpoints are taken";
 /// True if the rehearsal of a restore has shown that the run's checkpoints cannot be restored.
 fn is_unrestorable(error: &EncodeError) -> bool {
     matches!(error, EncodeError::Sink { source, .. } if source.is::<NotRestorable>())
+}
+
+/// True if a store or a disk has no space left.
+fn is_store_full(error: &(dyn std::error::Error + 'static)) -> bool {
+    let kinds = [io::ErrorKind::StorageFull, io::ErrorKind::QuotaExceeded];
+    let causes = std::iter::successors(Some(error), |error| error.source());
+    causes
+        .filter_map(|cause| cause.downcast_ref::<io::Error>())
+        .any(|cause| kinds.contains(&cause.kind()))
 }
 
 impl Engine<'_> {
@@ -79,10 +90,14 @@ impl Engine<'_> {
         self.tell(&Event::Sealed(Box::new(entry.clone())));
         self.compare(seq, sealed);
         let (sealed_count, shown) = (self.sealed, entry.clone());
+        self.failing = None;
+        let store_free_bytes = self.store.free_bytes();
         self.update(|status| {
             status.sealed = sealed_count;
             status.last = Some(shown);
             status.last_error = None;
+            status.failing = None;
+            status.store_free_bytes = store_free_bytes;
         });
         entry
     }
@@ -189,6 +204,10 @@ impl Engine<'_> {
         is_final: bool,
     ) -> CheckpointFailure {
         self.failed += lost;
+        let is_full = is_store_full(&error);
+        let failing = Some(if is_full { FailingCause::StoreFull } else { FailingCause::Other });
+        self.failing = failing;
+        let store_free_bytes = self.store.free_bytes();
         let text = error_chain(&error) + if is_final { NO_MORE } else { "" };
         let failure = CheckpointFailure { error: Arc::new(error), lost, is_final };
         let (failed, owed_pages) = (self.failed, self.copying.cycle.owed_pages());
@@ -197,6 +216,8 @@ impl Engine<'_> {
             is_repeated = status.last_error.as_deref() == Some(&*text);
             status.failed = failed;
             status.last_error = Some(text);
+            status.failing = failing;
+            status.store_free_bytes = store_free_bytes;
         });
         if !is_repeated {
             self.tell(&Event::Failed { failure: failure.clone(), owed_pages });

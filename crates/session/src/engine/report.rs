@@ -1,5 +1,6 @@
 //! How a run ended.
 
+use crate::control::FailingCause;
 use keyframe_vmm::GuestEnd;
 use std::process::ExitStatus;
 
@@ -18,6 +19,8 @@ pub struct RunReport {
     pub audited_wrong: u64,
     /// True if the run took no more checkpoints from some moment on.
     pub given_up: bool,
+    /// The reason why the newest checkpoint is not sealed; `None` if it is.
+    pub failing: Option<FailingCause>,
 }
 
 /// How the VMs of a run ended.
@@ -40,6 +43,8 @@ pub enum Verdict {
     Complete,
     /// Some checkpoints failed; later ones hold their pages.
     Incomplete,
+    /// The newest checkpoints are missing, because the store has no space.
+    StoreFull,
     /// The guest panicked.
     GuestPanicked,
     /// The guest's watchdog expired.
@@ -58,6 +63,7 @@ impl RunReport {
         match self.guest_end {
             Some(GuestEnd::Panicked) => Verdict::GuestPanicked,
             Some(GuestEnd::WatchdogExpired) => Verdict::WatchdogExpired,
+            _ if self.failing == Some(FailingCause::StoreFull) => Verdict::StoreFull,
             _ if self.failed > 0 => Verdict::Incomplete,
             _ => Verdict::Complete,
         }

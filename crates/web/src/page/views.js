@@ -64,7 +64,7 @@ export async function overview(main) {
     const state = vm ? (vm.problem ? "unknown" : status.state) : "ended";
     const chart = sparks.get(`${store} ${name}`) ?? el("span", {});
     sparks.set(`${store} ${name}`, chart);
-    const failed = status.failed > 0 ? el("span", { class: "problem", title: status.last_error ?? "" }, status.failed) : status.failed ?? "–";
+    const failed = status.failing ? el("span", { class: "problem", title: status.last_error ?? "" }, `${status.failed}: ${status.failing}`) : status.failed > 0 ? el("span", { class: "problem", title: status.last_error ?? "" }, status.failed) : status.failed ?? "–";
     const replicated = status.replication;
     if (replicated) {
       const told = inShort(replicated);
@@ -127,6 +127,7 @@ function vmCards(vm) {
   const last = status.last ?? {};
   return cards([
     ["State", status.state ?? "unknown", `state-${status.state ?? "unknown"}`],
+    status.failing && ["Failing", status.failing, "problem"],
     ["Interval", status.interval_ns ? time(status.interval_ns) : "by command only"],
     ["Sealed", count(status.sealed)],
     ["Failed", count(status.failed), status.failed > 0 ? "problem" : null],
