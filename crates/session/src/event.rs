@@ -162,6 +162,8 @@ pub enum Event {
         vm: String,
         /// The checkpoint.
         checkpoint: CheckpointId,
+        /// True if no checkpoint of the former state was kept.
+        fast: bool,
     },
     /// A step failed without which the session goes on.
     StepFailed {

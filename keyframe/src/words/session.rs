@@ -120,8 +120,9 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
         Event::AuditFailed { id, error } => {
             (Always, format!("audit of checkpoint {id}: {}", chain(&**error)))
         }
-        Event::RolledBack { vm, checkpoint } => {
-            (Usual, format!("VM {vm} is back at checkpoint {checkpoint}"))
+        Event::RolledBack { vm, checkpoint, fast } => {
+            let importance = if *fast { Detail } else { Usual };
+            (importance, format!("VM {vm} is back at checkpoint {checkpoint}"))
         }
         Event::MemoryShort(short) => {
             let whose = if short.is_limited { "of its memory cgroup's limit" } else { "of memory" };

@@ -169,7 +169,8 @@ impl Engine<'_> {
         let runs = is_to_run && !stands;
         self.look();
         let (before, after, pages) = gone?;
-        self.tell(&Event::RolledBack { vm: self.name.clone(), checkpoint: target.id });
+        let (vm, fast) = (self.name.clone(), way.fast);
+        self.tell(&Event::RolledBack { vm, checkpoint: target.id, fast });
         let now = after.and_then(|sealed| self.wait_for_seal(&sealed).ok());
         Ok(RolledBack {
             vm: self.name.clone(),
