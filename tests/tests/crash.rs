@@ -228,7 +228,7 @@ fn run_until_full(env: &TestEnv, ballast_mib: u32, cure: &str) -> Option<Process
         "export S={store} K={keyframe} B={small}/ballast && \
          mount -t tmpfs -o size=160m none {small} && $K init $S && \
          fallocate -l {ballast_mib}M $B && \
-         {{ (while [ ! -e {env}/free ]; do sleep 0.1; done; \
+         {{ (while [ ! -e {env}/free ]; do kill -0 $$ || exit; sleep 0.1; done; \
              {{ {cure}; }} >{env}/cure 2>&1; echo rc $? >>{env}/cure) & }} && \
          exec $K run --store $S --interval 200ms --name guest --audit {env}/audit -- {line}",
         small = small.display(),
