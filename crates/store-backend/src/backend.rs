@@ -38,8 +38,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// one writer at a time. Errors: [`Error::Locked`] if a process has the store alone, if another
     /// writer takes too long to start, or if there are too many writers; the medium fails.
     fn join(&self, holder: &str) -> Result<StartingWriter> {
-        let slot = Box::new(AloneSlot { _lock: self.lock(holder)? });
-        Ok(StartingWriter { slot, start: Box::new(NoLock) })
+        self.lock(holder).map(StartingWriter::alone)
     }
 
     /// Returns the processes that write to the store, and what those said that have ended.
@@ -188,6 +187,13 @@ pub struct StartingWriter {
     pub slot: Box<dyn WriterSlot>,
     /// Keeps other writers from starting, until it is dropped.
     pub start: Box<dyn LockGuard>,
+}
+
+impl StartingWriter {
+    /// Returns the only writer of a store, which holds `lock`.
+    pub fn alone(lock: Box<dyn LockGuard>) -> Self {
+        Self { slot: Box::new(AloneSlot { _lock: lock }), start: Box::new(NoLock) }
+    }
 }
 
 /// A writer of a store, as other processes see it.

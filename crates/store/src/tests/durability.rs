@@ -255,6 +255,7 @@ fn no_checkpoint_relies_on_a_pack_that_could_not_be_synced_when_it_was_closed() 
             medium.fail_sync_at(medium.syncs() + 1 + seed % 5);
             failures += usize::from(run.finish().is_err());
             drop(writer);
+            medium.calm();
             // The machine did not go down; the next one finds nothing wrong, and has the same
             // pages.
             let new = killed_after(&medium, Durability::Checkpoint, &images(seed));

@@ -1,7 +1,9 @@
 //! A medium that tells an observer how it is used.
 
 use super::*;
-use keyframe_store_backend::{AppendFile, Backend, LockGuard, ReadFile, Result, Space};
+use keyframe_store_backend::{
+    AppendFile, Backend, LockGuard, ReadFile, Result, Space, StartingWriter, WriterEntry,
+};
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -49,6 +51,14 @@ impl<O: Observer> Backend for ObservedMedium<O> {
         self.medium.lock(holder)
     }
 
+    fn join(&self, holder: &str) -> Result<StartingWriter> {
+        self.step(self.medium.join(holder))
+    }
+
+    fn writers(&self) -> Result<Vec<WriterEntry>> {
+        self.step(if self.observer.hides_lock() { Ok(Vec::new()) } else { self.medium.writers() })
+    }
+
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         self.medium.lock_prune(holder)
     }
@@ -79,6 +89,10 @@ impl<O: Observer> Backend for ObservedMedium<O> {
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.step(self.medium.put(name, bytes))
+    }
+
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.step(self.medium.put_new(name, bytes))
     }
 
     fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>> {
