@@ -45,8 +45,8 @@ use std::time::{Duration, Instant};
 const ROUND_BYTES_MAX: u64 = 1 << 30;
 /// The most records that one round moves.
 const ROUND_RECORDS_MAX: usize = 2 << 20;
-/// How often a prune looks whether the writer has followed.
-const POLL: Duration = Duration::from_millis(20);
+/// How often a prune looks whether the writers have followed.
+const POLL: Duration = Duration::from_millis(if cfg!(test) { 1 } else { 20 });
 
 /// The options of a prune.
 #[derive(Clone, Copy, Debug, PartialEq)]

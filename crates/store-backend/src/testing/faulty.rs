@@ -134,6 +134,13 @@ impl FaultyBackend {
         Self { process, ..self.clone() }
     }
 
+    /// Returns the medium as this process uses it without a sync of each file
+    /// ([`Backend::without_syncs`]).
+    #[must_use]
+    pub fn relaxed(&self) -> Self {
+        Self { relaxed: true, ..self.clone() }
+    }
+
     /// Kills this process at its next operation but `operations`. Its locks are free from then on.
     pub fn kill_in(&self, operations: u64) {
         self.process.kill_in(operations);
@@ -532,7 +539,7 @@ impl Backend for FaultyBackend {
     }
 
     fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
-        Some(Arc::new(Self { relaxed: true, ..self.clone() }))
+        Some(Arc::new(self.relaxed()))
     }
 
     fn sync_all(&self) -> Result<()> {

@@ -18,6 +18,9 @@ pub trait Observer: Debug + Send + Sync + 'static {
     /// Called after each step that another process could notice, or that could notice another.
     fn after_step(&self) {}
 
+    /// Called after each step of a file that grows.
+    fn after_append(&self) {}
+
     /// Returns true if the lock of the writer cannot be seen.
     fn hides_lock(&self) -> bool {
         false
@@ -71,6 +74,11 @@ impl<O: Observer> Backend for ObservedMedium<O> {
         self.medium.is_pruning()
     }
 
+    fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
+        let (medium, observer) = (self.medium.relaxed(), Arc::clone(&self.observer));
+        Some(Arc::new(Self { medium, observer }))
+    }
+
     fn sync_all(&self) -> Result<()> {
         self.medium.sync_all()
     }
@@ -84,7 +92,8 @@ impl<O: Observer> Backend for ObservedMedium<O> {
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
-        self.step(self.medium.create(name))
+        let file = self.step(self.medium.create(name))?;
+        Ok(Box::new(ObservedAppend { file, observer: Arc::clone(&self.observer) }))
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
@@ -116,6 +125,36 @@ impl<O: Observer> Backend for ObservedMedium<O> {
 
     fn sync(&self, name: &str) -> Result<()> {
         self.medium.sync(name)
+    }
+}
+
+#[derive(Debug)]
+struct ObservedAppend<O> {
+    file: Box<dyn AppendFile>,
+    observer: Arc<O>,
+}
+
+impl<O: Observer> ObservedAppend<O> {
+    fn step<T>(&self, outcome: T) -> T {
+        self.observer.after_append();
+        outcome
+    }
+}
+
+impl<O: Observer> AppendFile for ObservedAppend<O> {
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        let appended = self.file.append(bytes);
+        self.step(appended)
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        let synced = self.file.sync();
+        self.step(synced)
+    }
+
+    fn truncate(&mut self, len_bytes: u64) -> Result<()> {
+        let cut = self.file.truncate(len_bytes);
+        self.step(cut)
     }
 }
 
