@@ -129,3 +129,4 @@ pub use store::{Store, id_on};
 pub use tags::check_tag;
 pub use tuning::Tuning;
 pub use writer::Writer;
+pub use writers::RunsAtWork;

@@ -98,8 +98,9 @@ impl Writer {
         let session = Box::new(Session { packs, next_checkpoint, moves, syncs });
         if tuning.durability != Durability::Checkpoint {
             inner.put_mark(CheckpointId(next_checkpoint))?;
-            // The mark must be durable before the following checkpoints are.
-            inner.backend.sync_all()?;
+            // The mark must be durable before the following checkpoints are. If this sync fails,
+            // it may have lost what other writers have not synced.
+            inner.sync_and_mark(CheckpointId(next_checkpoint))?;
         }
         Ok(Self { inner, slot: Arc::new(Mutex::new(Some(session))), tuning, torn, doubt })
     }

@@ -11,7 +11,7 @@
 
 use crate::lock_holder::describe_holder;
 use crate::open_store::OpenStore;
-use crate::{Error, Result};
+use crate::{Error, Result, Store};
 use keyframe_bytes::hex::to_hex;
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::{WriterEntry, WriterSlot};
@@ -19,6 +19,7 @@ use keyframe_store_format::moves::Generation;
 use keyframe_store_format::page_ref::PageRef;
 use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::sync::Mutex;
 
 /// The most packs that a writer lists in [`WriterState::unsealed`]; their numbers fit into a slot.
@@ -198,6 +199,34 @@ impl Writers {
             Some(said) => said.seen.as_ref() == Some(&generation),
             None => other.slot.is_none() && is_seen,
         })
+    }
+}
+
+/// The runs that go on while this is asked for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct RunsAtWork {
+    /// The newest checkpoints of runs at work, and the numbers of those that are being sealed.
+    pub built_upon: BTreeSet<CheckpointId>,
+    /// The number of writers that do not say which run they write.
+    pub unknown: usize,
+}
+
+impl Store {
+    /// Returns the runs that go on. A checkpoint that one of them seals later is not listed here.
+    /// Error: the writers cannot be looked at.
+    pub fn runs_at_work(&self) -> Result<RunsAtWork> {
+        let mut runs = RunsAtWork::default();
+        for other in self.inner().other_writers()?.living() {
+            match &other.state {
+                // A checkpoint server tells no more than the texts.
+                None => runs.unknown += other.holder.lines().count().max(1),
+                Some(said) => {
+                    let sealing = said.sealing.then_some(CheckpointId(said.number));
+                    runs.built_upon.extend(said.newest.into_iter().chain(sealing));
+                }
+            }
+        }
+        Ok(runs)
     }
 }
 
