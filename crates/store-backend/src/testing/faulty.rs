@@ -20,10 +20,9 @@ mod files;
 mod process;
 
 pub use super::random::SeededRandom;
-use crate::backend::NoLock;
 use crate::{AppendFile, Backend, LockGuard, ReadFile, Space, StartingWriter, WriterEntry};
 use crate::{Error, Result};
-use files::{File, Guard, PruneGuard, SlotGuard};
+use files::{File, Guard, PruneGuard, SlotGuard, StartGuard};
 use keyframe_locks::IgnorePoison;
 use process::Process;
 use std::collections::BTreeMap;
@@ -84,6 +83,8 @@ struct State {
     locked: Option<String>,
     pruned: bool,
     slots: BTreeMap<u32, Slot>,
+    /// The process that keeps other writers from starting.
+    starting: Option<Arc<Process>>,
     /// The number of failed syncs of the whole medium.
     failures: u64,
     processes: u64,
@@ -496,6 +497,10 @@ impl Backend for FaultyBackend {
         if let Some(holder) = state.locked.clone() {
             return Err(Error::Locked { holder });
         }
+        if state.starting.as_ref().is_some_and(|process| !process.is_dead()) {
+            return Err(Error::Locked { holder: "a writer that starts".into() });
+        }
+        state.starting = Some(Arc::clone(&self.process));
         let is_free = |number: &u32| !state.slots.get(number).is_some_and(Slot::lives);
         let number = (0..).find(is_free).unwrap_or_default();
         let slot = state.slots.entry(number).or_default();
@@ -504,7 +509,8 @@ impl Backend for FaultyBackend {
         // Each file is put in one step, so no living process has one.
         state.clear_temporaries();
         drop(state);
-        Ok(StartingWriter { slot, start: Box::new(NoLock) })
+        let start = StartGuard { state: self.state.clone(), process: Arc::clone(&self.process) };
+        Ok(StartingWriter { slot, start: Box::new(start) })
     }
 
     fn writers(&self) -> Result<Vec<WriterEntry>> {
@@ -549,17 +555,14 @@ impl Backend for FaultyBackend {
         let counted = state.count_sync("");
         // Another process may have heard of a failure first.
         let was_told = self.process.hears(failures);
-        if counted.is_err() || !was_told {
+        if counted.is_err() {
             let id = self.process.id;
             for inode in &mut state.inodes {
                 (inode.lost, inode.failed_by) = (inode.live.len(), Some(id));
             }
-            if counted.is_err() {
-                state.failures += 1;
-                self.process.hears(state.failures);
-            }
-            let failed = failure("", "sync", io::Error::from_raw_os_error(5));
-            return counted.and(Err(failed));
+            state.failures += 1;
+            self.process.hears(state.failures);
+            return counted;
         }
         for inode in &mut state.inodes {
             inode.durable = inode.synced();
@@ -567,7 +570,7 @@ impl Backend for FaultyBackend {
         for change in std::mem::take(&mut state.pending) {
             change.apply(&mut state.durable);
         }
-        Ok(())
+        if was_told { Ok(()) } else { Err(failure("", "sync", io::Error::from_raw_os_error(5))) }
     }
 
     fn space(&self) -> Option<Space> {

@@ -33,6 +33,24 @@ impl Drop for Guard {
     }
 }
 
+/// Keeps other writers from starting.
+#[derive(Debug)]
+pub struct StartGuard {
+    pub state: Arc<Mutex<State>>,
+    pub process: Arc<super::Process>,
+}
+
+impl LockGuard for StartGuard {}
+
+impl Drop for StartGuard {
+    fn drop(&mut self) {
+        let starting = &mut self.state.lock().ignore_poison().starting;
+        if starting.as_ref().is_some_and(|process| Arc::ptr_eq(process, &self.process)) {
+            *starting = None;
+        }
+    }
+}
+
 /// The slot of a writer.
 #[derive(Debug)]
 pub struct SlotGuard {

@@ -35,15 +35,19 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 /// With so many all that is counted has come.
-const SEEDS: u64 = 300;
+const SEEDS: u64 = 200;
 const WRITERS_MAX: u64 = 4;
 /// So many processes stand still within each other.
 const DEPTH_MAX: u32 = 3;
 /// A prune waits so long for writers that stand still.
-const PRUNE_WAIT: Duration = Duration::from_millis(4);
+const PRUNE_WAIT: Duration = Duration::from_micros(400);
+
+/// Writers do not follow a prune that has looked so often.
+const LOOKS_MAX: u32 = 30;
 
 /// What must have come for the seeds to have tested anything.
-const MUST_COME: [&str; 15] = [
+const MUST_COME: [&str; 16] = [
+    "two starts at once",
     "sealed",
     "seal failed",
     "late seal",
@@ -292,6 +296,11 @@ impl Fleet {
         });
         let (writer, run, has_disk) = match begun {
             Ok(begun) => begun,
+            // Another one stands still while it starts.
+            Err(Error::Locked { .. }) => {
+                self.came("two starts at once", 1);
+                return None;
+            }
             Err(error) => {
                 self.tell(format!("a writer does not start: {error}"));
                 assert!(self.is_due(&error, &medium), "start: {error}");
@@ -443,17 +452,17 @@ impl Fleet {
         let recompress_bytes = [0, 0, 40_000, u64::MAX][self.below(4) as usize];
         let options =
             PruneOptions { max_unused, dry_run: false, wait: PRUNE_WAIT, recompress_bytes };
-        let mut deadline = None;
+        let mut looks = 0;
         let pruned = self.open(&process).and_then(|store| {
             store.prune_tuned(&options, TINY, &mut |progress| {
                 if progress.step != PruneStep::Waiting {
                     return;
                 }
                 // All that do not stand still follow, unless there is no end to it.
-                let deadline = *deadline.get_or_insert_with(|| Instant::now() + PRUNE_WAIT * 8);
+                looks += 1;
                 for member in self.members.iter().filter_map(idle) {
                     let mut member = member;
-                    let can_follow = Instant::now() < deadline && self.below(12) > 0;
+                    let can_follow = looks < LOOKS_MAX && self.below(12) > 0;
                     if let Some(at_work) = member.as_mut().filter(|_| can_follow) {
                         self.depth.fetch_add(1, Ordering::Relaxed);
                         self.seal(at_work);
