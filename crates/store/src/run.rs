@@ -5,7 +5,8 @@
 //!     │                 │                          only `abandon` and `finish` work then
 //!     └──── abandon ◀───┘  back to the last sealed checkpoint; the caller puts those pages again
 //!
-//!   seal:  a prune at work followed, others' packs learnt ─▶ packs synced ─▶ number told ─▶ map file durable ─▶ checkpoint file durable
+//!   put:   before the first one, the packs of other writers learnt
+//!   seal:  a prune at work followed ─▶ packs synced ─▶ number told ─▶ map file durable ─▶ checkpoint file durable
 //!            ─▶ in-memory state moves on ─▶ tag
 //! ```
 //!
@@ -179,6 +180,7 @@ impl Run {
         for (page, _) in pages {
             self.admit(*page)?;
         }
+        self.follow_writers()?;
         let homes =
             pages.iter().map(|(page, content)| (content, (*page, self.progress.map.get(*page))));
         let inputs: Vec<PageInput<'_>> =
@@ -219,6 +221,7 @@ impl Run {
             return Ok(PutOutcome::Zero);
         }
         let range = self.admit_blocks(disk, block, 1)?;
+        self.follow_writers()?;
         let PlacedBlock { placed, composed, mut sectors } =
             self.session()?.packs.put_block(content).inspect_err(|_| self.broken = true)?;
         let (to, put) = match placed {
@@ -300,6 +303,16 @@ impl Run {
             disk.base = base;
         }
         Ok(())
+    }
+
+    /// Before the first put of a checkpoint: learns what other writers have sealed.
+    fn follow_writers(&mut self) -> Result<()> {
+        if !self.progress.is_empty() {
+            return Ok(());
+        }
+        let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
+        let followed = session.packs.follow_writers(session.moves.as_ref());
+        followed.inspect_err(|_| self.broken = true)
     }
 
     fn count_blocks(&mut self, disk: usize, count: impl FnOnce(&mut DiskCounts)) {
@@ -460,7 +473,6 @@ impl Run {
     fn write_checkpoint(&mut self, request: SealRequest<'_>) -> Result<(CheckpointId, Meta)> {
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
         follow::follow_prune(&self.inner, session, &mut self.progress)?;
-        session.packs.follow_writers(session.moves.as_ref())?;
         let syncing = Instant::now();
         session.packs.sync()?;
         let sync_ns = elapsed_ns(syncing);
