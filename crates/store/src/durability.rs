@@ -225,7 +225,7 @@ impl OpenStore {
             self.write_mark(UNSYNCED, &Mark { boot: boot.clone(), from, tried })?;
             self.backend.remove_all(layout::WRITERS, &of_dead)?;
         }
-        if !tried && self.is_tried_by_living(&boot)? {
+        if !tried && self.is_tried_by_living()? {
             // Its sync may have failed and lost what these checkpoints need. A sync of this process,
             // which has just begun, would not say so.
             self.write_mark(UNSYNCED, &Mark { boot, from, tried: true })?;
@@ -253,14 +253,23 @@ impl OpenStore {
         Ok(dead.map(|(_, name)| name).collect())
     }
 
-    /// True if a living writer has tried a sync whose success it has not noted.
-    fn is_tried_by_living(&self, boot: &str) -> Result<bool> {
+    /// Returns true if a writer has tried a sync of everything whose success it has not noted. It
+    /// may have failed, and lost what others had not synced. Error: a mark cannot be read.
+    pub fn has_tried_mark(&self) -> Result<bool> {
+        let boot = self.backend.boot_id()?;
+        for (_, name) in self.marks_of_slots(OF_SLOT)? {
+            if self.mark(&name)?.is_some_and(|mark| mark.tried && mark.boot == boot) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// True if a living writer has tried a sync whose success it does not note for some seconds.
+    fn is_tried_by_living(&self) -> Result<bool> {
         let deadline = Instant::now() + ATTEMPT_WAIT;
         loop {
-            let mut is_tried = false;
-            for (_, name) in self.marks_of_slots(OF_SLOT)? {
-                is_tried |= self.mark(&name)?.is_some_and(|mark| mark.tried && mark.boot == boot);
-            }
+            let is_tried = self.has_tried_mark()?;
             if !is_tried || Instant::now() >= deadline {
                 return Ok(is_tried);
             }

@@ -94,6 +94,15 @@ impl SealRequest<'_> {
     }
 }
 
+/// The map of a checkpoint that is being sealed.
+struct PutMap {
+    id: u64,
+    map_bytes: u64,
+    map_chain: Vec<u64>,
+    /// Whether its file was put.
+    written: Result<()>,
+}
+
 /// The known content of the disks of a run, for [`crate::Writer::begin_run_with`] of another run.
 #[derive(Clone, Debug, Default)]
 pub struct DiskState(pub(crate) DiskMap);
@@ -478,12 +487,12 @@ impl Run {
         let sync_ns = elapsed_ns(syncing);
         let put = session.packs.take_times();
         let mapping = Instant::now();
-        let (id, map_file, map_chain, map_written) = self.put_map()?;
+        let PutMap { id, map_bytes, map_chain, written: map_written } = self.put_map()?;
         let map_ns = elapsed_ns(mapping);
         let (map_name, name) = (layout::map(id), layout::checkpoint(CheckpointId(id)));
         let device = DeviceSection::new(request.device_state);
         let counts = Counts {
-            map_bytes: map_file.len() as u64,
+            map_bytes,
             device_bytes: device.stored_bytes(),
             ..self.progress.puts.counts()
         };
@@ -539,9 +548,8 @@ impl Run {
         written.map(|()| (CheckpointId(id), meta))
     }
 
-    /// Takes the number of the checkpoint, and puts its map. Returns the number, the bytes of the
-    /// map, the chain, and whether it was put. Error: there is no free number.
-    fn put_map(&mut self) -> Result<(u64, Vec<u8>, Vec<u64>, Result<()>)> {
+    /// Takes the number of the checkpoint, and puts its map. Error: there is no free number.
+    fn put_map(&mut self) -> Result<PutMap> {
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
         // The run was refused if this had no answer.
         let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
@@ -554,7 +562,10 @@ impl Run {
             let map_file = map.encode(self.inner.config.id);
             match self.inner.put_new(&layout::map(id), &map_file) {
                 Ok(false) => id = self.inner.free_number(id + 1)?,
-                written => return Ok((id, map_file, map_chain, written.map(drop))),
+                written => {
+                    let (written, map_bytes) = (written.map(drop), map_file.len() as u64);
+                    return Ok(PutMap { id, map_bytes, map_chain, written });
+                }
             }
         }
         Err(no_number(&self.inner))

@@ -30,6 +30,8 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 const SECTOR_BYTES: usize = 512;
+/// More writers at a time than any test has.
+const SLOTS_MAX: u32 = 1000;
 
 #[derive(Clone, Debug, Default)]
 struct Inode {
@@ -502,7 +504,7 @@ impl Backend for FaultyBackend {
         }
         state.starting = Some(Arc::clone(&self.process));
         let is_free = |number: &u32| !state.slots.get(number).is_some_and(Slot::lives);
-        let number = (0..).find(is_free).unwrap_or_default();
+        let number = (0..SLOTS_MAX).find(is_free).unwrap_or_default();
         let slot = state.slots.entry(number).or_default();
         (slot.process, slot.holder) = (Some(Arc::clone(&self.process)), holder.into());
         let slot = Box::new(SlotGuard { medium: self.clone(), number });

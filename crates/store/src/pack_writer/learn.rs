@@ -97,9 +97,14 @@ impl PackWriter {
             PackEnding::Unfinished | PackEnding::Damaged(_) if closed_only => Vec::new(),
             PackEnding::Unfinished | PackEnding::Damaged(_) => {
                 let walked = pack.walk_records(&self.inner, pack.first, len_bytes)?;
-                let entries = walked.entries;
+                let mut entries = walked.entries;
                 if !entries.is_empty() {
                     self.inner.rely_on_packs(|| self.inner.backend.sync(&layout::pack(number)))?;
+                }
+                // After the sync: the failed sync of another writer, which this one does not tell,
+                // was marked before.
+                if self.inner.has_tried_mark()? {
+                    entries.clear();
                 }
                 entries
             }
@@ -210,20 +215,19 @@ impl PackWriter {
         })
     }
 
-    /// Adds records to the index, if it has room. This writer's open pack must keep its entries.
+    /// Adds records to the index. If it has no room, and this writer's open pack must keep its
+    /// entries, leaves them out: this writer then stores their content again.
     fn add_part(&mut self, part: PackPart, plain_only: bool) {
         let PackPart { number, entries, end, seal } = part;
-        if !self.index.has_room_for(entries.len()) {
-            return;
+        if self.open.is_none() || self.index.has_room_for(entries.len()) {
+            let usable = entries.iter().filter(|entry| !(plain_only && entry.kind().is_derived()));
+            self.index.learn(number, seal, usable);
         }
-        let usable = entries.iter().filter(|entry| !(plain_only && entry.kind().is_derived()));
-        self.index.learn(number, seal, usable);
-        match end {
-            Some(end) => drop(self.followed.insert(number, end)),
-            None => {
-                self.learnt.insert(number);
-                self.followed.remove(&number);
-            }
+        if let Some(end) = end {
+            self.followed.insert(number, end);
+        } else {
+            self.learnt.insert(number);
+            self.followed.remove(&number);
         }
     }
 

@@ -29,6 +29,7 @@ use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::testing::{FaultyBackend, SeededRandom};
 use keyframe_units::CheckpointId;
 use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
@@ -108,15 +109,6 @@ struct Fleet {
 impl std::fmt::Debug for Fleet {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Fleet")
-    }
-}
-
-impl Drop for Fleet {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            let story = self.story.lock().ignore_poison().join("\n  ");
-            eprintln!("what happened:\n  {story}");
-        }
     }
 }
 
@@ -637,7 +629,12 @@ impl Fleet {
 
 fn play(seed: u64) -> Tally {
     let fleet = Fleet::new(seed);
-    fleet.live();
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| fleet.live())) {
+        eprintln!("what happened:\n  {}", locked(&fleet.story).join("\n  "));
+        // They hold the fleet.
+        fleet.members.iter().for_each(|member| *locked(member) = None);
+        resume_unwind(panic);
+    }
     std::mem::take(&mut locked(&fleet.tally))
 }
 
