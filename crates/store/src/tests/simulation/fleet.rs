@@ -520,16 +520,13 @@ impl Fleet {
         let ids: BTreeSet<CheckpointId> = store.ids().unwrap().into_iter().collect();
         let known = locked(&self.known);
         for id in &ids {
-            match known.facts.get(id) {
-                Some(fact) => assert_fact(&store, *id, &fact.image),
-                None => {
-                    let is = |image: &Image| {
-                        matches(&store, *id, image).unwrap_or_else(|e| panic!("{id}: {e}"))
-                    };
-                    let is_known = known.strangers.iter().any(is);
-                    assert!(is_known, "checkpoint {id} is none that was put");
-                }
+            if let Some(fact) = known.facts.get(id) {
+                assert_fact(&store, *id, &fact.image);
+                continue;
             }
+            let is =
+                |image: &Image| matches(&store, *id, image).unwrap_or_else(|e| panic!("{id}: {e}"));
+            assert!(known.strangers.iter().any(is), "checkpoint {id} is none that was put");
         }
         ids
     }
