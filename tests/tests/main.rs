@@ -67,6 +67,7 @@ mod standing;
 mod strategies;
 mod thp;
 mod tools;
+mod writers;
 
 /// A file without its line above would be tests that nobody runs.
 #[test]

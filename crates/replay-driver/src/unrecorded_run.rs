@@ -30,8 +30,7 @@ use keyframe_qemu::restore::{CloneOptions, clone_line};
 use keyframe_qemu::{Accelerator, QemuIdentity, QmpEvent};
 use keyframe_replay::interval::{Interval, RecordedCheckpoint};
 use keyframe_scratch_directory::ScratchDirectory;
-use keyframe_store::{Meta, Sealed, Store};
-use keyframe_units::CheckpointId;
+use keyframe_store::{CheckpointId, Meta, RunsAtWork, Sealed, Store};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -81,7 +80,7 @@ impl UnrecordedRun {
         let run = newest.meta.run.clone();
         let mut opened = Self { store, run, qemu, selection, fixed: None };
         if !follow {
-            opened.fixed = Some(opened.intervals_in(&all, false)?);
+            opened.fixed = Some(opened.intervals_in(&all, &RunsAtWork::default())?);
         }
         Ok(opened)
     }
@@ -97,31 +96,34 @@ impl UnrecordedRun {
         if let Some(fixed) = &self.fixed {
             return Ok(fixed.clone());
         }
-        // Look at the lock first: a checkpoint that is sealed after that is in the list.
-        let is_locked = self.is_locked()?;
-        self.intervals_in(&checkpoints(&self.store)?, is_locked)
+        // Look at the writers first: a checkpoint that is sealed after that is in the list.
+        let runs = self.store.runs_at_work();
+        let runs = runs.map_err(|e| Error::store(self.store.path(), e))?;
+        self.intervals_in(&checkpoints(&self.store)?, &runs)
     }
 
-    /// Returns the intervals between those of `all` checkpoints that are the run's and selected. A
-    /// run whose store is locked may go on.
-    fn intervals_in(&self, all: &[Sealed], is_locked: bool) -> Result<KnownIntervals> {
-        let may_go_on = all.last().is_none_or(|newest| {
-            newest.meta.run == self.run && self.selection.to.is_none_or(|to| newest.id.0 <= to)
-        });
+    /// Returns the intervals between those of `all` checkpoints that are the run's and selected. The
+    /// run may go on if it is one of `runs`.
+    fn intervals_in(&self, all: &[Sealed], runs: &RunsAtWork) -> Result<KnownIntervals> {
+        let newest = all.iter().rev().find(|sealed| sealed.meta.run == self.run);
+        // One that is not in the list is being sealed, perhaps by this run.
+        let may_be_ours = |id: &CheckpointId| {
+            all.iter().find(|s| s.id == *id).is_none_or(|s| s.meta.run == self.run)
+        };
+        let is_last = all.last().is_none_or(|last| last.meta.run == self.run);
+        let is_at_work = runs.built_upon.iter().any(may_be_ours)
+            || runs.unknown > 1
+            || runs.unknown == 1 && is_last;
+        let may_go_on = is_at_work
+            && newest.is_none_or(|newest| self.selection.to.is_none_or(|to| newest.id.0 <= to));
         let is_ours = |sealed: &&Sealed| sealed.meta.run == self.run && self.selection.has(sealed);
         let intervals = intervals_of(&all.iter().filter(is_ours).collect::<Vec<_>>());
-        let is_complete = !(is_locked && may_go_on);
+        let is_complete = !may_go_on;
         if is_complete && intervals.is_empty() {
             let place = self.store.path().to_owned();
             return Err(AnalysisError::NoConsecutiveCheckpoints(place).into());
         }
         Ok(KnownIntervals { intervals, is_complete })
-    }
-
-    /// Returns true while a process writes to the store.
-    fn is_locked(&self) -> Result<bool> {
-        let holder = self.store.lock_holder();
-        Ok(holder.map_err(|e| Error::store(self.store.path(), e))?.is_some())
     }
 
     /// Starts a paused VM at the begin of `interval`. Errors: its checkpoints cannot be read; QEMU

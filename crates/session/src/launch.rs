@@ -281,9 +281,9 @@ pub fn names(
     Ok((options.name.clone().unwrap_or_else(|| "group".into()), members))
 }
 
-/// Takes the writer's lock of `store` for the VM or group of that name. `command` and the name
-/// describe the holder to other processes. Returns the writer. Errors: the store is in use, or
-/// cannot be written.
+/// Becomes a writer of `store` for the VM or group of that name. `command` and the name describe it
+/// to other processes. Returns the writer. Errors: the store is being repaired, or is in object
+/// storage and has a writer; it cannot be written.
 pub fn lock(
     store: &Store,
     command: &str,

@@ -27,19 +27,35 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Returns the name of the file `name` in messages: its path or URL.
     fn describe(&self, name: &str) -> String;
 
-    /// Takes the writer's lock, and returns a guard that holds it until it is dropped. Stores
-    /// `holder` where other processes can read it, and removes temporary files of earlier writers.
-    /// Errors: [`Error::Locked`] with the text of the present holder if the lock is taken; the
-    /// medium fails.
+    /// Takes the writers' lock for this process alone, and returns a guard that holds it until it is
+    /// dropped. Stores `holder` where other processes can read it, and removes temporary files of
+    /// earlier writers. Errors: [`Error::Locked`] with the texts of the present writers, one a line,
+    /// if there is one; the medium fails.
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
+
+    /// Makes this process one of the store's writers. Stores `holder` where other processes can
+    /// read it, and removes temporary files of processes that have ended. By default the store has
+    /// one writer at a time. Errors: [`Error::Locked`] if a process has the store alone, if another
+    /// writer takes too long to start, or if there are too many writers; the medium fails.
+    fn join(&self, holder: &str) -> Result<StartingWriter> {
+        self.lock(holder).map(StartingWriter::alone)
+    }
+
+    /// Returns the processes that write to the store, and what those said that have ended.
+    /// By default there is at most the holder of the lock, whose state cannot be known. Error: the
+    /// locks cannot be read.
+    fn writers(&self) -> Result<Vec<WriterEntry>> {
+        let entry = |holder| WriterEntry { slot: None, lives: true, holder, state: None };
+        Ok(self.lock_holder()?.map(entry).into_iter().collect())
+    }
 
     /// Takes the lock of a prune, which may run beside a writer, and returns a guard that holds it.
     /// `holder` describes this process to others. Removes no files. Errors: [`Error::Locked`] if
     /// another prune has it; the medium fails.
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>>;
 
-    /// Returns the text with which the holder of the writer's lock describes itself; `None` if no
-    /// process has the lock. Error: the lock cannot be read.
+    /// Returns the texts with which the writers describe themselves, one a line; `None` if no
+    /// process writes. Error: the locks cannot be read.
     fn lock_holder(&self) -> Result<Option<String>>;
 
     /// Removes locks whose holders have ended, and returns what it did. Also removes a lock whose
@@ -103,6 +119,14 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Error: the medium fails; the file then holds either content.
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()>;
 
+    /// Writes the file `name` as [`Backend::put`] does, if there is no such file. By default it
+    /// replaces a file, which is right for a backend with one writer at a time. Errors: kind
+    /// `AlreadyExists` if the name is taken; the medium fails, and the file does not exist or holds
+    /// `bytes`.
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.put(name, bytes)
+    }
+
     /// Opens a file for reading. Errors: there is no such file; the medium fails.
     fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>>;
 
@@ -143,6 +167,72 @@ pub struct Space {
 
 /// Holds a lock until it is dropped.
 pub trait LockGuard: Send + Sync + fmt::Debug {}
+
+/// Makes this process a writer of the store until it is dropped.
+pub trait WriterSlot: LockGuard {
+    /// Returns the number of the slot; `None` if this process is the only writer.
+    fn number(&self) -> Option<u32>;
+    /// Shows `state` to other processes, in place of what was said before. Keeps at most
+    /// [`STATE_BYTES_MAX`] bytes. The state need not survive power loss. Error: the medium fails.
+    fn tell(&self, state: &[u8]) -> Result<()>;
+}
+
+/// The most bytes that a writer can say about itself.
+pub const STATE_BYTES_MAX: usize = 16_000;
+
+/// A process that becomes a writer of a store.
+#[derive(Debug)]
+pub struct StartingWriter {
+    /// Makes it a writer.
+    pub slot: Box<dyn WriterSlot>,
+    /// Keeps other writers from starting, until it is dropped.
+    pub start: Box<dyn LockGuard>,
+}
+
+impl StartingWriter {
+    /// Returns the only writer of a store, which holds `lock`.
+    pub fn alone(lock: Box<dyn LockGuard>) -> Self {
+        Self { slot: Box::new(AloneSlot { _lock: lock }), start: Box::new(NoLock) }
+    }
+}
+
+/// A writer of a store, as other processes see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WriterEntry {
+    /// The number of its slot; `None` if it is the only writer.
+    pub slot: Option<u32>,
+    /// False if the process has ended.
+    pub lives: bool,
+    /// The text with which it describes itself.
+    pub holder: String,
+    /// What it said last with [`WriterSlot::tell`]. If it has said nothing, what the process before
+    /// it in its slot said. `None` if it cannot be known.
+    pub state: Option<Vec<u8>>,
+}
+
+/// The slot of the only writer.
+#[derive(Debug)]
+struct AloneSlot {
+    _lock: Box<dyn LockGuard>,
+}
+
+impl LockGuard for AloneSlot {}
+
+impl WriterSlot for AloneSlot {
+    fn number(&self) -> Option<u32> {
+        None
+    }
+
+    fn tell(&self, _state: &[u8]) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// No lock.
+#[derive(Debug)]
+pub(crate) struct NoLock;
+
+impl LockGuard for NoLock {}
 
 /// A file that grows at its end.
 pub trait AppendFile: Send + fmt::Debug {

@@ -20,7 +20,9 @@ mod frame;
 mod tests;
 
 use crate::layout::STORE_JSON;
-use crate::{AppendFile, Backend, LockGuard, ReadFile, Space, UnlockOutcome};
+use crate::{
+    AppendFile, Backend, LockGuard, ReadFile, Space, StartingWriter, UnlockOutcome, WriterEntry,
+};
 use crate::{Error, Result};
 use frame::{
     BLOCK_BYTES, EncryptedFrame, FileCipher, FileHeader, FileKind, FrameWriter, HEADER_BYTES,
@@ -53,6 +55,14 @@ impl EncryptedBackend {
     pub fn new(below: Arc<dyn Backend>, key: &DataKey) -> Self {
         Self { below, cipher: Arc::new(FileCipher::new(key)) }
     }
+
+    /// The encrypted bytes of the file `name`, which is written as a whole.
+    fn encrypt_whole(&self, name: &str, bytes: &[u8]) -> Result<Vec<u8>> {
+        let mut seals = FrameWriter::new(FileKind::Whole, name)?;
+        let mut out = seals.header.encode().to_vec();
+        out.extend(seals.seal(&self.cipher, bytes)?);
+        Ok(out)
+    }
 }
 
 /// `store.json` is not encrypted: it holds the locked keys.
@@ -67,6 +77,14 @@ impl Backend for EncryptedBackend {
 
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         self.below.lock(holder)
+    }
+
+    fn join(&self, holder: &str) -> Result<StartingWriter> {
+        self.below.join(holder)
+    }
+
+    fn writers(&self) -> Result<Vec<WriterEntry>> {
+        self.below.writers()
     }
 
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
@@ -126,10 +144,14 @@ impl Backend for EncryptedBackend {
         if is_plain(name) {
             return self.below.put(name, bytes);
         }
-        let mut seals = FrameWriter::new(FileKind::Whole, name)?;
-        let mut out = seals.header.encode().to_vec();
-        out.extend(seals.seal(&self.cipher, bytes)?);
-        self.below.put(name, &out)
+        self.below.put(name, &self.encrypt_whole(name, bytes)?)
+    }
+
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        if is_plain(name) {
+            return self.below.put_new(name, bytes);
+        }
+        self.below.put_new(name, &self.encrypt_whole(name, bytes)?)
     }
 
     fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>> {

@@ -26,6 +26,8 @@ pub const FILES: &str = "files";
 pub const MANIFEST: &str = "files/manifest.json";
 /// The folder of files that are being written.
 pub const TMP: &str = "tmp";
+/// The folder of the writers' slots, which the first writer makes.
+pub const WRITERS: &str = "writers";
 /// The folders that a new store has.
 pub const FOLDERS: [&str; 6] = [PACKS, MAPS, CHECKPOINTS, TAGS, WORKSETS, TMP];
 /// The folders whose files readers ask for.
@@ -67,6 +69,17 @@ pub fn parse_workset(file: &str) -> Option<CheckpointId> {
 /// Returns the name of the file of tag `tag`, with its folder.
 pub fn tag(tag: &str) -> String {
     format!("{TAGS}/{tag}")
+}
+
+/// Returns the name of the file of slot `number` of a writer, with its folder.
+pub fn writer(number: u32) -> String {
+    format!("{WRITERS}/{number:02}")
+}
+
+/// Returns the number in the file name `file` of a writer's slot; `None` if it is no such name.
+pub fn parse_writer(file: &str) -> Option<u32> {
+    let number = file.parse().ok()?;
+    (format!("{number:02}") == file).then_some(number)
 }
 
 fn pack_file(number: u32) -> String {

@@ -30,8 +30,8 @@ pub mod testing;
 
 pub use archive::ArchiveBackend;
 pub use backend::{
-    AppendFile, Backend, FileStamp, LockGuard, ReadFile, Space, UnlockOutcome, create,
-    is_read_only, is_remote, open,
+    AppendFile, Backend, FileStamp, LockGuard, ReadFile, STATE_BYTES_MAX, Space, StartingWriter,
+    UnlockOutcome, WriterEntry, WriterSlot, create, is_read_only, is_remote, open,
 };
 pub use cache::cache_root;
 pub use encrypted::{DataKey, EncryptedBackend};

@@ -1,43 +1,71 @@
 //! A store in a directory of this host, or of a network file system that honours `flock`, `fsync`
 //! and `rename`.
 
+mod locks;
 mod regular_file;
+mod slots;
 #[cfg(test)]
 mod tests;
 
-use crate::{AppendFile, Backend, FileStamp, LockGuard, ReadFile, Space};
-use crate::{Error, Result};
+use crate::layout::WRITERS;
+use crate::{
+    AppendFile, Backend, FileStamp, LockGuard, ReadFile, Space, StartingWriter, WriterEntry,
+};
+use crate::{Error, Result, random_bytes};
+use keyframe_bytes::hex::to_hex;
+use locks::{holder_of, lock_shared, take_lock, wait_for_lock};
 use regular_file::{open_regular, path_in, require_folder};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use rustix::io::Errno;
+use slots::Slots;
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{self, Read, Seek, Write};
+use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
 use xxhash_rust::xxh3::xxh3_64;
 
 const FOLDERS: [&str; 6] = ["packs", "maps", "checkpoints", "tags", "worksets", "tmp"];
 /// The folder that a repair makes.
 const QUARANTINE: &str = "quarantine";
+const TMP: &str = "tmp";
 const LOCK: &str = "lock";
+/// The lock of a writer that starts, in the folder of the slots.
+const START: &str = "start";
 const PRUNE_LOCK: &str = "prune.lock";
-const HOLDER_BYTES_MAX: u64 = 4096;
-const LOCK_ATTEMPTS: u32 = 5;
-const LOCK_PAUSE: Duration = Duration::from_millis(2);
 
 /// A backend whose files are in a directory.
 #[derive(Debug)]
 pub struct LocalBackend {
     root: PathBuf,
-    /// Numbers the temporary files of this process.
-    temporaries: Arc<AtomicU64>,
+    /// Names the temporary files of this handle of the store, and numbers them.
+    temporaries: Arc<Temporaries>,
     /// The directory `root`, opened before the first write that is not synced. The kernel reports a
     /// write that failed later to this descriptor, even if another process has seen the error.
     root_file: Arc<OnceLock<File>>,
     /// Files and directories are not synced one by one ([`Backend::without_syncs`]).
     relaxed: bool,
+}
+
+/// The names of temporary files: `tmp/TOKEN-NUMBER-NAME`. The slots of living writers show their
+/// tokens, so the files of others can be told from leftovers.
+#[derive(Debug)]
+struct Temporaries {
+    token: String,
+    used: AtomicU64,
+}
+
+impl Default for Temporaries {
+    fn default() -> Self {
+        // Without random bytes, the number of the process has to do.
+        let token = random_bytes::<8>().map_or_else(|_| pid_token(), |bytes| to_hex(&bytes));
+        Self { token, used: AtomicU64::new(0) }
+    }
+}
+
+fn pid_token() -> String {
+    format!("{:016x}", std::process::id())
 }
 
 impl LocalBackend {
@@ -86,7 +114,7 @@ impl LocalBackend {
     }
 
     fn require_folders(&self) -> Result<()> {
-        let mut folders = FOLDERS.into_iter().chain([QUARANTINE]);
+        let mut folders = FOLDERS.into_iter().chain([QUARANTINE, WRITERS]);
         folders.try_for_each(|folder| require_folder(&self.root, folder))
     }
 
@@ -96,6 +124,65 @@ impl LocalBackend {
         }
         let file = File::open(&self.root).map_err(|e| io_error(&self.root, "open", e))?;
         Ok(self.root_file.get_or_init(|| file))
+    }
+
+    /// Writes a temporary file, and calls `place` to give it its name. Does it twice, because a
+    /// writer that starts may take the file of a process that does not write to the store for a
+    /// leftover.
+    fn write_whole(
+        &self,
+        name: &str,
+        bytes: &[u8],
+        place: &dyn Fn(&Path) -> Result<()>,
+    ) -> Result<()> {
+        let write = || {
+            let Temporaries { token, used } = &*self.temporaries;
+            let serial = used.fetch_add(1, Ordering::Relaxed);
+            let temporary =
+                self.path(&format!("{TMP}/{token}-{serial}-{}", name.replace('/', "-")));
+            let temporary = temporary.map_err(|error| (error, false))?;
+            let written =
+                write_temporary(&temporary, bytes, !self.relaxed).and_then(|()| place(&temporary));
+            let was_removed = matches!(&written, Err(e) if e.is_not_found() && !temporary.exists());
+            if written.is_err() {
+                // Best effort: the next writer removes temporary files.
+                let _ = std::fs::remove_file(&temporary);
+            }
+            written.map_err(|error| (error, was_removed))
+        };
+        match write() {
+            Err((_, true)) => write().map_err(|(error, _)| error),
+            other => other.map_err(|(error, _)| error),
+        }
+    }
+
+    fn rename(&self, temporary: &Path, path: &Path) -> Result<()> {
+        let rename =
+            || std::fs::rename(temporary, path).map_err(|e| io_error(path, "rename into place", e));
+        match rename() {
+            // The folder was removed.
+            Err(e) if e.is_not_found() && temporary.exists() => {
+                self.make_folder(path.parent().unwrap_or(&self.root))?;
+                rename()
+            }
+            other => other,
+        }
+    }
+
+    fn slots(&self) -> Slots {
+        Slots { folder: self.root.join(WRITERS) }
+    }
+
+    /// Removes the temporary files that no living writer has.
+    fn clear_temporaries(&self, writers: &[slots::SlotText]) -> Result<()> {
+        for leftover in self.list(TMP)? {
+            let token = leftover.split_once('-').map_or("", |(token, _)| token);
+            let is_of = |writer: &slots::SlotText| writer.lives && writer.token == token;
+            if !writers.iter().any(is_of) && token != self.temporaries.token {
+                self.remove(&format!("{TMP}/{leftover}"))?;
+            }
+        }
+        Ok(())
     }
 
     fn sync_parent(&self, path: &Path) -> Result<()> {
@@ -110,12 +197,39 @@ impl Backend for LocalBackend {
 
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         self.require_folders()?;
-        let lock = take_lock(&self.root.join(LOCK), holder)?;
+        let lock = take_lock(&self.root.join(LOCK), holder).map_err(|error| match error {
+            Error::Locked { holder } => {
+                // The text of the lock names one of several writers.
+                let texts = self.slots().texts().unwrap_or_default();
+                let living: Vec<String> =
+                    texts.into_iter().filter(|text| text.lives).map(|text| text.holder).collect();
+                Error::Locked { holder: if living.is_empty() { holder } else { living.join("\n") } }
+            }
+            other => other,
+        })?;
         self.root_file()?;
-        for leftover in self.list("tmp")? {
-            self.remove(&format!("tmp/{leftover}"))?;
-        }
+        self.clear_temporaries(&[])?;
         Ok(Box::new(lock))
+    }
+
+    fn join(&self, holder: &str) -> Result<StartingWriter> {
+        self.require_folders()?;
+        self.make_folder(&self.root.join(WRITERS))?;
+        let lock = lock_shared(&self.root.join(LOCK), holder)?;
+        self.root_file()?;
+        let slots = self.slots();
+        let start = wait_for_lock(&slots.folder.join(START), holder)?;
+        let slot = slots.take(&self.temporaries.token, holder, lock)?;
+        self.clear_temporaries(&slots.texts()?)?;
+        Ok(StartingWriter { slot: Box::new(slot), start: Box::new(start) })
+    }
+
+    fn writers(&self) -> Result<Vec<WriterEntry>> {
+        require_folder(&self.root, WRITERS)?;
+        let entry = |holder| WriterEntry { slot: None, lives: true, holder, state: None };
+        let alone = holder_of(&self.root.join(LOCK))?.map(entry);
+        let of_slots = self.slots().texts()?.into_iter().map(slots::SlotText::into_entry);
+        Ok(alone.into_iter().chain(of_slots).collect())
     }
 
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
@@ -126,7 +240,9 @@ impl Backend for LocalBackend {
     }
 
     fn lock_holder(&self) -> Result<Option<String>> {
-        holder_of(&self.root.join(LOCK))
+        let living = self.writers()?.into_iter().filter(|writer| writer.lives);
+        let texts: Vec<String> = living.map(|writer| writer.holder).collect();
+        Ok((!texts.is_empty()).then(|| texts.join("\n")))
     }
 
     fn is_persistent(&self) -> bool {
@@ -179,25 +295,17 @@ impl Backend for LocalBackend {
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         let path = self.path(name)?;
-        let serial = self.temporaries.fetch_add(1, Ordering::Relaxed);
-        let temporary =
-            self.path(&format!("tmp/{}-{}-{serial}", name.replace('/', "-"), std::process::id()))?;
-        let rename = || match std::fs::rename(&temporary, &path) {
-            // The folder was removed.
-            Err(e) if e.kind() == io::ErrorKind::NotFound && temporary.exists() => {
-                self.make_folder(path.parent().unwrap_or(&self.root))?;
-                std::fs::rename(&temporary, &path)
-                    .map_err(|e| io_error(&path, "rename into place", e))
-            }
-            other => other.map_err(|e| io_error(&path, "rename into place", e)),
-        };
-        let written = write_temporary(&temporary, bytes, !self.relaxed).and_then(|()| rename());
-        if let Err(error) = written {
-            // Best effort: the next writer removes temporary files.
-            let _ = std::fs::remove_file(&temporary);
-            return Err(error);
-        }
+        self.write_whole(name, bytes, &|temporary| self.rename(temporary, &path))?;
         self.sync_parent(&path)
+    }
+
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.path(name)?;
+        self.write_whole(name, bytes, &|temporary| rename_new(temporary, &path))?;
+        self.sync_parent(&path).inspect_err(|_| {
+            // The caller does not know that the file is its own.
+            let _ = std::fs::remove_file(&path);
+        })
     }
 
     fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>> {
@@ -254,22 +362,6 @@ impl Backend for LocalBackend {
         let file = open_regular(OpenOptions::new().write(true), &path)?;
         file.sync_all().map_err(|e| io_error(&path, "sync", e))?;
         self.sync_parent(&path)
-    }
-}
-
-/// An `flock`. The kernel releases it when the descriptor closes, however the process ends.
-#[derive(Debug)]
-struct Flock {
-    file: File,
-}
-
-impl LockGuard for Flock {}
-
-impl Drop for Flock {
-    fn drop(&mut self) {
-        // Closing the descriptor releases the lock too, unless a child process inherited it. If
-        // this fails, closing is all that is left.
-        let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
@@ -341,60 +433,22 @@ impl ReadFile for LocalReadFile {
     }
 }
 
-fn take_lock(path: &Path, holder: &str) -> Result<Flock> {
-    let mut file = open_regular(
-        OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600),
-        path,
-    )?;
-    if !exclude(&file, path)? {
-        return Err(Error::Locked { holder: holder_in(&file, path)? });
-    }
-    // The text is for messages only, so a crash while it is written does no harm.
-    file.set_len(0)
-        .and_then(|()| file.rewind())
-        .and_then(|()| file.write_all(holder.as_bytes()))
-        .map_err(|e| io_error(path, "write", e))?;
-    Ok(Flock { file })
-}
-
-/// Takes the lock; false if another process has it. Retries a few times, because a process that
-/// asks for the holder ([`Backend::lock_holder`]) holds the lock for a moment.
-fn exclude(file: &File, path: &Path) -> Result<bool> {
-    for attempt in 0..LOCK_ATTEMPTS {
-        match flock(file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(true),
-            Err(rustix::io::Errno::WOULDBLOCK) if attempt + 1 < LOCK_ATTEMPTS => {
-                std::thread::sleep(LOCK_PAUSE);
-            }
-            Err(rustix::io::Errno::WOULDBLOCK) => {}
-            Err(e) => return Err(io_error(path, "lock", e.into())),
-        }
-    }
-    Ok(false)
-}
-
-/// The text of the process that holds a lock, if any does.
-fn holder_of(path: &Path) -> Result<Option<String>> {
-    let file = match open_regular(OpenOptions::new().read(true), path) {
-        Err(e) if e.is_not_found() => return Ok(None),
-        other => other?,
-    };
-    match flock(&file, FlockOperation::NonBlockingLockShared) {
-        // Closing the file releases it.
-        Ok(()) => Ok(None),
-        Err(rustix::io::Errno::WOULDBLOCK) => holder_in(&file, path).map(Some),
-        Err(e) => Err(io_error(path, "lock", e.into())),
-    }
-}
-
-fn holder_in(file: &File, path: &Path) -> Result<String> {
-    let mut text = Vec::new();
-    file.take(HOLDER_BYTES_MAX).read_to_end(&mut text).map_err(|e| io_error(path, "read", e))?;
-    Ok(String::from_utf8_lossy(&text).into_owned())
-}
-
 fn sync_folder(path: &Path) -> Result<()> {
     File::open(path).and_then(|f| f.sync_all()).map_err(|e| io_error(path, "sync directory", e))
+}
+
+/// Gives the file `temporary` the name `path`, if that is free.
+fn rename_new(temporary: &Path, path: &Path) -> Result<()> {
+    let failed = |e: Errno| io_error(path, "rename into place", e.into());
+    match renameat_with(CWD, temporary, CWD, path, RenameFlags::NOREPLACE) {
+        Ok(()) => Ok(()),
+        // The file system cannot do that.
+        Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
+            rustix::fs::link(temporary, path).map_err(failed)?;
+            std::fs::remove_file(temporary).map_err(|e| io_error(temporary, "remove", e))
+        }
+        Err(e) => Err(failed(e)),
+    }
 }
 
 fn write_temporary(path: &Path, bytes: &[u8], durably: bool) -> Result<()> {

@@ -99,8 +99,8 @@ impl FetchCounters {
 /// The processes that work on a store, as its server reports them.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct StoreState {
-    /// The text with which the holder of the writer's lock describes itself; `None` if no process
-    /// has the lock.
+    /// The texts with which the writers describe themselves, one a line; `None` if no process
+    /// writes.
     pub holder: Option<String>,
     /// True while a prune runs.
     pub is_pruned: bool,

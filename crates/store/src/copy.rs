@@ -81,12 +81,12 @@ pub struct CopyReport {
 }
 
 impl Store {
-    /// Copies the checkpoints `ids` into the store `target`, as its one writer. Calls `progress`
+    /// Copies the checkpoints `ids` into the store `target`, as one of its writers. Calls `progress`
     /// before each checkpoint. A damaged checkpoint is not copied; the report lists it. Returns the
     /// report.
     ///
     /// Errors: [`Error::SameStore`] if `target` is this store; this store cannot be read; the
-    /// target cannot be written or has another writer.
+    /// target cannot be written.
     pub fn copy_to(
         &self,
         target: &Self,
@@ -149,12 +149,8 @@ impl Store {
         }
         let writer = target.lock_writer_tuned(how.owner, how.tuning)?;
         let edit = how.edit;
-        // Under the lock no other process adds checkpoints.
-        let listed = target.checkpoints()?.sealed;
         let mut there = There::default();
-        for sealed in &listed {
-            there.add(origin_of(target, sealed.id, &sealed.meta), sealed.meta.taken_at, sealed.id);
-        }
+        there.look(target)?;
         let report = CopyReport::default();
         let mut copy = Copy { source: self, target, edit, writer, there, open: None, report };
         let tags = self.tags_of_checkpoints()?;
@@ -199,16 +195,35 @@ struct Open {
 /// The checkpoints of the target, by origin and time. The time is needed because power loss may
 /// take a checkpoint, whose number is then used again.
 #[derive(Default)]
-struct There(BTreeMap<Origin, BTreeMap<Timestamp, CheckpointId>>);
+struct There {
+    copies: BTreeMap<Origin, BTreeMap<Timestamp, CheckpointId>>,
+    /// Those that were looked at.
+    known: BTreeSet<CheckpointId>,
+}
 
 impl There {
     fn add(&mut self, origin: Origin, taken_at: Timestamp, id: CheckpointId) {
-        self.0.entry(origin).or_default().insert(taken_at, id);
+        self.copies.entry(origin).or_default().insert(taken_at, id);
+        self.known.insert(id);
+    }
+
+    /// Adds the checkpoints that other writers have sealed since the last look. Two copies of one
+    /// checkpoint at the same time may both be made; each is complete.
+    fn look(&mut self, target: &Store) -> Result<()> {
+        let mut new = target.ids()?;
+        new.retain(|id| self.known.insert(*id));
+        for (id, meta) in target.inner().read_metas(&new) {
+            // One that cannot be read is left out of this copy, as in a listing.
+            if let Ok(meta) = meta {
+                self.add(origin_of(target, id, &meta), meta.taken_at, id);
+            }
+        }
+        Ok(())
     }
 
     /// The copy taken at that time; the latest one if the time is not known.
     fn get(&self, origin: &Origin, taken_at: Option<Timestamp>) -> Option<CheckpointId> {
-        let copies = self.0.get(origin)?;
+        let copies = self.copies.get(origin)?;
         taken_at.map_or_else(|| copies.values().next_back(), |at| copies.get(&at)).copied()
     }
 }
@@ -228,6 +243,10 @@ impl Copy<'_> {
     fn copy_checkpoint(&mut self, id: CheckpointId) -> Result<CheckpointId> {
         let mut ram = self.source.load(id)?;
         let origin = origin_of(self.source, id, &ram.meta);
+        // In object storage, this is the only writer.
+        if !self.target.is_remote() {
+            self.there.look(self.target)?;
+        }
         if let Some(to) = self.there.get(&origin, Some(ram.meta.taken_at)) {
             self.report.known.push(CopiedCheckpoint { from: id, to });
             return Ok(to);

@@ -1,7 +1,9 @@
 //! The files of one store: a backend whose errors are those of this crate.
 
 use crate::Result;
-use keyframe_store_backend::{AppendFile, Backend, LockGuard, ReadFile, Space, UnlockOutcome};
+use keyframe_store_backend::{
+    AppendFile, Backend, LockGuard, ReadFile, Space, StartingWriter, UnlockOutcome, WriterEntry,
+};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -81,10 +83,22 @@ impl StoreFiles {
         self.0.describe(name)
     }
 
-    /// Takes the writer's lock of the store, and returns a guard that holds it. `holder` describes
-    /// this process to others. Errors: another writer holds the lock; the backend fails.
+    /// Takes the writers' lock of the store for this process alone, and returns a guard that holds
+    /// it. `holder` describes this process to others. Errors: there is a writer; the backend fails.
     pub fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         Ok(self.0.lock(holder)?)
+    }
+
+    /// Makes this process one of the store's writers. `holder` describes it to others. Errors: a
+    /// process has the store alone; the backend fails.
+    pub fn join(&self, holder: &str) -> Result<StartingWriter> {
+        Ok(self.0.join(holder)?)
+    }
+
+    /// Returns the processes that write to the store, and those that have ended. Error: the backend
+    /// fails.
+    pub fn writers(&self) -> Result<Vec<WriterEntry>> {
+        Ok(self.0.writers()?)
     }
 
     /// Takes the prunes' lock of the store, and returns a guard that holds it. `holder` describes
@@ -93,8 +107,8 @@ impl StoreFiles {
         Ok(self.0.lock_prune(holder)?)
     }
 
-    /// Returns the description of the process that holds the writer's lock. Returns `None` if the
-    /// lock is free. Error: the backend fails.
+    /// Returns the descriptions of the processes that write, one a line. Returns `None` if none
+    /// does. Error: the backend fails.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.0.lock_holder()?)
     }
@@ -156,6 +170,12 @@ impl StoreFiles {
     /// the backend fails.
     pub fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         Ok(self.0.put(name, bytes)?)
+    }
+
+    /// Writes the file `name` as a whole, atomically and durably, if it does not exist. Errors: it
+    /// exists; the backend fails.
+    pub fn put_new(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        Ok(self.0.put_new(name, bytes)?)
     }
 
     /// Opens the file `name` for reading. Errors: it does not exist; the backend fails.

@@ -7,8 +7,8 @@
 //!
 //! Invariants: no tag outlives its checkpoint, so a crash in between leaves no tag without a
 //! checkpoint. Numbers are not used again: the maps stay for that. A writer and readers are not
-//! disturbed. A run builds upon the newest checkpoint only, which is not forgotten while the store
-//! is locked. A reader that has loaded a checkpoint does not need its seal. Power loss may bring
+//! disturbed. A run builds upon its newest checkpoint only, which is not forgotten while it is at
+//! work. A reader that has loaded a checkpoint does not need its seal. Power loss may bring
 //! back what a killed forget has removed, until a prune has synced the removal.
 
 use crate::open_store::OpenStore;
@@ -16,12 +16,16 @@ use crate::{Error, Result, Store};
 use keyframe_store_backend::layout;
 use keyframe_units::CheckpointId;
 use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+/// How long a forget waits for a seal at work, and how often it looks.
+const SEAL_WAIT: Duration = Duration::from_millis(if cfg!(test) { 200 } else { 2000 });
+const SEAL_POLL: Duration = Duration::from_millis(5);
 
 impl Store {
     /// Forgets checkpoints, with their tags and working sets. Ignores numbers that do not exist.
     ///
-    /// Errors: [`Error::InUse`] if the newest of the store is among them and a writer is at work;
-    /// [`Error::Pinned`] if one is pinned. Then none is forgotten.
+    /// Errors: [`Error::InUse`] if the newest of a run at work is among them; [`Error::Pinned`] if one is pinned. Then none is forgotten.
     pub fn forget(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let pinned =
             self.tags()?.into_iter().find(|(tag, id)| ids.contains(id) && *tag == layout::pin(*id));
@@ -35,11 +39,17 @@ impl Store {
     /// [`Self::forget`], without [`Error::Pinned`].
     pub fn forget_even_pinned(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let inner = self.inner();
-        let newest = inner.checkpoint_ids()?.last().copied();
-        if let Some(newest) = newest.filter(|newest| ids.contains(newest))
-            && let Some(holder) = inner.lock_holder()?
-        {
-            return Err(Error::InUse { id: newest, holder });
+        let newest = inner.checkpoint_ids()?.last().copied().unwrap_or(CheckpointId(0));
+        let deadline = Instant::now() + SEAL_WAIT;
+        loop {
+            let writers = inner.other_writers()?;
+            let in_use = ids.iter().find_map(|id| Some((*id, writers.user_of(*id, newest)?)));
+            let Some((id, user)) = in_use else { break };
+            // After the seal, another checkpoint is the newest.
+            if !user.is_sealing || Instant::now() >= deadline {
+                return Err(Error::InUse { id, holder: user.description });
+            }
+            std::thread::sleep(SEAL_POLL);
         }
         inner.remove_checkpoints(ids)
     }

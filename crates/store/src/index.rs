@@ -241,6 +241,11 @@ impl Index {
         self.table.len_max() / 16 * 15
     }
 
+    /// Returns true if the table in memory takes `entries` more entries without [`Self::make_room`].
+    pub fn has_room_for(&self, entries: usize) -> bool {
+        self.table.len() + entries < self.full_at()
+    }
+
     /// Returns true if the index can hold no more entries.
     pub fn is_at_end(&self) -> bool {
         match self.folder {

@@ -3,7 +3,7 @@
 //! ```text
 //!   STORE/
 //!     store.json                    identity, format version, the secret key of the page hashes
-//!     lock                          held by the one writer
+//!     lock, writers/00              held by the writers
 //!     packs/00000001.pack           page contents, each once, compressed; append only
 //!     maps/0000000012.map           the records of the pages that changed since an older checkpoint of the run
 //!     checkpoints/0000000012.ckpt   description and device state; under this name, it seals the checkpoint
@@ -13,7 +13,7 @@
 //!     quarantine/                   damaged files that a repair took out of the store
 //!     tmp/                          files being written
 //!
-//!   Store ──lock_writer──▶ Writer ──begin_run──▶ Run ──put_page*, seal──▶ Sealed        (one writer)
+//!   Store ──lock_writer──▶ Writer ──begin_run──▶ Run ──put_page*, seal──▶ Sealed        (any number in a directory)
 //!     ├────load──────────▶ LoadedCheckpoint ──read_pages──▶ pages                        (any number of readers)
 //!     └────forget, prune                                                                 (at the same time as these)
 //! ```
@@ -24,7 +24,7 @@
 //!   error, config, secret, files, local, medium      keys and files
 //!   index, chain, bases, sectors              structures in memory
 //!   pack_file, open_store                     open packs; the state that all handles share
-//!   folders, metadata, moves, quarantine, lock_holder        the other files of a store
+//!   folders, metadata, moves, quarantine, lock_holder, writers   the other files of a store
 //!   assemble, references, pack_walk, parallel, fill, hold, pack_shape        reading records
 //!   store, tags, listing                      the handle of a store
 //!   durability, pack_writer, session, run, writer            writing
@@ -91,6 +91,7 @@ mod tuning;
 mod unlock;
 mod worksets;
 mod writer;
+mod writers;
 
 pub use check::{
     CheckOptions, CheckProgress, CheckReport, Damage, LostCheckpoint, QuarantinedFile, RepairReport,
@@ -128,3 +129,4 @@ pub use store::{Store, id_on};
 pub use tags::check_tag;
 pub use tuning::Tuning;
 pub use writer::Writer;
+pub use writers::RunsAtWork;

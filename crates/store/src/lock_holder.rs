@@ -9,6 +9,8 @@ use rustix::process::{Pid, test_kill_process};
 use serde::{Deserialize, Serialize};
 use std::os::unix::fs::MetadataExt;
 
+/// The most processes that a message names.
+const NAMED_MAX: usize = 8;
 const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 const PID_NAMESPACE: &str = "/proc/self/ns/pid";
 
@@ -63,16 +65,16 @@ impl OpenStore {
         self.backend.lock_prune(&encode_holder("keyframe prune")).map_err(with_named_holder)
     }
 
-    /// Returns the description of the process that holds the writer's lock, for messages. Returns
-    /// `None` if the lock is free. Error: the backend fails.
+    /// Returns the descriptions of the processes that write, for messages. Returns `None` if none
+    /// does. Error: the backend fails.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         Ok(self.backend.lock_holder()?.map(|text| describe_holder(&text)))
     }
 }
 
 impl Store {
-    /// Returns the description of the process that writes to the store, for messages. Returns `None`
-    /// if no process does. Error: the lock cannot be read.
+    /// Returns the descriptions of the processes that write to the store, for messages. Returns
+    /// `None` if none does. Error: the locks cannot be read.
     pub fn lock_holder(&self) -> Result<Option<String>> {
         self.inner().lock_holder()
     }
@@ -111,8 +113,21 @@ pub fn is_dead(holder: &str) -> bool {
         .is_ok_and(|holder| holder.is_in_this_namespace() && holder.has_ended())
 }
 
-/// Returns a description for users of the process that `text`, the content of a lock file, names.
+/// Returns a description for users of the processes that `text` names, the contents of lock files,
+/// one a line.
 pub fn describe_holder(text: &str) -> String {
+    let mut described: Vec<String> = text.lines().take(NAMED_MAX).map(describe_one).collect();
+    let more = text.lines().count().saturating_sub(NAMED_MAX);
+    if described.is_empty() {
+        described.push(describe_one(text));
+    }
+    if more > 0 {
+        described.push(format!("{more} others"));
+    }
+    described.join("; ")
+}
+
+fn describe_one(text: &str) -> String {
     match serde_json::from_str::<Holder>(text) {
         Ok(Holder { pid, host, since, owner, .. }) => {
             format!("{owner} (process {pid} on {host}, since {since})")

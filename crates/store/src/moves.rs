@@ -1,15 +1,15 @@
-//! How a prune tells a writer at work which packs it removes, and where their records are now.
+//! How a prune tells the writers at work which packs it removes, and where their records are now.
 //!
 //! ```text
-//!   prune    puts moves ────────────▶ waits ─────────────▶ maps rewritten ─▶ packs removed ─▶ moves removed
-//!   writer             at its next seal: follows, puts moves.seen ──▲       it refers to nothing in those packs
+//!   prune    puts moves ────────────▶ waits for all ─────▶ maps rewritten ─▶ packs removed ─▶ moves removed
+//!   writer             at its next seal: follows, says so ──▲       it refers to nothing in those packs
 //!
-//!   moves.seen  the generation that a writer has followed, in hexadecimal
+//!   a writer says in its slot which generation it has followed; the only writer of object storage in the file moves.seen
 //! ```
 //!
 //! Invariant: a process that becomes the writer while `moves` exists uses none of those packs. A
-//! crash may leave either of the two files. That is harmless: the next prune removes them, and a
-//! writer that has followed needs none of the packs.
+//! crash may leave the files. That is harmless: the next prune removes them, and a writer that has
+//! followed needs none of the packs.
 
 use crate::Result;
 use crate::open_store::OpenStore;
@@ -26,7 +26,7 @@ const FULL_TRIES: u32 = 50;
 const FULL_WAIT: Duration = Duration::from_millis(100);
 
 impl OpenStore {
-    /// Announces moves to the writer. If the disk is full, tries again for some seconds, because a
+    /// Announces moves to the writers. If the disk is full, tries again for some seconds, because a
     /// writer at work frees the space of a failed checkpoint for a moment. Error: the backend
     /// fails.
     pub fn put_moves(&self, moves: &Moves) -> Result<()> {
@@ -68,14 +68,31 @@ impl OpenStore {
         }
     }
 
-    /// Confirms that the writer has followed the moves of `generation`: it refers to no record of
+    /// Returns true if moves are announced. Error: the backend fails.
+    pub fn has_moves(&self) -> Result<bool> {
+        match self.backend.open(MOVES) {
+            Err(e) if e.is_not_found() => Ok(false),
+            other => other.map(|_| true),
+        }
+    }
+
+    /// Confirms that this writer has followed the moves of `generation`: it refers to no record of
     /// the victims any more. Error: the backend fails.
     pub fn put_seen(&self, generation: Generation) -> Result<()> {
+        if self.is_shared() {
+            return self.tell(|said| said.seen = Some(to_hex(&generation)));
+        }
         self.backend.put(SEEN, to_hex(&generation).as_bytes())
     }
 
-    /// Returns true if a writer has confirmed the moves of `generation`. Error: the backend fails.
+    /// Returns true if all writers at work have confirmed the moves of `generation`. A process that
+    /// becomes a writer later reads the moves first. Error: the backend fails.
     pub fn is_seen(&self, generation: Generation) -> Result<bool> {
+        let writers = self.other_writers()?;
+        Ok(!writers.are_at_work() || writers.have_seen(generation, self.is_seen_alone(generation)?))
+    }
+
+    fn is_seen_alone(&self, generation: Generation) -> Result<bool> {
         match self.backend.read(SEEN, 64) {
             Err(e) if e.is_not_found() => Ok(false),
             other => Ok(other? == to_hex(&generation).as_bytes()),

@@ -7,6 +7,7 @@ use crate::files::StoreFiles;
 use crate::index::{Bond, Folder, MaskKey};
 use crate::local;
 use crate::pack_file::PackFile;
+use crate::writers::OwnSlot;
 use keyframe_bytes::hex::to_hex;
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::layout::STORE_JSON;
@@ -26,6 +27,8 @@ pub(crate) struct OpenStore {
     pub backend: StoreFiles,
     pub path: PathBuf,
     pub config: Config,
+    /// The place among the writers, if this process writes through this.
+    pub own_slot: Option<Arc<OwnSlot>>,
     /// The packs that were opened, by number.
     packs: Arc<Mutex<FxHashMap<u32, Arc<PackFile>>>>,
 }
@@ -33,13 +36,22 @@ pub(crate) struct OpenStore {
 impl OpenStore {
     /// Creates an open store from its files, its path or address, and its identity.
     pub fn new(backend: StoreFiles, path: PathBuf, config: Config) -> Self {
-        Self { backend, path, config, packs: Arc::default() }
+        Self { backend, path, config, own_slot: None, packs: Arc::default() }
     }
 
     /// Returns the same store with other files. Both share the open packs.
     pub fn with_backend(&self, backend: StoreFiles) -> Arc<Self> {
         let (path, config) = (self.path.clone(), self.config.clone());
-        Arc::new(Self { backend, path, config, packs: Arc::clone(&self.packs) })
+        let (own_slot, packs) = (self.own_slot.clone(), Arc::clone(&self.packs));
+        Arc::new(Self { backend, path, config, own_slot, packs })
+    }
+
+    /// Returns the same store as the writer in `slot` uses it. Both share the open packs.
+    pub fn with_slot(&self, slot: OwnSlot) -> Arc<Self> {
+        let (backend, path, config) =
+            (self.backend.clone(), self.path.clone(), self.config.clone());
+        let (own_slot, packs) = (Some(Arc::new(slot)), Arc::clone(&self.packs));
+        Arc::new(Self { backend, path, config, own_slot, packs })
     }
 
     /// Returns the directory for spills of the deduplication index: in the store's directory, or in
@@ -60,7 +72,13 @@ impl OpenStore {
                 &self.config.key.0,
             ))
         });
-        Some(Folder { path: path.join(INDEX), bond: Bond { store: self.config.id.0, mask } })
+        let mut path = path.join(INDEX);
+        // Each writer has its own spills.
+        if let Some(number) = self.own_slot.as_ref().and_then(|own| own.number()).filter(|n| *n > 0)
+        {
+            path.push(format!("{number:02}"));
+        }
+        Some(Folder { path, bond: Bond { store: self.config.id.0, mask } })
     }
 
     /// Opens pack `number` and checks its header. Errors: the pack is missing or its header is

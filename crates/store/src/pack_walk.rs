@@ -66,6 +66,35 @@ impl PackFile {
         None
     }
 
+    /// Returns the entries of the records from offset `from` to offset `end`, at most `records_max`,
+    /// and the offset after the last of them. Does not read contents: their writer vouches for them.
+    /// Stops at a record whose bytes are damaged. Error: the backend fails.
+    pub fn entries_between(
+        &self,
+        from: u64,
+        end: u64,
+        records_max: usize,
+    ) -> Result<(Vec<PackEntry>, u64)> {
+        let (mut entries, mut at) = (Vec::new(), from);
+        let (mut buffer, mut buffer_at) = (Vec::new(), from);
+        while at < end && entries.len() < records_max {
+            let have = (buffer_at + buffer.len() as u64).saturating_sub(at);
+            if have < (end - at).min(RECORD_BYTES_MAX as u64) {
+                buffer_at = at;
+                buffer.resize((end - at).min(READ_BYTES_MAX) as usize, 0);
+                match self.file.read_at(at, &mut buffer) {
+                    Err(error) if error.is_damage() || error.is_not_found() => break,
+                    other => other?,
+                }
+            }
+            let bytes = buffer.get((at - buffer_at) as usize..).unwrap_or_default();
+            let Ok(record) = Record::parse(bytes, PageRef::new(self.number, at)) else { break };
+            entries.push(PackEntry::new(record.hash, at, record.kind));
+            at += record.len_bytes() as u64;
+        }
+        Ok((entries, at))
+    }
+
     /// Reads the records as [`Self::walk`] does, and returns the correct ones. A pack that was
     /// removed meanwhile counts as damaged. Error: the backend fails, so that a record which was
     /// not read may be correct.

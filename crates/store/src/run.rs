@@ -5,7 +5,9 @@
 //!     │                 │                          only `abandon` and `finish` work then
 //!     └──── abandon ◀───┘  back to the last sealed checkpoint; the caller puts those pages again
 //!
-//!   seal:  a prune at work followed ─▶ packs synced ─▶ map file durable ─▶ checkpoint file durable ─▶ in-memory state moves on ─▶ tag
+//!   put:   before the first one, the packs of other writers learnt
+//!   seal:  a prune at work followed ─▶ packs synced ─▶ number told ─▶ map file durable ─▶ checkpoint file durable
+//!            ─▶ in-memory state moves on ─▶ tag
 //! ```
 //!
 //! Invariants: a checkpoint file is written only after everything that it needs is durable. The
@@ -23,11 +25,12 @@ pub use crate::run::puts::PutOutcome;
 use crate::sealed::Sealed;
 use crate::session::{Session, Slot};
 use crate::tags::check_tag;
+use crate::writers::{NUMBERS_TAKEN_MAX, no_number};
 use crate::{Error, IndexUse, Result};
 use jiff::Timestamp;
 use keyframe_bytes::hex::to_hex;
 use keyframe_locks::IgnorePoison;
-use keyframe_store_backend::{LockGuard, is_remote, layout};
+use keyframe_store_backend::{is_remote, layout};
 use keyframe_store_format::checkpoint::{self, DeviceSection};
 use keyframe_store_format::composed::PARTS;
 use keyframe_store_format::disk_map::DiskMap;
@@ -108,18 +111,27 @@ impl<'a> SealRequest<'a> {
     }
 }
 
+/// The map of a checkpoint that is being sealed.
+struct PutMap {
+    id: u64,
+    map_bytes: u64,
+    map_chain: Vec<u64>,
+    /// Whether its file was put.
+    written: Result<()>,
+}
+
 /// The known content of the disks of a run, for [`crate::Writer::begin_run_with`] of another run.
 #[derive(Clone, Debug, Default)]
 pub struct DiskState(pub(crate) DiskMap);
 
-/// One run of a VM, being written. Dropping it without [`Run::finish`] loses nothing sealed.
+/// One run of a VM, being written. It keeps the writer's place in the store. Dropping it without [`Run::finish`] loses nothing sealed.
 #[derive(Debug)]
 pub struct Run {
     inner: Arc<OpenStore>,
     /// `None` only while the run is being dropped.
     session: Option<Box<Session>>,
-    /// The place that the session returns to, and the lock that must outlive the run.
-    home: (Slot, Arc<dyn LockGuard>),
+    /// The place that the session returns to.
+    home: Slot,
     vm: String,
     id: [u8; 16],
     ram: RamLayout,
@@ -137,7 +149,7 @@ impl Run {
     pub(crate) fn new(
         inner: Arc<OpenStore>,
         session: Box<Session>,
-        home: (Slot, Arc<dyn LockGuard>),
+        home: Slot,
         chain_base: u64,
         vm: &str,
         id: [u8; 16],
@@ -194,6 +206,7 @@ impl Run {
         for (page, _) in pages {
             self.admit(*page)?;
         }
+        self.follow_writers()?;
         let homes =
             pages.iter().map(|(page, content)| (content, (*page, self.progress.map.get(*page))));
         let inputs: Vec<PageInput<'_>> =
@@ -234,6 +247,7 @@ impl Run {
             return Ok(PutOutcome::Zero);
         }
         let range = self.admit_blocks(disk, block, 1)?;
+        self.follow_writers()?;
         let PlacedBlock { placed, composed, mut sectors } =
             self.session()?.packs.put_block(content).inspect_err(|_| self.broken = true)?;
         let (to, put) = match placed {
@@ -317,6 +331,16 @@ impl Run {
         Ok(())
     }
 
+    /// Before the first put of a checkpoint: learns what other writers have sealed.
+    fn follow_writers(&mut self) -> Result<()> {
+        if !self.progress.is_empty() {
+            return Ok(());
+        }
+        let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
+        let followed = session.packs.follow_writers(session.moves.as_ref());
+        followed.inspect_err(|_| self.broken = true)
+    }
+
     fn count_blocks(&mut self, disk: usize, count: impl FnOnce(&mut DiskCounts)) {
         if let Some(disk) = self.disks.get_mut(disk) {
             count(&mut disk.counts);
@@ -372,14 +396,15 @@ impl Run {
         Ok(Sealed { id, meta, tags: tag.into_iter().collect() })
     }
 
-    /// Follows a prune that waits for this run. Otherwise the run follows it at the next seal. Does
-    /// nothing in object storage, where each look is a request. Error: the store cannot be written.
+    /// Follows a prune that waits for this run, and learns what other writers have sealed. Otherwise
+    /// the run does both at the next seal. Does nothing in object storage, where each look is a request. Error: the store cannot be written.
     pub fn follow_prune(&mut self) -> Result<()> {
         if is_remote(&self.inner.path) {
             return Ok(());
         }
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
-        let followed = follow::follow_prune(&self.inner, session, &mut self.progress);
+        let followed = follow::follow_prune(&self.inner, session, &mut self.progress)
+            .and_then(|()| session.packs.follow_writers(session.moves.as_ref()));
         // A failure may have cut off records of the checkpoint in progress.
         self.broken |= followed.is_err() && !self.progress.is_empty();
         followed
@@ -434,9 +459,16 @@ impl Run {
     fn sync_if_due(&mut self, id: CheckpointId) -> Result<()> {
         let inner = Arc::clone(&self.inner);
         let session = self.session()?;
-        let synced = session.syncs.as_mut().map_or(Ok(()), |syncs| syncs.sealed(&inner, id));
-        // The records of the open pack may be lost, although they can still be read.
-        synced.inspect_err(|_| session.packs.retire())
+        let synced = session.syncs.as_mut().map_or(Ok(false), |syncs| syncs.sealed(&inner, id));
+        match synced {
+            Ok(true) => session.packs.note_durable(),
+            Ok(false) => Ok(()),
+            Err(error) => {
+                // The records of the open pack may be lost, although they can still be read.
+                session.packs.retire();
+                Err(error)
+            }
+        }
     }
 
     /// Begins the next checkpoint, or this one again.
@@ -471,21 +503,13 @@ impl Run {
         session.packs.sync()?;
         let sync_ns = elapsed_ns(syncing);
         let put = session.packs.take_times();
-        let id = session.next_checkpoint;
-        // A failed seal may leave a file, so that its number is not tried again.
-        session.next_checkpoint += 1;
-
-        // The run was refused if this had no answer.
-        let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
         let mapping = Instant::now();
-        let (map, map_chain) = self.progress.next_map(&self.chain, id, self.id, space_pages);
-        let map_file = map.encode(self.inner.config.id);
-        let (map_name, name) = (layout::map(id), layout::checkpoint(CheckpointId(id)));
-        let map_written = self.inner.backend.put(&map_name, &map_file);
+        let PutMap { id, map_bytes, map_chain, written: map_written } = self.put_map()?;
         let map_ns = elapsed_ns(mapping);
+        let (map_name, name) = (layout::map(id), layout::checkpoint(CheckpointId(id)));
         let device = DeviceSection::new(request.device_state);
         let counts = Counts {
-            map_bytes: map_file.len() as u64,
+            map_bytes,
             device_bytes: device.stored_bytes(),
             ..self.progress.puts.counts()
         };
@@ -522,20 +546,53 @@ impl Run {
             map_chain,
         };
         let file = checkpoint::encode(id, self.inner.config.id, &meta, &device);
+        let has_map = map_written.is_ok();
         let written = map_written.and_then(|()| self.inner.backend.put(&name, &file?));
-        if written.is_err() {
+        // Where the map could not be put, another writer may have put one with this number.
+        if written.is_err() && (has_map || !self.inner.is_shared()) {
             // Removes the checkpoint first: without its map it would be damaged.
             let removed = self.inner.backend.remove(&name);
             if removed.is_ok() {
                 let _ = self.inner.backend.remove(&map_name);
             }
         }
+        let newest = written.is_ok().then_some(CheckpointId(id));
+        // If others cannot be told, they keep both this checkpoint and the one before.
+        let _ = self.inner.tell(|said| {
+            said.sealing = false;
+            said.newest = newest.or(said.newest);
+        });
         written.map(|()| (CheckpointId(id), meta))
+    }
+
+    /// Takes the number of the checkpoint, and puts its map. Error: there is no free number.
+    fn put_map(&mut self) -> Result<PutMap> {
+        let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
+        // The run was refused if this had no answer.
+        let space_pages = space_pages(self.ram.len_pages(), &self.disks).unwrap_or_default();
+        let mut id = self.inner.free_number(session.next_checkpoint)?;
+        for _ in 0..NUMBERS_TAKEN_MAX {
+            // A failed seal may leave a file, so that its number is not tried again.
+            session.next_checkpoint = id + 1;
+            session.packs.tell_open(|said| (said.number, said.sealing) = (id, true))?;
+            let (map, map_chain) = self.progress.next_map(&self.chain, id, self.id, space_pages);
+            let map_file = map.encode(self.inner.config.id);
+            match self.inner.put_new(&layout::map(id), &map_file) {
+                Ok(false) => id = self.inner.free_number(id + 1)?,
+                written => {
+                    let (written, map_bytes) = (written.map(drop), map_file.len() as u64);
+                    return Ok(PutMap { id, map_bytes, map_chain, written });
+                }
+            }
+        }
+        Err(no_number(&self.inner))
     }
 }
 
 impl Drop for Run {
     fn drop(&mut self) {
-        *self.home.0.lock().ignore_poison() = self.session.take();
+        // If others cannot be told, they keep the newest checkpoint of this run.
+        let _ = self.inner.tell(|said| said.newest = None);
+        *self.home.lock().ignore_poison() = self.session.take();
     }
 }

@@ -30,6 +30,7 @@ mod served;
 mod simulation;
 mod stats;
 mod unreliable;
+mod writers;
 
 use crate::config::Config;
 use crate::{

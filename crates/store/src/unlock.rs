@@ -1,4 +1,5 @@
-//! Removing the lock of a writer that is dead. The backend decides whether it is.
+//! Removing the lock of a writer in object storage that is dead. The backend decides whether it is.
+//! In a directory there is nothing to remove: the locks of its writers end with them.
 
 use crate::lock_holder::describe_holder;
 use crate::lock_holder::is_dead;

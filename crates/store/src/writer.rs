@@ -1,8 +1,8 @@
-//! The one writer of a store: holds the lock, begins runs, sets tags.
+//! A writer of a store: holds its slot, begins runs, sets tags.
 //!
 //! ```text
 //!              lock_writer            begin_run              finish, or drop
-//!   unlocked ─────────────▶ Writer ──────────────▶ Run open ─────────────────▶ Writer ──drop both──▶ unlocked
+//!   no writer ────────────▶ Writer ──────────────▶ Run open ─────────────────▶ Writer ──drop both──▶ no writer
 //! ```
 //!
 //! The session (index, open pack, next number) is with the writer, or lent to the one open run. A
@@ -17,9 +17,10 @@ use crate::run::{DiskState, Run};
 use crate::session::{Session, Slot};
 use crate::store::Store;
 use crate::tuning::Tuning;
+use crate::writers::{OwnSlot, WriterState};
 use crate::{Error, IndexUse, Result};
 use keyframe_locks::IgnorePoison;
-use keyframe_store_backend::{LockGuard, layout, random_bytes};
+use keyframe_store_backend::{StartingWriter, layout, random_bytes};
 use keyframe_store_format::disk_meta::{DiskCounts, DiskMeta, space_pages};
 use keyframe_units::{CheckpointId, RamLayout};
 use std::sync::{Arc, Mutex};
@@ -27,11 +28,12 @@ use std::sync::{Arc, Mutex};
 /// The most pages that a run can have: 16 TiB of RAM.
 const SPACE_PAGES_MAX: u64 = 1 << 32;
 
-/// The one writer of a store, until it and its runs are dropped.
+/// A writer of a store, until it and its runs are dropped. A store in a directory can have many
+/// writers at a time; a store in object storage has one.
 #[derive(Debug)]
 pub struct Writer {
+    /// Holds the place among the writers.
     inner: Arc<OpenStore>,
-    lock: Arc<dyn LockGuard>,
     slot: Slot,
     tuning: Tuning,
     torn: Vec<TornCheckpoint>,
@@ -39,26 +41,45 @@ pub struct Writer {
 }
 
 impl Store {
-    /// Takes the writer's lock, and returns the writer. Other processes see `owner` as its holder.
-    /// Reads the indexes of all packs, and the whole packs that an earlier writer did not finish.
-    /// Errors: [`Error::Locked`] if another writer has the lock; a pack cannot be read.
+    /// Becomes a writer of the store, and returns it. Other processes see `owner` as its
+    /// description. Reads the indexes of all packs, and the whole packs that writers which have
+    /// ended did not finish. Errors: [`Error::Locked`] if a repair is at work, or if the store is in
+    /// object storage and has a writer; a pack cannot be read.
     pub fn lock_writer(&self, owner: &str) -> Result<Writer> {
         self.lock_writer_tuned(owner, Tuning::default())
     }
 
-    /// Takes the writer's lock as [`Store::lock_writer`] does, with the caller's limits for the
-    /// written packs. Errors: those of [`Store::lock_writer`].
+    /// Becomes a writer as [`Store::lock_writer`] does, with the caller's limits for the written
+    /// packs. Errors: those of [`Store::lock_writer`].
     pub fn lock_writer_tuned(&self, owner: &str, tuning: Tuning) -> Result<Writer> {
-        Writer::lock(self.inner().clone(), owner, tuning)
+        let joined = self.inner().backend.join(&encode_holder(owner)).map_err(with_named_holder)?;
+        Writer::start(self.inner(), joined, tuning)
+    }
+
+    /// Becomes the only writer. Error: [`Error::Locked`] if there is a writer.
+    pub(crate) fn lock_alone(&self, owner: &str) -> Result<Writer> {
+        let lock = self.inner().backend.lock(&encode_holder(owner)).map_err(with_named_holder)?;
+        Writer::start(self.inner(), StartingWriter::alone(lock), Tuning::default())
     }
 }
 
 impl Writer {
-    fn lock(inner: Arc<OpenStore>, owner: &str, tuning: Tuning) -> Result<Self> {
+    fn start(store: &OpenStore, joined: StartingWriter, tuning: Tuning) -> Result<Self> {
         let tuning = Tuning { pack_bytes_max: tuning.pack_bytes_max.min(1 << 39), ..tuning };
-        let lock = inner.backend.lock(&encode_holder(owner)).map_err(with_named_holder)?;
+        let StartingWriter { slot, start } = joined;
+        let inner = store.with_slot(OwnSlot::new(slot));
         let torn = inner.settle()?;
         let doubt = inner.in_doubt()?;
+        // A writer may have died between the rename of a checkpoint and the sync of the folder. A
+        // checkpoint that was seen as sealed must stay.
+        inner.backend.remove_all(layout::CHECKPOINTS, &[])?;
+        // A crash may leave a map without a checkpoint. Its number is not used again either.
+        let newest_map = inner.map_ids()?.last().copied();
+        let newest = inner.checkpoint_ids()?.last().copied();
+        let newest = newest_map.max(newest.map(|id| id.0)).unwrap_or(0);
+        // Until now, others see the number that the writer before in this slot has said.
+        inner.tell(|said| *said = WriterState { number: newest, ..WriterState::default() })?;
+        drop(start);
         let (inner, tuning) = match inner.backend.without_syncs() {
             Some(relaxed) if tuning.durability != Durability::Checkpoint => {
                 (inner.with_backend(relaxed), tuning)
@@ -72,30 +93,16 @@ impl Writer {
         if let Some(moves) = &moves {
             inner.put_seen(moves.generation)?;
         }
-        // A crash may leave a map without a checkpoint. Its number is not used again either.
-        let newest_map = inner.map_ids()?.last().copied();
-        let newest = inner.checkpoint_ids()?.last().copied();
-        if let Some(newest) = newest {
-            // Its writer may have died between the rename and the sync of the directory. A
-            // checkpoint that was seen as sealed must stay.
-            inner.backend.sync(&layout::checkpoint(newest))?;
-        }
         let syncs = Syncs::of(tuning.durability);
-        let next_checkpoint = newest_map.max(newest.map(|id| id.0)).unwrap_or(0) + 1;
+        let next_checkpoint = newest + 1;
         let session = Box::new(Session { packs, next_checkpoint, moves, syncs });
         if tuning.durability != Durability::Checkpoint {
             inner.put_mark(CheckpointId(next_checkpoint))?;
-            // The mark must be durable before the following checkpoints are.
-            inner.backend.sync_all()?;
+            // The mark must be durable before the following checkpoints are. If this sync fails,
+            // it may have lost what other writers have not synced.
+            inner.sync_and_mark(CheckpointId(next_checkpoint))?;
         }
-        Ok(Self {
-            inner,
-            lock: lock.into(),
-            slot: Arc::new(Mutex::new(Some(session))),
-            tuning,
-            torn,
-            doubt,
-        })
+        Ok(Self { inner, slot: Arc::new(Mutex::new(Some(session))), tuning, torn, doubt })
     }
 
     /// Returns the time at which the writer's checkpoints become durable: as requested, or with
@@ -153,11 +160,10 @@ impl Writer {
         let session = self.slot.lock().ignore_poison().take();
         let mut session = session.ok_or(Error::RunOpen)?;
         session.packs.begin_run(disks.iter().any(|disk| !disk.left_out));
-        let home = (self.slot.clone(), self.lock.clone());
         Ok(Run::new(
             self.inner.clone(),
             session,
-            home,
+            self.slot.clone(),
             self.tuning.chain_base,
             vm,
             id,

@@ -16,6 +16,8 @@ pub fn check_backend(open: Open<'_>) {
     growing_files(open);
     cutting(open);
     locks(open);
+    slots(open);
+    new_files(open);
 }
 
 /// Checks an encrypting backend over the opened one, as [`check_backend`] does.
@@ -178,6 +180,61 @@ fn locks(open: Open<'_>) {
     drop(pruning);
     assert!(!one.is_pruning().unwrap());
     one.remove("tags/held").unwrap();
+}
+
+/// A backend with slots: several writers at a time, none while a process has the store alone, and
+/// each sees what the others say, also of those that have ended.
+fn slots(open: Open<'_>) {
+    let (one, other) = (open(), open());
+    let first = one.join("the first").unwrap();
+    let Some(number) = first.slot.number() else { return };
+    drop(first.start);
+    first.slot.tell(b"a").unwrap();
+    let second = other.join("the second").unwrap();
+    drop(second.start);
+    assert_ne!(second.slot.number(), Some(number));
+    let refused = open().lock("x").unwrap_err();
+    let is_named = |holder: &str| holder.contains("the first") && holder.contains("the second");
+    assert!(matches!(&refused, Error::Locked { holder } if is_named(holder)), "{refused}");
+    assert!(is_named(&open().lock_holder().unwrap().unwrap()));
+    for state in [&b"b"[..], b"", &[7; crate::STATE_BYTES_MAX]] {
+        second.slot.tell(state).unwrap();
+        let seen = open().writers().unwrap();
+        let said: Vec<_> = seen.iter().map(|w| (w.lives, w.state.as_deref())).collect();
+        assert_eq!(said, [(true, Some(&b"a"[..])), (true, Some(state))]);
+    }
+    assert!(second.slot.tell(&[7; crate::STATE_BYTES_MAX + 1]).is_err());
+    drop(first.slot);
+    let seen = open().writers().unwrap();
+    assert_eq!((seen[0].lives, seen[0].state.as_deref()), (false, Some(&b"a"[..])));
+    // The next one keeps what was said last, until it says more.
+    let third = one.join("the third").unwrap();
+    assert_eq!(third.slot.number(), Some(number));
+    let seen = open().writers().unwrap();
+    assert_eq!((seen[0].lives, seen[0].state.as_deref()), (true, Some(&b"a"[..])));
+    assert_eq!(seen[0].holder, "the third");
+    third.slot.tell(b"c").unwrap();
+    assert_eq!(open().writers().unwrap()[0].state.as_deref(), Some(&b"c"[..]));
+    drop((third, second.slot));
+    assert_eq!(open().lock_holder().unwrap(), None);
+    let alone = one.lock("alone").unwrap();
+    assert!(matches!(other.join("x"), Err(Error::Locked { holder }) if holder == "alone"));
+    drop(alone);
+    drop(other.join("x").unwrap());
+}
+
+/// A name is given once, to a file that is whole.
+fn new_files(open: Open<'_>) {
+    let one = open();
+    let is_shared = one.join("x").unwrap().slot.number().is_some();
+    one.put_new("maps/0000000001.map", b"first").unwrap();
+    if is_shared {
+        let taken = one.put_new("maps/0000000001.map", b"second").unwrap_err();
+        assert!(taken.is_already_exists(), "{taken}");
+        assert_eq!(one.read("maps/0000000001.map", 100).unwrap(), b"first");
+        assert!(one.list("tmp").unwrap().is_empty());
+    }
+    one.remove("maps/0000000001.map").unwrap();
 }
 
 #[cfg(test)]

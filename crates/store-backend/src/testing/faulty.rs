@@ -10,20 +10,28 @@
 //!
 //! Each step that may be the last before a crash counts as one operation: first its volatile effect
 //! happens, then the crash, then its durable effect. A failed sync loses its bytes for good, even
-//! if a later sync succeeds, as on Linux.
+//! if a later sync succeeds, as on Linux. It is reported once to each process that had the file, or
+//! the medium, open before.
+//!
+//! Clones are the same process. [`FaultyBackend::process`] makes another one, which can be killed
+//! alone.
 
 mod files;
+mod process;
 
 pub use super::random::SeededRandom;
-use crate::{AppendFile, Backend, LockGuard, ReadFile, Space};
+use crate::{AppendFile, Backend, LockGuard, ReadFile, Space, StartingWriter, WriterEntry};
 use crate::{Error, Result};
-use files::{File, Guard, PruneGuard};
+use files::{File, Guard, PruneGuard, SlotGuard, StartGuard};
 use keyframe_locks::IgnorePoison;
+use process::Process;
 use std::collections::BTreeMap;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 const SECTOR_BYTES: usize = 512;
+/// More writers at a time than any test has.
+const SLOTS_MAX: u32 = 1000;
 
 #[derive(Clone, Debug, Default)]
 struct Inode {
@@ -31,6 +39,8 @@ struct Inode {
     durable: Vec<u8>,
     /// Bytes before this offset that are not durable are lost: a sync of them failed.
     lost: usize,
+    /// The process whose sync failed last.
+    failed_by: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
@@ -71,9 +81,32 @@ struct State {
     capacity_bytes: Option<usize>,
     /// The size that the medium tells, if it tells one.
     told_bytes: Option<usize>,
-    /// The text of the writer.
+    /// The text of the process that has the store alone.
     locked: Option<String>,
     pruned: bool,
+    slots: BTreeMap<u32, Slot>,
+    /// The process that keeps other writers from starting.
+    starting: Option<Arc<Process>>,
+    /// The number of failed syncs of the whole medium.
+    failures: u64,
+    processes: u64,
+    /// The process that uses the medium now.
+    current: Arc<Process>,
+}
+
+/// The slot of a writer.
+#[derive(Debug, Default)]
+struct Slot {
+    /// `None` if it is free.
+    process: Option<Arc<Process>>,
+    holder: String,
+    state: Vec<u8>,
+}
+
+impl Slot {
+    fn lives(&self) -> bool {
+        self.process.as_ref().is_some_and(|process| !process.is_dead())
+    }
 }
 
 /// A backend in memory whose medium fails on command. Clones share the medium.
@@ -84,11 +117,46 @@ pub struct FaultyBackend {
     relaxed: bool,
     /// The number of power failures, which makes the boot id.
     lives: u64,
+    process: Arc<Process>,
 }
 
 impl FaultyBackend {
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().ignore_poison()
+        let mut state = self.state.lock().ignore_poison();
+        state.current = Arc::clone(&self.process);
+        state
+    }
+
+    /// Returns the medium as another process uses it.
+    #[must_use]
+    pub fn process(&self) -> Self {
+        let mut state = self.state();
+        state.processes += 1;
+        let process = Arc::new(Process::new(state.processes, state.failures));
+        drop(state);
+        Self { process, ..self.clone() }
+    }
+
+    /// Returns the medium as this process uses it without a sync of each file
+    /// ([`Backend::without_syncs`]).
+    #[must_use]
+    pub fn relaxed(&self) -> Self {
+        Self { relaxed: true, ..self.clone() }
+    }
+
+    /// Kills this process at its next operation but `operations`. Its locks are free from then on.
+    pub fn kill_in(&self, operations: u64) {
+        self.process.kill_in(operations);
+    }
+
+    /// Makes a planned kill of this process not happen. A kill that has happened stays.
+    pub fn spare(&self) {
+        self.process.spare();
+    }
+
+    /// Returns true if this process was killed.
+    pub fn is_dead(&self) -> bool {
+        self.process.is_dead()
     }
 
     /// Returns the number of syncs so far, of files and of directories.
@@ -168,7 +236,7 @@ impl FaultyBackend {
         }
         let inodes = state.inodes.iter().map(|inode| inode.after_power_loss(&mut chance)).collect();
         let fresh = State { inodes, live: names.clone(), durable: names, ..State::default() };
-        Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives + 1 }
+        Self::of(fresh, self.lives + 1)
     }
 
     /// Creates a copy of the live files, all of them durable.
@@ -177,10 +245,15 @@ impl FaultyBackend {
         let mut fresh = State::default();
         for (name, bytes) in self.files() {
             fresh.live.insert(name, fresh.inodes.len());
-            fresh.inodes.push(Inode { durable: bytes.clone(), live: bytes, lost: 0 });
+            fresh.inodes.push(Inode {
+                durable: bytes.clone(),
+                live: bytes,
+                lost: 0,
+                failed_by: None,
+            });
         }
         fresh.durable = fresh.live.clone();
-        Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
+        Self::of(fresh, self.lives)
     }
 
     /// Returns the medium as the next process finds it after this process died: live and durable
@@ -195,7 +268,11 @@ impl FaultyBackend {
             pending: state.pending.clone(),
             ..State::default()
         };
-        Self { state: Arc::new(Mutex::new(fresh)), relaxed: false, lives: self.lives }
+        Self::of(fresh, self.lives)
+    }
+
+    fn of(state: State, lives: u64) -> Self {
+        Self { state: Arc::new(Mutex::new(state)), relaxed: false, lives, process: Arc::default() }
     }
 
     /// Returns the names of all files that [`Backend::create`] has made, in order.
@@ -256,7 +333,7 @@ impl Inode {
             let have = &have[..have.len().min(sector.len())];
             sector[..have.len()].copy_from_slice(have);
         }
-        Self { durable: bytes.clone(), live: bytes, lost: 0 }
+        Self { durable: bytes.clone(), live: bytes, lost: 0, failed_by: None }
     }
 }
 
@@ -265,8 +342,11 @@ impl State {
         self.live.values().map(|inode| self.inodes[*inode].live.len()).sum()
     }
 
-    /// Fails if the medium has crashed.
+    /// Fails if the medium has crashed, or the process was killed.
     fn alive(&self, name: &str) -> Result<()> {
+        if self.current.is_dead() {
+            return Err(failure(name, "do anything with", io::Error::other("killed before")));
+        }
         if self.crash_at.is_some_and(|at| self.operations >= at) {
             return Err(failure(
                 name,
@@ -280,10 +360,21 @@ impl State {
     /// Counts an operation. Fails if it is the one that crashes.
     fn step(&mut self, name: &str, operation: &'static str) -> Result<()> {
         self.operations += 1;
+        if self.current.step() {
+            return Err(failure(name, operation, io::Error::other("killed")));
+        }
         if self.crash_at.is_some_and(|at| self.operations >= at) {
             return Err(failure(name, operation, io::Error::other("the power failed")));
         }
         Ok(())
+    }
+
+    fn clear_temporaries(&mut self) {
+        let leftovers: Vec<_> =
+            self.live.keys().filter(|name| name.starts_with("tmp/")).cloned().collect();
+        for name in leftovers {
+            self.change_name(NameChange::Unlink(name));
+        }
     }
 
     fn change_name(&mut self, change: NameChange) {
@@ -318,9 +409,10 @@ impl State {
     fn sync_inode(&mut self, name: &str, inode: usize) -> Result<()> {
         self.step(name, "sync")?;
         let counted = self.count_sync(name);
+        let id = self.current.id;
         let inode = &mut self.inodes[inode];
         if counted.is_err() {
-            inode.lost = inode.live.len();
+            (inode.lost, inode.failed_by) = (inode.live.len(), Some(id));
             return counted;
         }
         inode.durable = inode.synced();
@@ -352,6 +444,19 @@ impl State {
         Ok(inode)
     }
 
+    fn put_new(&mut self, name: &str, bytes: &[u8], durably: bool) -> Result<()> {
+        self.alive(name)?;
+        if self.live.contains_key(name) {
+            self.step(name, "find")?;
+            return Err(failure(name, "put", io::Error::from(io::ErrorKind::AlreadyExists)));
+        }
+        self.put(name, bytes, durably).inspect_err(|_| {
+            if self.alive(name).is_ok() && self.live.contains_key(name) {
+                self.change_name(NameChange::Unlink(name.into()));
+            }
+        })
+    }
+
     fn put(&mut self, name: &str, bytes: &[u8], durably: bool) -> Result<()> {
         self.alive(name)?;
         let temporary = format!("tmp/{}", name.replace('/', "-"));
@@ -378,19 +483,50 @@ impl Backend for FaultyBackend {
     }
 
     fn lock(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
+        if let Some(holder) = self.lock_holder()? {
+            return Err(Error::Locked { holder });
+        }
+        let mut state = self.state();
+        state.locked = Some(holder.into());
+        let guard = Box::new(Guard { state: self.state.clone() });
+        state.clear_temporaries();
+        drop(state);
+        Ok(guard)
+    }
+
+    fn join(&self, holder: &str) -> Result<StartingWriter> {
         let mut state = self.state();
         if let Some(holder) = state.locked.clone() {
             return Err(Error::Locked { holder });
         }
-        state.locked = Some(holder.into());
-        let guard = Box::new(Guard { state: self.state.clone() });
-        let leftovers: Vec<_> =
-            state.live.keys().filter(|name| name.starts_with("tmp/")).cloned().collect();
-        for name in leftovers {
-            state.change_name(NameChange::Unlink(name));
+        if state.starting.as_ref().is_some_and(|process| !process.is_dead()) {
+            return Err(Error::Locked { holder: "a writer that starts".into() });
         }
+        state.starting = Some(Arc::clone(&self.process));
+        let is_free = |number: &u32| !state.slots.get(number).is_some_and(Slot::lives);
+        let number = (0..SLOTS_MAX).find(is_free).unwrap_or_default();
+        let slot = state.slots.entry(number).or_default();
+        (slot.process, slot.holder) = (Some(Arc::clone(&self.process)), holder.into());
+        let slot = Box::new(SlotGuard { medium: self.clone(), number });
+        // Each file is put in one step, so no living process has one.
+        state.clear_temporaries();
         drop(state);
-        Ok(guard)
+        let start = StartGuard { state: self.state.clone(), process: Arc::clone(&self.process) };
+        Ok(StartingWriter { slot, start: Box::new(start) })
+    }
+
+    fn writers(&self) -> Result<Vec<WriterEntry>> {
+        let state = self.state();
+        let alone = state.locked.clone();
+        let alone =
+            alone.map(|holder| WriterEntry { slot: None, lives: true, holder, state: None });
+        let of_slot = |(number, slot): (&u32, &Slot)| WriterEntry {
+            slot: Some(*number),
+            lives: slot.lives(),
+            holder: slot.holder.clone(),
+            state: Some(slot.state.clone()),
+        };
+        Ok(alone.into_iter().chain(state.slots.iter().map(of_slot)).collect())
     }
 
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
@@ -405,21 +541,30 @@ impl Backend for FaultyBackend {
     }
 
     fn lock_holder(&self) -> Result<Option<String>> {
-        Ok(self.state().locked.clone())
+        let living = self.writers()?.into_iter().filter(|writer| writer.lives);
+        let texts: Vec<String> = living.map(|writer| writer.holder).collect();
+        Ok((!texts.is_empty()).then(|| texts.join("\n")))
     }
 
     fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
-        Some(Arc::new(Self { relaxed: true, ..self.clone() }))
+        Some(Arc::new(self.relaxed()))
     }
 
     fn sync_all(&self) -> Result<()> {
         let mut state = self.state();
         state.step("", "sync the file system")?;
-        if let Err(error) = state.count_sync("") {
+        let failures = state.failures;
+        let counted = state.count_sync("");
+        // Another process may have heard of a failure first.
+        let was_told = self.process.hears(failures);
+        if counted.is_err() {
+            let id = self.process.id;
             for inode in &mut state.inodes {
-                inode.lost = inode.live.len();
+                (inode.lost, inode.failed_by) = (inode.live.len(), Some(id));
             }
-            return Err(error);
+            state.failures += 1;
+            self.process.hears(state.failures);
+            return counted;
         }
         for inode in &mut state.inodes {
             inode.durable = inode.synced();
@@ -427,7 +572,7 @@ impl Backend for FaultyBackend {
         for change in std::mem::take(&mut state.pending) {
             change.apply(&mut state.durable);
         }
-        Ok(())
+        if was_told { Ok(()) } else { Err(failure("", "sync", io::Error::from_raw_os_error(5))) }
     }
 
     fn space(&self) -> Option<Space> {
@@ -448,7 +593,11 @@ impl Backend for FaultyBackend {
         if !self.relaxed {
             state.sync_folder(name)?;
         }
-        Ok(Box::new(File { medium: self.clone(), name: name.into(), inode }))
+        Ok(Box::new(File { medium: self.clone(), name: name.into(), inode, was_told: false }))
+    }
+
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.state().put_new(name, bytes, !self.relaxed)
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
@@ -459,7 +608,7 @@ impl Backend for FaultyBackend {
         let inode = self.state().live.get(name).copied();
         let inode =
             inode.ok_or_else(|| failure(name, "open", io::Error::from(io::ErrorKind::NotFound)))?;
-        Ok(Arc::new(File { medium: self.clone(), name: name.into(), inode }))
+        Ok(Arc::new(File { medium: self.clone(), name: name.into(), inode, was_told: false }))
     }
 
     fn list(&self, folder: &str) -> Result<Vec<String>> {

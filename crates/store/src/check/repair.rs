@@ -110,7 +110,7 @@ impl Store {
             return Ok(RepairReport { found, ..RepairReport::default() });
         }
         inner.check_identity()?;
-        let writer = self.lock_writer("keyframe check --repair")?;
+        let writer = self.lock_alone("keyframe check --repair")?;
         inner.remove_moves()?;
         let report = RepairReport { found, ..RepairReport::default() };
         let newest = newest_number(inner)?;

@@ -1,8 +1,8 @@
-//! The directory of the spills, on this host. Only the one writer of the store writes to it.
+//! The directory of the spills, on this host. Each slot of a writer has its own.
 //!
 //! ```text
 //!   FOLDER/32 hexadecimal digits.index     a spill
-//!          .new-...                        one that is being written; the next writer removes a leftover
+//!          .new-...                        one that is being written; the next writer of the slot removes a leftover
 //! ```
 //!
 //! Invariant: no content of the directory is an error. A file that cannot be read as a spill of

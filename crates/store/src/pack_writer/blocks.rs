@@ -67,7 +67,12 @@ impl PackWriter {
     /// The parts of a block that the store holds, in `pack` or in other packs.
     fn compose(&mut self, page: &Page, tags: &Tags, pack: &OpenPack) -> Option<Composition> {
         let inner = &self.inner;
+        let end = PageRef::new(pack.number, pack.end());
         self.finder.as_mut()?.compose(page, tags, &mut |record, into| {
+            // A derived record lies after those that it refers to.
+            if record >= end {
+                return false;
+            }
             if record.pack() == pack.number && record.offset() >= pack.flushed {
                 let bytes = pack
                     .buffer

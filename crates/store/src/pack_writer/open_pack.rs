@@ -19,7 +19,8 @@ pub struct OpenPack {
     pub flushed: u64,
     /// The number of bytes that are durable.
     pub synced: u64,
-    /// The number of bytes that sealed checkpoints may need, durable or not.
+    /// The number of bytes that sealed checkpoints may need, durable or not. They stay, whatever
+    /// fails.
     pub sealed: u64,
     /// The entries of all records of the pack, in rising order of offset.
     pub entries: Vec<PackEntry>,

@@ -10,18 +10,20 @@ use crate::pack_writer::open_pack::OpenPack;
 use crate::pack_writer::placed::{Placed, PutTimes};
 use crate::sectors::SectorFinder;
 use crate::tuning::Tuning;
+use crate::writers::WriterState;
 use crate::{Error, IndexUse, Result};
-use keyframe_store_backend::layout;
+use keyframe_store_backend::{is_remote, layout};
 use keyframe_store_format::codec::PageCompressor;
 use keyframe_store_format::dictionary::DenseCompressor;
 use keyframe_store_format::moves::Moves;
 use keyframe_store_format::pack::{encode_dictionary, encode_pack_header, encode_trailer, seal_of};
 use keyframe_store_format::page_hash::PageHash;
-use keyframe_store_format::page_ref::PACK_NUMBER_MAX;
+use keyframe_store_format::page_ref::{PACK_NUMBER_MAX, PageRef};
 use keyframe_units::Page;
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::time::Instant;
 
 /// The most packs that other processes may create while this writer creates one.
 const TAKEN_MAX: u32 = 1 << 16;
@@ -33,6 +35,10 @@ pub struct PackWriter {
     pub(super) index: Index,
     /// Packs of other writers whose indexes were read.
     pub(super) learnt: FxHashSet<u32>,
+    /// The open packs of other writers, with the offset up to which their records are known.
+    pub(super) followed: FxHashMap<u32, u64>,
+    /// The last look at what other writers have sealed.
+    pub(super) followed_at: Option<Instant>,
     /// Present if the run has disks, and there is memory for it.
     pub(super) finder: Option<SectorFinder>,
     /// The first pack of which `finder` knows all pages.
@@ -71,6 +77,8 @@ impl PackWriter {
             inner,
             index: Index::new(tuning.index_bytes, None),
             learnt: FxHashSet::default(),
+            followed: FxHashMap::default(),
+            followed_at: None,
             finder: None,
             learnt_from: next_pack,
             next_pack,
@@ -163,6 +171,32 @@ impl PackWriter {
         }
     }
 
+    /// Notes that everything that sealed checkpoints need is durable, and tells other writers. Error:
+    /// they cannot be told.
+    pub fn note_durable(&mut self) -> Result<()> {
+        if let Some(pack) = &mut self.open {
+            pack.synced = pack.synced.max(pack.sealed);
+        }
+        self.tell_open(|_| {})
+    }
+
+    /// Tells other writers which packs this one has open, and which records they may use. `change`
+    /// changes what else it says. Error: they cannot be told.
+    pub fn tell_open(&self, change: impl FnOnce(&mut WriterState)) -> Result<()> {
+        let open = self.open.as_ref();
+        self.inner.tell(|said| {
+            if let Some(pack) = open {
+                said.pack = pack.number;
+                // What is both durable and needed by a sealed checkpoint is never cut.
+                said.shared = PageRef::new(pack.number, pack.synced.min(pack.sealed)).0;
+            } else {
+                (said.pack, said.shared) = (0, 0);
+            }
+            said.set_unsealed(self.unsealed.iter().copied());
+            change(said);
+        })
+    }
+
     /// Closes the open pack with its trailer. If only the trailer fails, the pack stays without
     /// one, and its records are durable. Error: the records cannot be written.
     pub fn close(&mut self) -> Result<()> {
@@ -189,6 +223,8 @@ impl PackWriter {
         if self.index.is_full() {
             self.index.make_room();
         }
+        // Otherwise others learn it after the next seal.
+        let _ = self.tell_open(|_| {});
         written
     }
 
@@ -197,9 +233,12 @@ impl PackWriter {
         self.index.usage()
     }
 
-    /// Saves the index for the next writer, if no pack is open.
+    /// Saves the index for the next writer, if no pack is open. Of several writers only the first
+    /// does so: the files of others would hold the same.
     pub fn save_index(&mut self) {
-        if self.open.is_none() {
+        let is_first =
+            self.inner.own_slot.as_ref().is_none_or(|own| own.number().unwrap_or(0) == 0);
+        if self.open.is_none() && is_first {
             self.index.save();
         }
     }
@@ -231,6 +270,10 @@ impl PackWriter {
     pub(super) fn create(&mut self) -> Result<OpenPack> {
         let mut taken = 0;
         let (number, name, mut file) = loop {
+            if !is_remote(&self.inner.path) {
+                // Others may have created and removed higher ones.
+                self.next_pack = self.next_pack.max(self.inner.newest_pack()? + 1);
+            }
             let number = self.next_pack;
             if number > PACK_NUMBER_MAX {
                 return Err(Error::PacksExhausted {
@@ -240,11 +283,14 @@ impl PackWriter {
             // A failed attempt may have left a file, so no number is tried twice.
             self.next_pack += 1;
             let name = layout::pack(number);
+            self.tell_open(|said| (said.pack, said.shared) = (number, 0))?;
             match self.inner.backend.create(&name) {
                 Err(error) if error.is_already_exists() && taken < TAKEN_MAX => taken += 1,
                 file => break (number, name, file?),
             }
         };
+        // It need not be learnt.
+        self.learnt.insert(number);
         let id = self.inner.config.id;
         let dictionary = self.dense.as_ref().map(DenseCompressor::bytes);
         let header = encode_pack_header(id, number, dictionary.map(|bytes| bytes.len() as u64));
@@ -321,7 +367,12 @@ impl PackWriter {
         let victims = std::mem::take(&mut self.unsealed);
         self.index.follow(&Moves { victims: victims.clone(), ..Moves::default() });
         self.forget_relations();
-        let _ = self.inner.remove_packs(&victims);
+        if self.inner.remove_packs(&victims).is_err() {
+            // Others must not use those that are left: a later attempt may remove them.
+            self.unsealed = victims;
+        }
+        // Otherwise others do not use packs that are gone.
+        let _ = self.tell_open(|_| {});
     }
 
     /// Forgets the bases of deltas and the sectors of blocks.

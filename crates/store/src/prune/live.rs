@@ -137,10 +137,10 @@ impl Live {
         Ok(live)
     }
 
-    /// Reads all checkpoints. A run may seal new ones meanwhile, and another process may forget
-    /// listed ones. If that happens to the newest, neither the forgotten one nor the new one would
-    /// show the maps that the run builds upon. So this lists them again until there is no new one.
-    /// A later checkpoint builds upon those that were read.
+    /// Reads all checkpoints. Runs may seal new ones meanwhile, and another process may forget
+    /// listed ones. If that happens to the newest of a run, neither the forgotten one nor the new
+    /// one would show the maps that the run builds upon. So this lists them again until no listed
+    /// one was forgotten. A later checkpoint builds upon those that were read.
     fn find_nodes(&mut self, inner: &OpenStore) -> Result<()> {
         // Numbers are not used again, so a forgotten checkpoint does not come back.
         let mut looked_at = BTreeSet::new();
@@ -150,10 +150,9 @@ impl Live {
                 if !looked_at.insert(id) {
                     continue;
                 }
-                is_all = false;
                 match inner.read_meta(id) {
                     // Forgotten since the listing.
-                    Err(Error::UnknownCheckpoint { .. }) => {}
+                    Err(Error::UnknownCheckpoint { .. }) => is_all = false,
                     Err(source) => return Err(Error::Unreadable { id, source: Box::new(source) }),
                     Ok(meta) => self.add(id, &meta),
                 }

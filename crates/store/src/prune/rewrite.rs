@@ -230,7 +230,7 @@ impl Copier {
     /// writer is at work, leaves them to the next prune, because the writer's next pack could get
     /// one of their numbers. Error: the backend fails.
     pub fn tidy(&mut self) -> Result<()> {
-        if self.inner.lock_holder()?.is_some() {
+        if self.inner.other_writers()?.are_at_work() {
             return Ok(());
         }
         let newest = self.inner.pack_numbers()?.last().copied();

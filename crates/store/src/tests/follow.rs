@@ -114,6 +114,7 @@ fn followed_with_a_failed_read(begin: fn(&Store) -> Session, read: u64) -> bool 
         PruneStep::Waiting if came.is_none() => {
             came = Some(session.seal_with_a_failed_read(&next, &medium, read));
         }
+        PruneStep::Waiting => session.run.follow_prune().unwrap(),
         _ => {}
     });
     let report = report.unwrap();

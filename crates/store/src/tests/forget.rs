@@ -67,17 +67,25 @@ fn a_forgotten_checkpoint_is_gone_with_its_tags_and_the_others_are_intact() {
         }
     }
     assert_clean(&store);
-    // The newest is what a run may build upon.
-    let refused = store.forget(&ids([3, 12]));
-    assert!(matches!(refused, Err(Error::InUse { id: CheckpointId(12), .. })), "{refused:?}");
+    // Each run builds upon its newest.
+    let mut other = on(&medium).unwrap().lock_writer_tuned("test", TINY).unwrap();
+    let mut runs =
+        [&mut writer, &mut other].map(|writer| writer.begin_run("vm", &layout(PAGES)).unwrap());
+    for (run, id) in runs.iter_mut().zip([13, 14]) {
+        assert_eq!(seal(run, PAGES).unwrap().id, CheckpointId(id));
+    }
+    for newest in [13, 14] {
+        let refused = store.forget(&ids([3, newest]));
+        assert!(matches!(refused, Err(Error::InUse { id, .. }) if id.0 == newest), "{refused:?}");
+    }
     assert_image(&store, CheckpointId(3), &known[&CheckpointId(3)]);
-    drop(writer);
-    store.forget(&ids([12])).unwrap();
+    drop((runs, writer, other));
+    store.forget(&ids([12, 14])).unwrap();
     assert_clean(&store);
     // Its number is not used again.
     let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
     let mut run = writer.begin_run("vm", &layout(PAGES)).unwrap();
-    assert_eq!(seal(&mut run, PAGES).unwrap().id, CheckpointId(13));
+    assert_eq!(seal(&mut run, PAGES).unwrap().id, CheckpointId(15));
 }
 
 #[test]

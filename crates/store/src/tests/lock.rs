@@ -6,21 +6,32 @@ use std::os::unix::fs::PermissionsExt;
 use std::process::{Command, Stdio};
 
 #[test]
-fn a_second_writer_is_refused_with_the_holder_of_the_lock() {
+fn a_repair_is_refused_while_there_are_writers_and_names_all_of_them() {
     let dir = tempfile::tempdir().unwrap();
     let store = Store::init(&dir.path().join("s")).unwrap();
     let mut writer = store.lock_writer("vm web, keyframe run").unwrap();
     let other = Store::open(store.path()).unwrap();
-    let error = other.lock_writer("x").unwrap_err();
+    let second = other.lock_writer("vm mail, keyframe run").unwrap();
+    let error = other.lock_alone("x").unwrap_err();
     let Error::Locked { holder } = &error else { panic!("{error}") };
     let pid = std::process::id().to_string();
-    assert!(holder.contains("vm web, keyframe run") && holder.contains(&pid), "{holder}");
-    // A run keeps the lock for itself.
+    for text in ["vm web, keyframe run", "vm mail, keyframe run", &pid] {
+        assert!(holder.contains(text), "{holder}");
+    }
+    drop(second);
+    // A run keeps its place for itself.
     let run = writer.begin_run("vm", &layout(1)).unwrap();
     drop(writer);
-    assert!(matches!(other.lock_writer("x"), Err(Error::Locked { .. })));
+    assert!(matches!(other.lock_alone("x"), Err(Error::Locked { .. })));
     run.finish().unwrap();
-    other.lock_writer("x").unwrap();
+    let alone = other.lock_alone("keyframe check --repair").unwrap();
+    let refused = store.lock_writer("x").unwrap_err();
+    assert!(
+        matches!(&refused, Error::Locked { holder } if holder.contains("check --repair")),
+        "{refused}"
+    );
+    drop(alone);
+    store.lock_writer("x").unwrap();
 }
 
 #[test]

@@ -1,7 +1,9 @@
 //! A medium that tells an observer how it is used.
 
 use super::*;
-use keyframe_store_backend::{AppendFile, Backend, LockGuard, ReadFile, Result, Space};
+use keyframe_store_backend::{
+    AppendFile, Backend, LockGuard, ReadFile, Result, Space, StartingWriter, WriterEntry,
+};
 use std::fmt::Debug;
 use std::ops::Range;
 
@@ -15,6 +17,9 @@ pub trait Observer: Debug + Send + Sync + 'static {
 
     /// Called after each step that another process could notice, or that could notice another.
     fn after_step(&self) {}
+
+    /// Called after each step of a file that grows.
+    fn after_append(&self) {}
 
     /// Returns true if the lock of the writer cannot be seen.
     fn hides_lock(&self) -> bool {
@@ -49,6 +54,14 @@ impl<O: Observer> Backend for ObservedMedium<O> {
         self.medium.lock(holder)
     }
 
+    fn join(&self, holder: &str) -> Result<StartingWriter> {
+        self.step(self.medium.join(holder))
+    }
+
+    fn writers(&self) -> Result<Vec<WriterEntry>> {
+        self.step(if self.observer.hides_lock() { Ok(Vec::new()) } else { self.medium.writers() })
+    }
+
     fn lock_prune(&self, holder: &str) -> Result<Box<dyn LockGuard>> {
         self.medium.lock_prune(holder)
     }
@@ -59,6 +72,11 @@ impl<O: Observer> Backend for ObservedMedium<O> {
 
     fn is_pruning(&self) -> Result<bool> {
         self.medium.is_pruning()
+    }
+
+    fn without_syncs(&self) -> Option<Arc<dyn Backend>> {
+        let (medium, observer) = (self.medium.relaxed(), Arc::clone(&self.observer));
+        Some(Arc::new(Self { medium, observer }))
     }
 
     fn sync_all(&self) -> Result<()> {
@@ -74,11 +92,16 @@ impl<O: Observer> Backend for ObservedMedium<O> {
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
-        self.step(self.medium.create(name))
+        let file = self.step(self.medium.create(name))?;
+        Ok(Box::new(ObservedAppend { file, observer: Arc::clone(&self.observer) }))
     }
 
     fn put(&self, name: &str, bytes: &[u8]) -> Result<()> {
         self.step(self.medium.put(name, bytes))
+    }
+
+    fn put_new(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        self.step(self.medium.put_new(name, bytes))
     }
 
     fn open(&self, name: &str) -> Result<Arc<dyn ReadFile>> {
@@ -102,6 +125,36 @@ impl<O: Observer> Backend for ObservedMedium<O> {
 
     fn sync(&self, name: &str) -> Result<()> {
         self.medium.sync(name)
+    }
+}
+
+#[derive(Debug)]
+struct ObservedAppend<O> {
+    file: Box<dyn AppendFile>,
+    observer: Arc<O>,
+}
+
+impl<O: Observer> ObservedAppend<O> {
+    fn step<T>(&self, outcome: T) -> T {
+        self.observer.after_append();
+        outcome
+    }
+}
+
+impl<O: Observer> AppendFile for ObservedAppend<O> {
+    fn append(&mut self, bytes: &[u8]) -> Result<()> {
+        let appended = self.file.append(bytes);
+        self.step(appended)
+    }
+
+    fn sync(&mut self) -> Result<()> {
+        let synced = self.file.sync();
+        self.step(synced)
+    }
+
+    fn truncate(&mut self, len_bytes: u64) -> Result<()> {
+        let cut = self.file.truncate(len_bytes);
+        self.step(cut)
     }
 }
 

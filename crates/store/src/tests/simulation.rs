@@ -14,6 +14,7 @@
 //! `KEYFRAME_SOAK_SECONDS` begins no seed after that time. Several seeds are played at the same
 //! time. Each does the same every time, apart from the random key of the store.
 
+mod fleet;
 mod look;
 mod world;
 
@@ -68,8 +69,14 @@ fn play(seed: u64) -> Tally {
     std::mem::take(&mut world.tally)
 }
 
-/// Plays seeds until all are played, or time is over. Returns the failed ones with their output.
-fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally) {
+/// Plays seeds with `play` until all are played, or time is over. Returns the failed ones with their
+/// output. `variable` plays a single one.
+fn play_all(
+    seeds: u64,
+    deadline: Option<Instant>,
+    variable: &str,
+    play: &(dyn Fn(u64) -> Tally + Sync),
+) -> (u64, BTreeSet<u64>, Tally) {
     let (next, ended) = (AtomicU64::new(0), AtomicBool::new(false));
     let (failed, tally) = (Mutex::new(BTreeSet::new()), Mutex::new(Tally::new()));
     let work = || {
@@ -85,7 +92,7 @@ fn play_all(seeds: u64, deadline: Option<Instant>) -> (u64, BTreeSet<u64>, Tally
                 }
             } else {
                 eprintln!(
-                    "seed {seed} failed: KEYFRAME_SEED={seed} cargo test -p keyframe-store simulation"
+                    "seed {seed} failed: {variable}={seed} cargo test -p keyframe-store simulation"
                 );
                 let mut failed = failed.lock().ignore_poison();
                 failed.insert(seed);
@@ -110,7 +117,8 @@ fn no_sealed_checkpoint_is_lost_or_changed_by_any_sequence_of_faults() {
     }
     let seeds = from_environment("KEYFRAME_SEEDS").unwrap_or(SEEDS);
     let time = from_environment("KEYFRAME_SOAK_SECONDS").map(Duration::from_secs);
-    let (played, failed, tally) = play_all(seeds, time.map(|time| Instant::now() + time));
+    let deadline = time.map(|time| Instant::now() + time);
+    let (played, failed, tally) = play_all(seeds, deadline, "KEYFRAME_SEED", &play);
     println!("{played} of {seeds} seeds: {tally:#?}");
     assert!(failed.is_empty(), "these seeds failed (KEYFRAME_SEED=N plays one alone): {failed:?}");
     assert_eq!(played, seeds, "the time was over before all seeds were played");

@@ -11,6 +11,7 @@
 //! bring back a checkpoint whose forget was interrupted. Such a *stranger* must be as correct as
 //! others.
 
+use super::super::durability::has_mark;
 use super::super::unreliable::{BadReads, Unreliable};
 use super::super::{TINY, content, encrypted, init_on, layout, on, request};
 use super::Tally;
@@ -27,7 +28,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 pub const RAM_PAGES: usize = 12;
-const BLOCKS: usize = 10;
+pub const BLOCKS: usize = 10;
 /// A run that is asked to follow a prune does so at once, or has failed.
 const PRUNE_WAIT: Duration = Duration::from_millis(45);
 
@@ -76,10 +77,10 @@ enum Act {
 }
 
 /// The VM of a run.
-struct Guest {
-    image: Image,
+pub struct Guest {
+    pub image: Image,
     /// A seal of it failed: all is put again.
-    owed: bool,
+    pub owed: bool,
 }
 
 pub struct World {
@@ -292,21 +293,6 @@ impl World {
         }
     }
 
-    fn change(&mut self, image: &mut Image) {
-        for (at, place) in image.iter_mut().enumerate() {
-            let is_block = at >= RAM_PAGES;
-            *place = match self.chance.next_u64() % 12 {
-                0 => Some(0),
-                1 => Some(1 + self.chance.next_u64() % 40),
-                // Like each other.
-                2..4 => Some(11 + 4 * (self.chance.next_u64() % 16)),
-                4 if is_block => Some(SHIFTED + self.chance.next_u64() % 12),
-                4 => Some(SHIFTED + 4 * (self.chance.next_u64() % 3)),
-                _ => continue,
-            };
-        }
-    }
-
     /// A run: some checkpoints, each of which may fail, and at whose end the process may just stop.
     fn run(&mut self) -> Result<()> {
         let tuning = self.tuning();
@@ -339,9 +325,7 @@ impl World {
         if self.below(3) > 0 {
             run.finish()?;
             drop(writer);
-            if tuning.durability != Durability::Checkpoint
-                && !self.medium.files().contains_key("unsynced")
-            {
+            if tuning.durability != Durability::Checkpoint && !has_mark(&self.medium) {
                 self.know_durable(None);
             }
         }
@@ -350,7 +334,7 @@ impl World {
 
     fn seal(&mut self, run: &mut Run, tuning: Tuning, guest: &mut Guest) -> Result<()> {
         let mut next = guest.image.clone();
-        self.change(&mut next);
+        change(&mut self.chance, &mut next);
         self.strangers.push(next.clone());
         let tag = format!("t{}", self.below(4));
         let tag = (self.below(5) == 0).then_some(tag.as_str());
@@ -483,7 +467,7 @@ impl World {
     }
 }
 
-fn disk() -> DiskMeta {
+pub fn disk() -> DiskMeta {
     let base = BaseMeta { path: "/base".into(), format: "raw".into(), files: Vec::new() };
     DiskMeta {
         name: "d".into(),
@@ -493,8 +477,24 @@ fn disk() -> DiskMeta {
     }
 }
 
+/// Writes to some pages and blocks.
+pub fn change(chance: &mut SeededRandom, image: &mut Image) {
+    for (at, place) in image.iter_mut().enumerate() {
+        let is_block = at >= RAM_PAGES;
+        *place = match chance.next_u64() % 12 {
+            0 => Some(0),
+            1 => Some(1 + chance.next_u64() % 40),
+            // Like each other.
+            2..4 => Some(11 + 4 * (chance.next_u64() % 16)),
+            4 if is_block => Some(SHIFTED + chance.next_u64() % 12),
+            4 => Some(SHIFTED + 4 * (chance.next_u64() % 3)),
+            _ => continue,
+        };
+    }
+}
+
 /// Puts where `new` differs from what was sealed last.
-fn put(run: &mut Run, guest: &Guest, new: &Image) -> Result<()> {
+pub fn put(run: &mut Run, guest: &Guest, new: &Image) -> Result<()> {
     for (at, (old, new)) in guest.image.iter().zip(new).enumerate() {
         let is_dirty = guest.owed || old != new;
         match new {
