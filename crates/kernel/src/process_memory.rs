@@ -7,9 +7,19 @@ use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, HostVirt};
 use std::ffi::c_void;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Ranges in one call, the kernel's own limit (`IOV_MAX`).
 const RANGES_MAX: usize = 1024;
+
+/// The number of times that this process began to write the memory of any process.
+static WRITES: AtomicU64 = AtomicU64::new(0);
+
+/// Returns how often [`write_memory`] has been called. A page that it writes is not named by a page
+/// fault.
+pub(crate) fn writes_begun() -> u64 {
+    WRITES.load(Ordering::SeqCst)
+}
 
 /// Reads `dst.len()` bytes at address `at` of `process`.
 ///
@@ -22,6 +32,7 @@ pub fn read_memory(process: &Process, at: HostVirt, dst: &mut [u8]) -> Result<()
 /// Writes `src` at address `at` of `process`. Errors: the process is gone, or a part is not mapped
 /// or not writable. A part may then have been written.
 pub fn write_memory(process: &Process, at: HostVirt, src: &[u8]) -> Result<()> {
+    WRITES.fetch_add(1, Ordering::SeqCst);
     let mut done = 0;
     while let Some(left) = src.get(done..).filter(|left| !left.is_empty()) {
         let local = libc::iovec { iov_base: left.as_ptr().cast_mut().cast(), iov_len: left.len() };

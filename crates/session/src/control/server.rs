@@ -40,13 +40,8 @@ pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> i
     listener.set_nonblocking(true)?;
     let answering = Arc::new(());
     let socket = Socket { path, answering: Arc::downgrade(&answering) };
-    let mut server = Server {
-        listener,
-        waiting: Vec::new(),
-        answering,
-        status: Arc::clone(status),
-        deliver,
-    };
+    let mut server =
+        Server { listener, waiting: Vec::new(), answering, status: Arc::clone(status), deliver };
     std::thread::Builder::new().name("control".into()).spawn(
         move || {
             while server.turn().is_ok() {}
