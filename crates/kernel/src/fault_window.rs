@@ -48,10 +48,9 @@ use crate::write_tracker::WriteTracker;
 use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, PAGE_BYTES};
 use perf_event::events::{Software, Tracepoint};
-use perf_event::{Builder, Clock, Counter, SampleFlag, Sampler};
+use perf_event::{Builder, Counter, SampleFlag, Sampler};
 use records::{Judge, Record, RecordKind};
 use rustix::fs::{CWD, Dir, Mode, OFlags, openat, readlinkat};
-use rustix::time::{ClockId, clock_gettime};
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -78,8 +77,6 @@ const TRIES: usize = 4;
 struct CpuEvents {
     /// Its counter is the first of the group: the starts of page faults.
     ring: Sampler,
-    /// The ids of the events in their records.
-    kinds: [(u64, RecordKind); 4],
     lock: Counter,
     /// The ends of page faults: the other events of the group.
     _ends: [Counter; 2],
@@ -93,12 +90,12 @@ pub struct FaultWindow {
     online_then: Vec<u8>,
     ring_bytes: usize,
     armed: Option<Armed>,
+    is_recording: bool,
     records: Vec<Record>,
 }
 
 /// What was so when the window was opened.
 struct Armed {
-    barrier_ns: u64,
     writes_begun: u64,
     /// The threads that may have been in the page fault handler.
     busy: Vec<u32>,
@@ -120,7 +117,8 @@ impl FaultWindow {
         let failed = |operation| move |source| Error::FaultWindow { operation, source };
         if !tracker.faults_name_pages() {
             let source = io::Error::other(
-                "a fault can make a whole huge page writable, in shared memory or on this kernel",
+                "not every page is written by a fault of its own: RAM is shared or can be discarded, \
+                 or the kernel is too old",
             );
             return Err(Error::FaultWindow { operation: "name written pages by faults", source });
         }
@@ -148,7 +146,15 @@ impl FaultWindow {
             .map(|cpu| CpuEvents::open(cpu, lock.id, &filter, ring_bytes))
             .collect::<io::Result<Vec<_>>>()
             .map_err(failed("record page faults"))?;
-        Ok(Self { cpus, online, online_then, ring_bytes, armed: None, records: Vec::new() })
+        Ok(Self {
+            cpus,
+            online,
+            online_then,
+            ring_bytes,
+            armed: None,
+            is_recording: false,
+            records: Vec::new(),
+        })
     }
 
     /// Opens a window. The caller protects all memory of `tracker` with a scan after this, and then
@@ -169,7 +175,8 @@ impl FaultWindow {
 
     fn try_arm(&mut self, tracker: &WriteTracker) -> io::Result<Armed> {
         self.disarm();
-        let writes_begun = writes_begun();
+        self.is_recording = true;
+        let writes_begun = writes_begun(tracker.process());
         for cpu in &mut self.cpus {
             // What the rings hold is from before.
             while cpu.ring.next_record().is_some() {}
@@ -177,12 +184,11 @@ impl FaultWindow {
             cpu.lock.enable()?;
         }
         tracker.wait_for_accesses()?;
-        let barrier_ns = now_ns();
         let busy = threads(tracker.process())?
             .into_iter()
             .filter(|thread| !sleeps(tracker.process(), *thread))
             .collect();
-        Ok(Armed { barrier_ns, writes_begun, busy })
+        Ok(Armed { writes_begun, busy })
     }
 
     /// Returns the pages of `tracker` that were written since the scan after [`Self::arm`], rising
@@ -204,25 +210,23 @@ impl FaultWindow {
         armed: &Armed,
         tracker: &WriteTracker,
     ) -> std::result::Result<Vec<HostRange>, WindowGap> {
-        self.records.clear();
-        for cpu in &mut self.cpus {
-            cpu.take(self.ring_bytes, &mut self.records)?;
-        }
         let ranges = tracker.registered();
-        let judge =
-            Judge { own: std::process::id(), barrier_ns: armed.barrier_ns, ranges: &ranges };
-        let faults = judge.faults(&mut self.records)?;
-        let has_record = |thread: u32| {
-            self.records.iter().any(|r| r.thread == thread && r.kind != RecordKind::Lock)
-        };
+        let mut judge = Judge::new(std::process::id(), &ranges);
+        for cpu in &mut self.cpus {
+            self.records.clear();
+            cpu.take(self.ring_bytes, &mut self.records)?;
+            judge.add(&mut self.records)?;
+        }
+        let faults = judge.faults()?;
         for thread in &armed.busy {
-            if !has_record(*thread) && !sleeps(tracker.process(), *thread) {
+            if !sleeps(tracker.process(), *thread) {
                 return Err(WindowGap::BusyThread);
             }
         }
-        if writes_begun() != armed.writes_begun {
+        if writes_begun(tracker.process()) != armed.writes_begun {
             return Err(WindowGap::OwnWrite);
         }
+        tracker.ensure_mapped().map_err(|_| WindowGap::Unreadable)?;
         let online = read_online(self.online.as_fd()).map_err(|_| WindowGap::Unreadable)?;
         if online != self.online_then {
             return Err(WindowGap::Processors);
@@ -235,6 +239,9 @@ impl FaultWindow {
     /// Ends the recording, also if no window is open.
     pub fn disarm(&mut self) {
         self.armed = None;
+        if !std::mem::take(&mut self.is_recording) {
+            return;
+        }
         for cpu in &mut self.cpus {
             // It fails for a CPU that is gone, which records nothing either.
             let _ = cpu.lock.disable();
@@ -246,10 +253,10 @@ impl FaultWindow {
 impl CpuEvents {
     fn open(cpu: usize, lock_id: u64, filter: &CStr, ring_bytes: usize) -> io::Result<Self> {
         let mut builder = Builder::new(Software::PAGE_FAULTS);
-        on_cpu(&mut builder, cpu);
+        on_cpu(&mut builder, cpu, RecordKind::Start);
         let mut ring = builder.build()?.sampled(ring_bytes)?;
         let mut join = |mut builder: Builder<'_>| -> io::Result<Counter> {
-            on_cpu(&mut builder, cpu).enabled(true);
+            on_cpu(&mut builder, cpu, RecordKind::Done).enabled(true);
             let counter = builder.build_with_group(&mut ring)?;
             abi::perf_set_output(&counter, &ring)?;
             Ok(counter)
@@ -258,16 +265,10 @@ impl CpuEvents {
         let major = join(Builder::new(Software::PAGE_FAULTS_MAJ))?;
         // A tracepoint in a group of software events records nothing.
         let mut builder = Builder::new(Tracepoint::with_id(lock_id));
-        let lock = on_cpu(&mut builder, cpu).build()?;
+        let lock = on_cpu(&mut builder, cpu, RecordKind::Lock).build()?;
         abi::perf_set_output(&lock, &ring)?;
         abi::perf_set_filter(&lock, filter)?;
-        let kinds = [
-            (ring.as_counter().id(), RecordKind::Start),
-            (minor.id(), RecordKind::Done),
-            (major.id(), RecordKind::Done),
-            (lock.id(), RecordKind::Lock),
-        ];
-        Ok(Self { ring, lock, kinds, _ends: [minor, major] })
+        Ok(Self { ring, lock, _ends: [minor, major] })
     }
 
     /// Appends all records of the ring to `out`. Nothing was taken from it since it was empty.
@@ -288,42 +289,44 @@ impl CpuEvents {
             if record.ty() != PERF_RECORD_SAMPLE {
                 return Err(WindowGap::Lost);
             }
-            out.push(parse(&record.to_contiguous(), &self.kinds).ok_or(WindowGap::Unreadable)?);
+            out.push(parse(&record.to_contiguous()).ok_or(WindowGap::Unreadable)?);
         }
         Ok(())
     }
 }
 
-/// Sets what all events of a CPU have in common, whatever runs on it.
-fn on_cpu<'a, 'b>(builder: &'a mut Builder<'b>, cpu: usize) -> &'a mut Builder<'b> {
-    builder
-        .any_pid()
-        .one_cpu(cpu)
-        .include_kernel()
-        .include_hv()
-        .sample_period(1)
-        .clockid(Clock::MONOTONIC)
-        .sample(SampleFlag::IDENTIFIER)
-        .sample(SampleFlag::TID)
-        .sample(SampleFlag::TIME)
-        .sample(SampleFlag::ADDR)
+/// Sets what an event of a CPU records, whatever runs there. The records of each kind have a length
+/// of their own.
+///
+/// The kernel computes the id and the time of a record once for all events of a page fault, those of
+/// other programs included. So a record's id may be that of another event, and its time that of
+/// another clock.
+fn on_cpu<'a, 'b>(
+    builder: &'a mut Builder<'b>,
+    cpu: usize,
+    kind: RecordKind,
+) -> &'a mut Builder<'b> {
+    builder.any_pid().one_cpu(cpu).include_kernel().include_hv().sample_period(1);
+    builder.sample(SampleFlag::TID).sample(SampleFlag::ADDR);
+    match kind {
+        RecordKind::Start => builder,
+        RecordKind::Done => builder.sample(SampleFlag::PERIOD),
+        RecordKind::Lock => builder.sample(SampleFlag::PERIOD).sample(SampleFlag::CPU),
+    }
 }
 
-/// Reads a record: the event's id, process and thread (4 bytes each), time, address.
-fn parse(bytes: &[u8], kinds: &[(u64, RecordKind)]) -> Option<Record> {
-    let (words, rest) = bytes.as_chunks::<8>();
-    let [id, who, time_ns, address] = words else { return None };
-    let id = u64::from_ne_bytes(*id);
-    let (process, thread) = who.split_at(4);
-    let number = |bytes: &[u8]| Some(u32::from_ne_bytes(bytes.try_into().ok()?));
-    let (_, kind) = kinds.iter().find(|(known, _)| *known == id).filter(|_| rest.is_empty())?;
-    Some(Record {
-        kind: *kind,
-        time_ns: u64::from_ne_bytes(*time_ns),
-        process: number(process)?,
-        thread: number(thread)?,
-        address: u64::from_ne_bytes(*address),
-    })
+/// Reads a record: process and thread (4 bytes each), address, and what tells its kind.
+fn parse(bytes: &[u8]) -> Option<Record> {
+    let (words, []) = bytes.as_chunks::<8>() else { return None };
+    let (kind, who, address) = match words {
+        [who, address] => (RecordKind::Start, who, address),
+        [who, address, _] => (RecordKind::Done, who, address),
+        [who, address, _, _] => (RecordKind::Lock, who, address),
+        _ => return None,
+    };
+    let who = u64::from_ne_bytes(*who);
+    let (process, thread) = (who as u32, (who >> 32) as u32);
+    Some(Record { kind, process, thread, address: u64::from_ne_bytes(*address) })
 }
 
 /// Finds the kernel's name of the mappings of the process of `tracker`: the address by which the
@@ -414,11 +417,6 @@ fn state_of(stat: &[u8]) -> Option<u8> {
     stat.get(end + 2).copied()
 }
 
-fn now_ns() -> u64 {
-    let now = clock_gettime(ClockId::Monotonic);
-    now.tv_sec.cast_unsigned() * 1_000_000_000 + now.tv_nsec.cast_unsigned()
-}
-
 fn open_online() -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC;
     Ok(openat(CWD, "/sys/devices/system/cpu/online", flags, Mode::empty())?)
@@ -466,17 +464,15 @@ mod tests {
     }
 
     #[test]
-    fn a_record_of_another_length_or_event_is_none() {
-        let kinds = [(5, RecordKind::Start)];
-        let mut bytes = Vec::new();
-        for word in [5, 3 | 4 << 32, 6, 0x1234_u64] {
-            bytes.extend(word.to_ne_bytes());
+    fn the_length_of_a_record_tells_its_kind() {
+        let bytes: Vec<u8> =
+            [3 | 4 << 32, 0x1234, 1, 0, 0_u64].into_iter().flat_map(u64::to_ne_bytes).collect();
+        let kinds = [RecordKind::Start, RecordKind::Done, RecordKind::Lock];
+        for len in 0..=bytes.len() {
+            let expected = kinds.into_iter().zip([16, 24, 32]).find(|(_, bytes)| *bytes == len);
+            let expected =
+                expected.map(|(kind, _)| Record { kind, process: 3, thread: 4, address: 0x1234 });
+            assert_eq!(parse(&bytes[..len]), expected, "{len} bytes");
         }
-        let record = parse(&bytes, &kinds).unwrap();
-        assert_eq!((record.process, record.thread, record.address), (3, 4, 0x1234));
-        for len in 0..bytes.len() {
-            assert_eq!(parse(&bytes[..len], &kinds), None);
-        }
-        assert_eq!(parse(&bytes, &[(6, RecordKind::Start)]), None);
     }
 }

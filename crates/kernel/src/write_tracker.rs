@@ -482,9 +482,13 @@ impl WriteTracker {
     ///
     /// It is false on kernels that leave memory without page tables unprotected, where one fault can
     /// place a huge page. It is false for shared memory, whose huge pages lose the protection of all
-    /// when one is written.
+    /// when one is written, and for memory that can be discarded.
     pub(crate) fn faults_name_pages(&self) -> bool {
         let huge = |s: &MappedRange| s.page_bytes > PAGE_BYTES as u64;
+        // A discard takes pages away without the lock that the window watches.
+        if self.watch_discards {
+            return false;
+        }
         let shared_4k = self.segments.iter().any(|s| s.shared && !huge(s));
         self.quirks.hole_is_written && !shared_4k
     }
@@ -495,6 +499,11 @@ impl WriteTracker {
         let segment = self.segments.get(at)?;
         let start = address / segment.page_bytes * segment.page_bytes;
         intersection(segment.range, ranges::between(start, start + segment.page_bytes))
+    }
+
+    /// Checks that all registered memory is still mapped. Error: a part is not.
+    pub(crate) fn ensure_mapped(&self) -> io::Result<()> {
+        self.segments.iter().try_for_each(|segment| self.pagemap.ensure_mapped(segment.range))
     }
 
     /// The registered memory by rising address.

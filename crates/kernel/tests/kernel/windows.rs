@@ -29,6 +29,7 @@ impl Traced {
         tracker.register(ram).unwrap();
         let traced = Self { target, ram, tracker };
         traced.protect();
+        traced.wait_for(&['S']);
         traced
     }
 
@@ -37,6 +38,12 @@ impl Traced {
         let mut out = Vec::new();
         self.tracker.scan_and_protect(self.ram, &mut out).unwrap();
         pages(self.ram, &out).into_iter().map(|(page, _)| page).collect()
+    }
+
+    /// Writes pages `first..first + pages`, and waits until the process is idle again.
+    fn write(&mut self, first: u64, pages: u64, byte: u8) {
+        self.target.write(self.ram, first, pages, byte);
+        self.wait_for(&['S']);
     }
 
     /// The pages that the window names, or why it does not know them.
@@ -49,19 +56,24 @@ impl Traced {
         named.map(|ranges| ranges.into_iter().flat_map(numbers).collect())
     }
 
-    /// Stops all threads of the process, and waits until none runs.
+    /// Stops all threads of the process.
     fn stop(&mut self) {
         self.target.signal("STOP");
+        self.wait_for(&['T', 'Z', 'X']);
+    }
+
+    /// Waits until each thread of the process is in one of these states.
+    fn wait_for(&self, states: &[char]) {
         let deadline = Instant::now() + Duration::from_secs(20);
         let tasks = format!("/proc/{}/task", self.target.process.pid());
         let runs = || {
             std::fs::read_dir(&tasks).unwrap().flatten().any(|task| {
                 let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-                stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(['T', 'Z', 'X']))
+                stat.rsplit_once(") ").is_some_and(|(_, rest)| !rest.starts_with(states))
             })
         };
         while runs() {
-            assert!(Instant::now() < deadline, "the process does not stop");
+            assert!(Instant::now() < deadline, "a thread is not in {states:?}");
         }
     }
 }
@@ -146,14 +158,14 @@ fn a_full_ring_is_a_gap_and_the_next_window_is_whole_again() {
     for round in 0..5 {
         window.arm(&traced.tracker).unwrap();
         traced.protect();
-        traced.target.write(traced.ram, 0, 2000, round);
+        traced.write(0, 2000, round);
         let gap = traced.named(&mut window).unwrap_err();
         assert!([WindowGap::Overflow, WindowGap::Lost].contains(&gap), "{gap:?}");
         assert_eq!(traced.protect().len(), 2000);
 
         window.arm(&traced.tracker).unwrap();
         traced.protect();
-        traced.target.write(traced.ram, 100, 3, round);
+        traced.write(100, 3, round);
         // Other programs' faults fill so small a ring, too.
         if let Ok(named) = traced.named(&mut window) {
             assert_eq!(named, BTreeSet::from([100, 101, 102]));
@@ -166,11 +178,11 @@ fn pages_stay_written_for_the_next_scan_and_nothing_is_recorded_between_windows(
     let (mut traced, mut window) = traced!("anon", 512 << 10);
     window.arm(&traced.tracker).unwrap();
     traced.protect();
-    traced.target.write(traced.ram, 5, 2, 1);
+    traced.write(5, 2, 1);
     assert_eq!(traced.named(&mut window), Ok(BTreeSet::from([5, 6])));
     assert_eq!(traced.protect(), BTreeSet::from([5, 6]), "a window protects nothing");
 
-    traced.target.write(traced.ram, 20, 100, 1);
+    traced.write(20, 100, 1);
     assert!(window.read(&traced.tracker).is_none(), "no window is open");
     window.arm(&traced.tracker).unwrap();
     traced.protect();
@@ -218,7 +230,7 @@ fn a_huge_page_of_hugetlbfs_is_named_whole() {
     let (mut traced, mut window) = traced!("hugetlb", 512 << 10);
     window.arm(&traced.tracker).unwrap();
     traced.protect();
-    traced.target.write(traced.ram, 515, 1, 1);
+    traced.write(515, 1, 1);
     assert_eq!(traced.named(&mut window), Ok((512..1024).collect()));
     assert_eq!(traced.protect(), (512..1024).collect());
 }
