@@ -11,8 +11,8 @@
 //! kernel runs the handler for a fault of any thread on any CPU, or for an access by address that
 //! takes the lock of the process's mappings. The window records on every CPU of the host: the start
 //! and the end of each page fault, with its address, and each time that this lock is taken. So it
-//! needs no list of the threads that write: those that come and go, workers of io_uring and vhost are
-//! on some CPU, too.
+//! needs no list of the threads that write: those that come and go, workers of `io_uring` and vhost
+//! are on some CPU, too.
 //!
 //! What could escape, and why it does not:
 //!
@@ -42,6 +42,7 @@ pub use records::WindowGap;
 
 use crate::abi::{self, PageRegion};
 use crate::pagemap::{Pagemap, PagemapQuery};
+use crate::pagemap_quirks::PagemapQuirks;
 use crate::process_memory::writes_begun;
 use crate::ranges::{between, union};
 use crate::write_tracker::WriteTracker;
@@ -155,6 +156,24 @@ impl FaultWindow {
             is_recording: false,
             records: Vec::new(),
         })
+    }
+
+    /// Finds out whether this host lets this process record page faults on one of its CPUs. Error:
+    /// [`Error::FaultWindow`] says what is missing.
+    pub fn probe() -> Result<()> {
+        let failed = |operation| move |source| Error::FaultWindow { operation, source };
+        if !PagemapQuirks::of_this_kernel().hole_is_written {
+            let source =
+                io::Error::other("this kernel leaves memory without page tables unprotected");
+            return Err(Error::FaultWindow { operation: "name written pages by faults", source });
+        }
+        let lock = tracepoint::find(LOCK_EVENT, "mm").map_err(failed("find a tracepoint"))?;
+        let online = open_online().map_err(failed("list the host's CPUs"))?;
+        let text = read_online(online.as_fd()).map_err(failed("list the host's CPUs"))?;
+        let first = parse_online(&text).and_then(|cpus| cpus.first().copied()).unwrap_or(0);
+        CpuEvents::open(first, lock.id, c"mm == 0", RING_BYTES_MIN)
+            .map(drop)
+            .map_err(failed("record page faults"))
     }
 
     /// Opens a window. The caller protects all memory of `tracker` with a scan after this, and then

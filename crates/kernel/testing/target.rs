@@ -228,7 +228,7 @@ fn storm(address: usize, len: usize, time: Duration) -> std::io::Result<()> {
         // SAFETY: the test names memory that it had mapped here, writable, of that length; threads
         // write this word of a page atomically, and nothing refers to it.
         unsafe { (*(at as *const AtomicU64)).fetch_add(1, Ordering::Relaxed) };
-        if *random % 8 == 0 {
+        if (*random).is_multiple_of(8) {
             std::thread::yield_now();
         }
     };

@@ -142,11 +142,10 @@ impl<'a> Judge<'a> {
                     self.lockers.insert(record.thread);
                 }
                 (_, RecordKind::Lock) => return Err(WindowGap::UnnamedAccess),
+                // An end without a start: the fault began before the window. If it began on another
+                // CPU, its start has no partner there.
                 (None | Some(RecordKind::Done), RecordKind::Start)
-                | (Some(RecordKind::Start | RecordKind::Lock), RecordKind::Done) => {}
-                // The fault began before the window. If it began on another CPU, its start has no
-                // partner there.
-                (None, RecordKind::Done) => {}
+                | (None | Some(RecordKind::Start | RecordKind::Lock), RecordKind::Done) => {}
                 (_, RecordKind::Start | RecordKind::Done) => paired = false,
             }
             before = Some(record.kind);
