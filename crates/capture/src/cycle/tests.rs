@@ -71,7 +71,9 @@ impl World {
     fn land(&mut self, page: u64, value: u64) {
         self.ram[page as usize] = value;
         self.written.insert(PageIndex(page));
-        self.window.iter_mut().for_each(|window| drop(window.insert(PageIndex(page))));
+        if let Some(window) = &mut self.window {
+            window.insert(PageIndex(page));
+        }
     }
 
     /// Lets the guest run a little; an error where this call is the one to fail.
@@ -176,7 +178,7 @@ impl DirtyTracker for Vm {
     fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         let mut world = self.world();
         match world.window.take() {
-            Some(named) if world.random() % 4 > 0 => {
+            Some(named) if !world.random().is_multiple_of(4) => {
                 world.call("read the window")?;
                 written.union_with(&named);
                 Ok(())
