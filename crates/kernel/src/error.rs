@@ -369,7 +369,8 @@ impl Error {
                 Some(libc::ENOENT | libc::ENODEV | libc::ENOSYS) => {
                     "run a kernel with CONFIG_PERF_EVENTS and CONFIG_TRACING".into()
                 }
-                _ => return None,
+                _ => "leave --tracker out, or use --tracker write-protect: the pause then has a scan"
+                    .into(),
             },
             Self::InstructionCounter { source, .. } => match source.raw_os_error() {
                 Some(libc::ENOENT | libc::ENODEV | libc::EOPNOTSUPP) => "this host's processor shows no free counter of instructions: \
