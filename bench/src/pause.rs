@@ -5,8 +5,8 @@
 //!   1k, 5k, 20k, 60k     1 GiB, writes in 512 MiB of it   precopy, stop-copy, fork: by turns
 //!   dirty pages a second                                  cow: alone, it needs another tracker
 //!                                                         QEMU's: alone, savevm needs an image
-//!   1, 2, 4 GiB at 20k   all RAM was written, and is      precopy, stop-copy, fork; QEMU's
-//!                        written everywhere
+//!   1 to 12 GiB at 20k   all RAM was written, and is      precopy, stop-copy, fork; QEMU's up
+//!                        written everywhere               to 4 GiB
 //!   disk                 20k, and a disk that is idle,    precopy
 //!                        or written to
 //! ```
@@ -35,6 +35,8 @@ const MEM: &str = "1G";
 const WRITTEN_MIB: u64 = 512;
 /// The rate at which sizes of RAM are compared, in pages a second.
 const RATE: u64 = 20_000;
+/// QEMU's own methods take minutes with more RAM.
+const PEERS_GIB_MAX: u64 = 4;
 /// The time between two checkpoints.
 const INTERVAL: Duration = Duration::from_secs(1);
 
@@ -254,7 +256,7 @@ impl Bench<'_> {
                 rows,
             )?;
         }
-        if !self.plan.peers_of_sizes {
+        if !self.plan.peers_of_sizes || gib > PEERS_GIB_MAX {
             return Ok(());
         }
         if let Err(e) = self.peers_of_size(load, &mem, mib, rows) {
@@ -350,6 +352,9 @@ fn measure(
         let row = rows.of(&strategy.replace('-', "_"), load);
         row.pause_ns.push(number(&entry, "pause_ns")?);
         row.dirty_pages.push(number(&entry, "dirty_pages")?);
+        let scan = entry.pointer("/pause/scan").and_then(Value::as_f64);
+        row.scan_ns
+            .push(scan.ok_or_else(|| Error::failed("read keyframe take --json", "no pause.scan"))?);
     }
     Ok(())
 }
@@ -384,6 +389,16 @@ fn report(rows: &Rows, empty: &Sample) -> Report {
     }
     report.ratio_of("precopy_20k_over_empty", precopy, "empty_pause_p50_ns");
     report.ratio_of("precopy_60k_over_precopy_20k", "precopy_60k_pause_p50_ns", precopy);
+    let of_size = |gib: u64, what| {
+        format!("precopy_{}_{what}_p50_ns", Load { rate: RATE, gib: Some(gib) }.label())
+    };
+    report.ratio_of("pause_12gib_over_1gib", &of_size(12, "pause"), &of_size(1, "pause"));
+    let scans = SIZES
+        .into_iter()
+        .filter_map(|gib| report.figures.get(&of_size(gib, "scan_in_pause")).copied());
+    if let Some(longest) = scans.reduce(f64::max) {
+        report.figure("scan_in_pause_p50_ns", longest);
+    }
     let (small, large) = ("precopy_20k_1gib_pause_p50_ns", "precopy_20k_4gib_pause_p50_ns");
     report.ratio_of("pause_4gib_over_1gib", large, small);
     if let (Some(small), Some(large)) = (report.figures.get(small), report.figures.get(large)) {
@@ -416,7 +431,13 @@ mod tests {
     #[test]
     fn the_keys_are_those_promised() {
         let at = |rate, gib| Load { rate, gib };
-        let all = [at(20_000, None), at(60_000, None), at(20_000, Some(1)), at(20_000, Some(4))];
+        let all = [
+            at(20_000, None),
+            at(60_000, None),
+            at(20_000, Some(1)),
+            at(20_000, Some(4)),
+            at(20_000, Some(12)),
+        ];
         let report = measured(&all);
         for key in [
             "precopy_20k_pause_p50_ns",
@@ -431,6 +452,7 @@ mod tests {
             "savevm_over_precopy_20k",
             "precopy_20k_over_empty",
             "pause_4gib_over_1gib",
+            "pause_12gib_over_1gib",
         ] {
             assert!(report.ratios.contains_key(key), "no {key}");
         }

@@ -71,6 +71,52 @@ fn auto_is_exact() {
     exact(&scribbling(), &["--strategy", "auto"], &["precopy", "stop-copy"]);
 }
 
+/// A guest of 320 MiB whose two vCPUs write, and the entries of its checkpoints after the first.
+fn windows_of(strategy: &str, tracker: &str) -> Vec<String> {
+    let env = TestEnv::new();
+    let mut boot = scribbling();
+    boot.mem_mib = 320;
+    let options = ["--interval", "200ms", "--strategy", strategy, "--tracker", tracker];
+    let (_, id) = take_audited_checkpoints(&env, &boot, &options, 8);
+    assert_restores_exactly(&env, &id);
+    let found = |entry: &serde_json::Value| entry["found_by"].as_str().unwrap_or("").to_owned();
+    env.list()[1..].iter().map(found).collect()
+}
+
+/// The audit compares all RAM of each checkpoint, whether a window named its last pages or a scan
+/// found them because the window could not.
+#[test]
+fn a_window_in_place_of_the_scan_is_exact() {
+    if let Some(reason) = no_window() {
+        return record_skip(Scope::Test, &reason);
+    }
+    let found = windows_of("precopy", "window");
+    println!("{found:?}");
+    assert!(found.iter().any(|by| by == "window"), "{found:?}");
+    assert!(found.iter().all(|by| by == "window" || by.starts_with("scan:")), "{found:?}");
+    for strategy in variants(["stop-copy", "fork", "pre-scan"], 1) {
+        let found = windows_of(strategy, "window");
+        assert!(found.iter().all(|by| by == "window" || by.starts_with("scan:")), "{found:?}");
+    }
+    assert!(windows_of("precopy", "write-protect").iter().all(|by| by == "scan"));
+}
+
+#[test]
+fn a_vm_without_exact_windows_is_refused_one_and_scanned_by_default() {
+    refused(&backed_by(MEMFD), &["--tracker", "window"], &["name written pages by faults"]);
+    let env = TestEnv::new();
+    let options = ["--interval", "200ms"];
+    take_audited_checkpoints(&env, &backed_by(MEMFD), &options, 2);
+    assert!(env.list()[1..].iter().all(|entry| entry["found_by"] == "scan"), "{:?}", env.list());
+}
+
+/// The reason why this host has no windows; `None` if it has.
+fn no_window() -> Option<String> {
+    let features = keyframe_kernel::host_features::probe();
+    let item = features.get("page-fault window").expect("doctor looks for it");
+    (!item.available).then(|| item.detail.clone())
+}
+
 #[test]
 fn precopy_with_other_trackers_and_threads_is_exact() {
     for with in

@@ -6,7 +6,7 @@ use crate::sample::Sample;
 /// The measured rates, in dirty pages a second.
 pub const RATES: [u64; 4] = [1_000, 5_000, 20_000, 60_000];
 /// The measured sizes of RAM, in GiB.
-pub const SIZES: [u64; 3] = [1, 2, 4];
+pub const SIZES: [u64; 5] = [1, 2, 4, 8, 12];
 
 /// The load of a guest.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,6 +35,8 @@ pub struct Row {
     pub pause_ns: Sample,
     /// The times of the whole saves; empty for checkpoints.
     pub whole_ns: Sample,
+    /// The times of the last look for dirty pages, in the pause; empty for QEMU's own methods.
+    pub scan_ns: Sample,
     /// The dirty pages of each checkpoint; empty for QEMU's own methods.
     pub dirty_pages: Sample,
     /// The part of its work that the guest lost during background snapshots.
@@ -54,12 +56,13 @@ impl Rows {
     pub fn of(&mut self, way: &str, load: Load) -> &mut Row {
         let at =
             self.rows.iter().position(|r| r.way == way && r.load == load).unwrap_or_else(|| {
-                let (pause_ns, whole_ns, dirty_pages, work_lost) = Default::default();
+                let (pause_ns, whole_ns, scan_ns, dirty_pages, work_lost) = Default::default();
                 self.rows.push(Row {
                     way: way.into(),
                     load,
                     pause_ns,
                     whole_ns,
+                    scan_ns,
                     dirty_pages,
                     work_lost,
                 });
@@ -93,6 +96,9 @@ impl Rows {
         for row in self.iter() {
             let key = format!("{}_{}", row.way, row.load.label());
             report.figure(format!("{key}_pause_p50_ns"), row.pause_ns.median());
+            if row.scan_ns.len() > 0 {
+                report.figure(format!("{key}_scan_in_pause_p50_ns"), row.scan_ns.median());
+            }
             if row.dirty_pages.len() > 0 {
                 report.figure(format!("{key}_pause_p99_ns"), row.pause_ns.percentile(99));
                 report.figure(format!("{key}_dirty_pages_p50"), row.dirty_pages.median());

@@ -1,5 +1,6 @@
 //! A captured checkpoint and the record of how it was captured: its phases and its timeline.
 
+use crate::ports::PausedFind;
 use keyframe_scheduling::Round;
 use keyframe_units::RamLayout;
 use std::time::{Instant, SystemTime};
@@ -72,6 +73,8 @@ pub struct CaptureTimeline {
     pub stop_ns: u64,
     /// The time of the scan for the last dirty pages, in the pause.
     pub scan_ns: u64,
+    /// How the last dirty pages were found, in the pause.
+    pub found_by: PausedFind,
     /// The time of copying or freezing the last dirty pages, in the pause.
     pub copy_ns: u64,
     /// The time of saving the device state, in the pause.

@@ -48,10 +48,35 @@ impl CaptureContext<'_> {
     ///
     /// Errors: the scan failed, the pages could not be copied, or the encoder has ended.
     pub fn round(&mut self) -> Result<(), CaptureError> {
+        self.round_by(|log, is_first| if is_first { log.drain_owed() } else { log.drain() })
+    }
+
+    /// Runs the last round before the pause, and opens a window with its scan, so that the pause
+    /// needs none. Does nothing if the tracker has no window. Errors: those of [`Self::round`].
+    pub fn window_round(&mut self) -> Result<(), CaptureError> {
+        if !self.log.has_window() {
+            return Ok(());
+        }
+        self.round_by(DirtyLog::open_window)
+    }
+
+    /// Opens a window if the tracker has one. The pages that its scan finds are owed. So a strategy
+    /// without rounds calls this first, and copies all owed pages in the pause. Error:
+    /// [`CaptureError::Scan`].
+    pub fn open_window(&mut self) -> Result<(), CaptureError> {
+        if self.log.has_window() {
+            self.log.open_window(false).map_err(CaptureError::Scan)?;
+        }
+        Ok(())
+    }
+
+    fn round_by(
+        &mut self,
+        drain: impl FnOnce(&mut DirtyLog, bool) -> Result<PageSet, BoxError>,
+    ) -> Result<(), CaptureError> {
         let started = Instant::now();
         let is_first = self.timeline.rounds.is_empty();
-        let set = if is_first { self.log.drain_owed() } else { self.log.drain() }
-            .map_err(CaptureError::Scan)?;
+        let set = drain(self.log, is_first).map_err(CaptureError::Scan)?;
         let is_eager = is_first && self.is_complete;
         let reader = Arc::clone(self.reader);
         self.log.mark_unfrozen_copies(&set);
@@ -164,6 +189,7 @@ impl CaptureContext<'_> {
         let started = Instant::now();
         let set = self.log.drain_paused(all_owed).map_err(CaptureError::Scan)?;
         self.timeline.scan_ns = elapsed_ns(started);
+        self.timeline.found_by = self.log.paused_find();
         Ok(set)
     }
 

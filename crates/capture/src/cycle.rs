@@ -218,6 +218,8 @@ impl CaptureCycle {
             queue.send(EncoderMessage::Pages { generation, pages })
         });
         strategy.release();
+        // It is still open if the capture failed before the pause.
+        self.log.close_window();
         let captured = result.inspect_err(|error| {
             if handed_over {
                 // If the encoder has ended, it cannot put the pages either.
@@ -315,6 +317,7 @@ impl CaptureCycle {
         strategy.before(&mut context)?;
         let mut look = LastLook { context: &mut context, observer, strategy, ram: &ram };
         let paused = machine.pause(&mut look);
+        context.log.close_window();
         if let Err(CaptureError::Staging(StagingError::Full { needed_pages, .. })) = &paused {
             self.lacked_pages = *needed_pages;
         }

@@ -10,7 +10,7 @@
 //!                       └─────────────────────┘ since each is a difference to the one before
 //! ```
 
-use crate::ports::{BoxError, DirtyTracker};
+use crate::ports::{BoxError, DirtyTracker, PausedFind};
 use keyframe_units::{PageIndex, PageRange, PageSet};
 use std::collections::VecDeque;
 
@@ -43,6 +43,29 @@ impl DirtyLog {
     pub fn drain_paused(&mut self, all_owed: bool) -> Result<PageSet, BoxError> {
         let written = self.drain_by(|tracker, written| tracker.drain_paused(written))?;
         Ok(if all_owed { self.owed.clone() } else { written })
+    }
+
+    /// Returns true if the tracker can open a window before a pause.
+    pub fn has_window(&self) -> bool {
+        self.tracker.has_window()
+    }
+
+    /// Drains the tracker and opens its window, if it has one. Returns the pages written since the
+    /// last drain, or if `all_owed` is true, all pages that are owed. Error: the tracker's scan
+    /// failed; every page is owed then.
+    pub fn open_window(&mut self, all_owed: bool) -> Result<PageSet, BoxError> {
+        let written = self.drain_by(|tracker, written| tracker.open_window(written))?;
+        Ok(if all_owed { self.owed.clone() } else { written })
+    }
+
+    /// Closes the tracker's window, if one is open.
+    pub fn close_window(&mut self) {
+        self.tracker.close_window();
+    }
+
+    /// Returns how the newest [`Self::drain_paused`] found the pages.
+    pub fn paused_find(&self) -> PausedFind {
+        self.tracker.paused_find()
     }
 
     fn drain_by(

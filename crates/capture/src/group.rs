@@ -12,7 +12,7 @@
 //! [`crate::Machine`] does.
 
 use crate::ports::{
-    BoxError, DirtyTracker, FirstWriteHook, FirstWriteMonitor, PageReader, RamFreezer,
+    BoxError, DirtyTracker, FirstWriteHook, FirstWriteMonitor, PageReader, PausedFind, RamFreezer,
 };
 use keyframe_units::{PageIndex, PageRange, PageSet};
 use std::sync::Arc;
@@ -139,6 +139,23 @@ impl DirtyTracker for GroupTracker {
 
     fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         self.0.gather(written, |tracker, own| tracker.drain_paused(own))
+    }
+
+    fn has_window(&self) -> bool {
+        self.0.0.iter().any(|(_, tracker)| tracker.has_window())
+    }
+
+    fn open_window(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.0.gather(written, |tracker, own| tracker.open_window(own))
+    }
+
+    fn close_window(&mut self) {
+        self.0.0.iter_mut().for_each(|(_, tracker)| tracker.close_window());
+    }
+
+    fn paused_find(&self) -> PausedFind {
+        let all = self.0.0.iter().map(|(_, tracker)| tracker.paused_find());
+        all.reduce(PausedFind::and).unwrap_or_default()
     }
 
     fn mark_unfrozen_copies(&mut self, pages: &PageSet) {

@@ -43,6 +43,6 @@ pub use keyframe_vmm::{PauseVerdict, StopOutcome};
 pub use machine::{Machine, PauseRecord, PauseSteps, PauseWork};
 pub use ports::{
     BoxError, CaptureObserver, CheckpointSink, DirtyTracker, FirstWriteHook, FirstWriteMonitor,
-    NoObserver, PageReader, RamFreezer,
+    NoObserver, PageReader, PausedFind, RamFreezer,
 };
 pub use staging_pool::StagingPool;

@@ -9,6 +9,31 @@ use std::sync::Arc;
 /// An error of an implementation, with its own text and sources.
 pub type BoxError = Box<dyn std::error::Error + Send + Sync>;
 
+/// How a tracker found the last pages of a checkpoint, in the pause.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PausedFind {
+    /// It looked at all of RAM, as it was to.
+    #[default]
+    Scan,
+    /// A window of page faults named them.
+    Window,
+    /// A window was open, but it could not name all pages for the reason with this name. So all of
+    /// RAM was scanned in the same pause.
+    FellBack(&'static str),
+}
+
+impl PausedFind {
+    /// Returns the way in which several trackers together found the pages: that of the slowest.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::FellBack(gap), _) | (_, Self::FellBack(gap)) => Self::FellBack(gap),
+            (Self::Window, Self::Window) => Self::Window,
+            _ => Self::Scan,
+        }
+    }
+}
+
 /// Finds the pages that the guest wrote.
 pub trait DirtyTracker: Send {
     /// Adds to `written` each page written since the last call, and protects it again in the same
@@ -26,6 +51,28 @@ pub trait DirtyTracker: Send {
     /// [`DirtyTracker::drain`].
     fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
         self.drain(written)
+    }
+
+    /// Returns true if [`DirtyTracker::open_window`] opens a window, so that the next
+    /// [`DirtyTracker::drain_paused`] need not look at all of RAM.
+    fn has_window(&self) -> bool {
+        false
+    }
+
+    /// Drains as [`DirtyTracker::drain`], shortly before a pause, and records from then on which
+    /// pages are written. The next [`DirtyTracker::drain_paused`] reports these pages. It leaves
+    /// them unprotected, so that the next drain reports them again. Errors: those of
+    /// [`DirtyTracker::drain`].
+    fn open_window(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.drain(written)
+    }
+
+    /// Ends the recording of an open window, after the pause or in place of it.
+    fn close_window(&mut self) {}
+
+    /// Returns how the newest [`DirtyTracker::drain_paused`] found the pages.
+    fn paused_find(&self) -> PausedFind {
+        PausedFind::Scan
     }
 
     /// Tells the tracker that `pages` were copied while the VM ran, so the copies may differ from

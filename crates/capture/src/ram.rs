@@ -8,17 +8,22 @@
 //! ```
 
 use crate::ports::{
-    BoxError, DirtyTracker, FirstWriteHook, FirstWriteMonitor, PageReader, RamFreezer,
+    BoxError, DirtyTracker, FirstWriteHook, FirstWriteMonitor, PageReader, PausedFind, RamFreezer,
 };
 use keyframe_kernel::Process;
 use keyframe_kernel::fault_tracker::{self, FaultTracker, MemoryEvent};
+use keyframe_kernel::fault_window::{FaultWindow, WindowGap};
 use keyframe_kernel::frozen_copy::{ForkPlan, FrozenCopy};
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::write_tracker::{WriteTracker, WrittenPages};
+use keyframe_locks::IgnorePoison;
 use keyframe_units::{
     HostRange, HostVirt, PAGE_BYTES, Page, PageIndex, PageRange, PageSet, RamLayout,
 };
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// The reason for a scan in the pause if the kernel refused to open a window.
+const NOT_OPENED: &str = "not-opened";
 
 /// The RAM blocks of a VM and their addresses in the VMM process.
 #[derive(Clone, Debug)]
@@ -150,6 +155,26 @@ pub trait WriteScanner: Send {
         self.scan(range, out)
     }
 
+    /// Returns true if [`WriteScanner::begin_window`] may open a window.
+    fn has_window(&self) -> bool {
+        false
+    }
+
+    /// Begins to record which pages are written after the next scan of all RAM. Error: the kernel
+    /// refuses; nothing is recorded then.
+    fn begin_window(&self) -> Result<(), keyframe_kernel::Error> {
+        Ok(())
+    }
+
+    /// Returns the pages that were written since the scan after [`WriteScanner::begin_window`], while
+    /// the VM is paused, or the reason why they are unknown; `None` if no window is open.
+    fn read_window(&self) -> Option<Result<Vec<HostRange>, WindowGap>> {
+        None
+    }
+
+    /// Ends the recording.
+    fn end_window(&self) {}
+
     /// Estimates how many pages the next scan of `range` would find. Returns `None` if the tracker
     /// cannot count cheaply.
     fn estimate_pages(&self, range: HostRange) -> Option<u64>;
@@ -179,6 +204,57 @@ impl WriteScanner for WriteTracker {
     }
 }
 
+/// Asynchronous write protection, with windows of page faults in place of the scans in pauses.
+pub struct WindowScanner {
+    tracker: WriteTracker,
+    window: Mutex<FaultWindow>,
+}
+
+impl WindowScanner {
+    /// Creates a scanner. `window` must be one over the memory that `tracker` has registered.
+    pub fn new(tracker: WriteTracker, window: FaultWindow) -> Self {
+        Self { tracker, window: Mutex::new(window) }
+    }
+}
+
+impl WriteScanner for WindowScanner {
+    fn scan(
+        &self,
+        range: HostRange,
+        out: &mut Vec<WrittenPages>,
+    ) -> Result<(), keyframe_kernel::Error> {
+        self.tracker.scan(range, out)
+    }
+
+    fn scan_paused(
+        &self,
+        range: HostRange,
+        out: &mut Vec<WrittenPages>,
+    ) -> Result<(), keyframe_kernel::Error> {
+        self.tracker.scan_paused(range, out)
+    }
+
+    fn has_window(&self) -> bool {
+        true
+    }
+
+    fn begin_window(&self) -> Result<(), keyframe_kernel::Error> {
+        self.window.lock().ignore_poison().arm(&self.tracker)
+    }
+
+    fn read_window(&self) -> Option<Result<Vec<HostRange>, WindowGap>> {
+        self.window.lock().ignore_poison().read(&self.tracker)
+    }
+
+    fn end_window(&self) {
+        self.window.lock().ignore_poison().disarm();
+    }
+
+    fn estimate_pages(&self, range: HostRange) -> Option<u64> {
+        self.tracker.estimate_pages(range)
+    }
+}
+
 /// Synchronous write protection: each first write waits for a handler in this process.
 impl WriteScanner for Arc<FaultTracker> {
     fn scan(
@@ -201,12 +277,16 @@ pub struct ProcessDirtyTracker<S> {
     scan: S,
     drained: bool,
     found: Vec<WrittenPages>,
+    /// True if the window of the next pause could not be opened.
+    unopened: bool,
+    paused_find: PausedFind,
 }
 
 impl<S: WriteScanner> ProcessDirtyTracker<S> {
     /// Creates a tracker. All of `ram.ranges()` must be registered with `scan`.
     pub fn new(ram: Arc<GuestRam>, reader: Arc<GuestReader>, scan: S) -> Self {
-        Self { ram, reader, scan, drained: false, found: Vec::with_capacity(4096) }
+        let (found, paused_find) = (Vec::with_capacity(4096), PausedFind::Scan);
+        Self { ram, reader, scan, drained: false, found, unopened: false, paused_find }
     }
 }
 
@@ -216,7 +296,41 @@ impl<S: WriteScanner> DirtyTracker for ProcessDirtyTracker<S> {
     }
 
     fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        let unopened = std::mem::take(&mut self.unopened);
+        self.paused_find = match self.scan.read_window() {
+            Some(Ok(ranges)) => {
+                for range in ranges {
+                    for block in self.ram.blocks_of(range) {
+                        written.insert_range(self.ram.pages(block, range));
+                    }
+                }
+                self.paused_find = PausedFind::Window;
+                return Ok(());
+            }
+            Some(Err(gap)) => PausedFind::FellBack(gap.name()),
+            None if unopened => PausedFind::FellBack(NOT_OPENED),
+            None => PausedFind::Scan,
+        };
         self.drain_with(written, S::scan_paused)
+    }
+
+    fn has_window(&self) -> bool {
+        self.scan.has_window()
+    }
+
+    fn open_window(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        // The window opens before the scan, so that it has each write after the protection.
+        self.unopened = self.scan.begin_window().is_err();
+        self.drain_with(written, S::scan)
+    }
+
+    fn close_window(&mut self) {
+        self.unopened = false;
+        self.scan.end_window();
+    }
+
+    fn paused_find(&self) -> PausedFind {
+        self.paused_find
     }
 
     fn estimate_pages(&mut self) -> Option<u64> {

@@ -39,6 +39,10 @@ pub struct Entry {
     pub pinned: bool,
     /// The name of the strategy that copied its pages, such as `precopy`.
     pub strategy: String,
+    /// How its last pages were found, in the pause: `window`, `scan`, or `scan:REASON` if a window
+    /// could not name them. Empty if this was not noted.
+    #[serde(default)]
+    pub found_by: String,
     /// The duration of the pause: from the request to stop until QEMU confirmed that the VM runs.
     pub pause_ns: u64,
     /// The durations of the steps of the pause.
@@ -139,6 +143,7 @@ impl Entry {
             tags: sealed.names().cloned().collect(),
             pinned: sealed.is_pinned(),
             strategy: timing.strategy.clone(),
+            found_by: timing.found_by.clone(),
             pause_ns: timing.pause_ns,
             pause: timing.pause,
             precopy_rounds: timing.precopy_rounds,

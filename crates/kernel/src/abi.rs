@@ -1,9 +1,10 @@
 //! The kernel's own structures and numbers that neither `libc` nor `rustix` declares: userfaultfd,
-//! `PAGEMAP_SCAN`.
+//! `PAGEMAP_SCAN`, requests of perf events.
 //!
 //! Invariant: every structure has the size that the kernel's header gives it (asserted at compile
 //! time), because the size is part of the ioctl number.
 
+use std::ffi::CStr;
 use std::io;
 use std::mem::size_of;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -381,6 +382,29 @@ pub fn pagemap_scan(
         return Err(io::Error::last_os_error());
     }
     Ok((usize::try_from(code).unwrap_or(0).min(out.len()), arg.walk_end))
+}
+
+const PERF_EVENT_SET_OUTPUT: libc::Ioctl = ioc(0, b'$', 5, 0);
+const PERF_EVENT_SET_FILTER: libc::Ioctl = ioc(WRITE, b'$', 6, size_of::<usize>());
+const _: () =
+    assert!(PERF_EVENT_SET_OUTPUT as u32 == 0x2405 && PERF_EVENT_SET_FILTER as u32 == 0x4008_2406);
+
+/// Calls `PERF_EVENT_IOC_SET_OUTPUT`: the records of `event` go to the ring buffer of `leader`.
+/// Error: that of the call.
+pub fn perf_set_output(event: &impl AsRawFd, leader: &impl AsRawFd) -> io::Result<()> {
+    // SAFETY: the owners of both descriptors are borrowed, so they are open; the request takes a
+    // number.
+    let code = unsafe { libc::ioctl(event.as_raw_fd(), PERF_EVENT_SET_OUTPUT, leader.as_raw_fd()) };
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
+/// Calls `PERF_EVENT_IOC_SET_FILTER`: the kernel records only what `filter` selects by the fields
+/// of the tracepoint. Error: that of the call.
+pub fn perf_set_filter(event: &impl AsRawFd, filter: &CStr) -> io::Result<()> {
+    // SAFETY: the owner of the descriptor is borrowed, so it is open; the request reads a string
+    // that ends with a zero, which `filter` is, and which lives over the call.
+    let code = unsafe { libc::ioctl(event.as_raw_fd(), PERF_EVENT_SET_FILTER, filter.as_ptr()) };
+    if code < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 #[cfg(test)]

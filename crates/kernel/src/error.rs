@@ -125,6 +125,14 @@ pub enum Error {
         /// The time that was waited, in milliseconds.
         waited_ms: u64,
     },
+    /// The page faults of the host cannot be recorded.
+    #[error("{operation}: {source}")]
+    FaultWindow {
+        /// What failed.
+        operation: &'static str,
+        /// The kernel's error.
+        source: io::Error,
+    },
     /// The guest's instructions cannot be counted.
     #[error("thread {thread}: open a counter of the guest's instructions: {source}")]
     InstructionCounter {
@@ -353,6 +361,16 @@ impl Error {
                 Some(libc::EAGAIN) => "raise the limit of processes of QEMU's user or control group (ulimit -u, pids.max)"
                     .into(),
                 _ => return None,
+            },
+            Self::FaultWindow { source, .. } => match source.raw_os_error() {
+                Some(libc::EACCES | libc::EPERM) => "run keyframe as root, or with CAP_PERFMON and a tracefs that it may read; \
+                     in a container, allow perf_event_open (seccomp)"
+                    .into(),
+                Some(libc::ENOENT | libc::ENODEV | libc::ENOSYS) => {
+                    "run a kernel with CONFIG_PERF_EVENTS and CONFIG_TRACING".into()
+                }
+                _ => "leave --tracker out, or use --tracker write-protect: the pause then has a scan"
+                    .into(),
             },
             Self::InstructionCounter { source, .. } => match source.raw_os_error() {
                 Some(libc::ENOENT | libc::ENODEV | libc::EOPNOTSUPP) => "this host's processor shows no free counter of instructions: \

@@ -5,6 +5,7 @@
 //! them.
 
 use crate::abi::{self, PageRegion, ScanArg};
+use crate::fault_window::FaultWindow;
 use crate::guest_instructions::GuestInstructions;
 use crate::pagemap_quirks::own_userfaultfd;
 use crate::{Error, Process, attach, read_memory, write_tracker::WriteTracker};
@@ -104,6 +105,7 @@ pub fn probe() -> HostFeatures {
     items.push(HostFeature::of("memfd sealing", false, sealed_memfd()));
     items.push(HostFeature::of("huge pages", false, huge_pages()));
     items.push(HostFeature::of("raised priority", false, raised_priority()));
+    items.push(HostFeature::of("page-fault window", false, page_fault_window()));
     items.push(HostFeature::of("/dev/kvm", false, kvm()));
     items.push(HostFeature::of("guest instruction counter", false, guest_instruction_counter()));
     HostFeatures { items }
@@ -415,6 +417,14 @@ fn kvm() -> Tried {
             error,
             "VMs run by emulation (TCG) instead; load the kvm module, or join the group kvm",
         ),
+    }
+}
+
+/// Whether page faults name the pages that a VM writes last, so that pauses need no scan.
+fn page_fault_window() -> Tried {
+    match FaultWindow::probe() {
+        Ok(()) => Ok("the pause of a VM without KVM and with private RAM needs no scan".into()),
+        Err(error) => Err((error.to_string(), error.fix())),
     }
 }
 

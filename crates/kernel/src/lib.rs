@@ -10,6 +10,7 @@
 //! ```
 //!
 //! - [`fault_tracker`] stops each first write until a hook has seen the page: for copy-on-write.
+//! - [`fault_window`] names the pages that a process writes in a few milliseconds, without a scan.
 //! - [`frozen_copy`] keeps a child of the process that never runs: the memory of one instant.
 //! - [`missing_pages`] gives a process memory whose pages are placed when it first touches them.
 //! - [`guest_instructions`] counts what a guest under KVM executes.
@@ -35,6 +36,7 @@ pub mod cpu_affinity;
 pub mod cpu_time;
 mod error;
 pub mod fault_tracker;
+pub mod fault_window;
 pub mod frozen_copy;
 mod gadgets;
 pub mod guest_instructions;

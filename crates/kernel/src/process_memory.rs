@@ -7,9 +7,23 @@ use crate::{Error, Process, Result};
 use keyframe_units::{HostRange, HostVirt};
 use std::ffi::c_void;
 use std::io;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Ranges in one call, the kernel's own limit (`IOV_MAX`).
 const RANGES_MAX: usize = 1024;
+
+/// How often this process began to write the memory of another one, by the last digits of its pid.
+static WRITES: [AtomicU64; 64] = [const { AtomicU64::new(0) }; 64];
+
+fn writes_to(process: &Process) -> &'static AtomicU64 {
+    &WRITES[process.pid() as usize % WRITES.len()]
+}
+
+/// Returns how often [`write_memory`] has been called for `process`, or for some other processes,
+/// too. A page that it writes is not named by a page fault.
+pub(crate) fn writes_begun(process: &Process) -> u64 {
+    writes_to(process).load(Ordering::SeqCst)
+}
 
 /// Reads `dst.len()` bytes at address `at` of `process`.
 ///
@@ -22,6 +36,7 @@ pub fn read_memory(process: &Process, at: HostVirt, dst: &mut [u8]) -> Result<()
 /// Writes `src` at address `at` of `process`. Errors: the process is gone, or a part is not mapped
 /// or not writable. A part may then have been written.
 pub fn write_memory(process: &Process, at: HostVirt, src: &[u8]) -> Result<()> {
+    writes_to(process).fetch_add(1, Ordering::SeqCst);
     let mut done = 0;
     while let Some(left) = src.get(done..).filter(|left| !left.is_empty()) {
         let local = libc::iovec { iov_base: left.as_ptr().cast_mut().cast(), iov_len: left.len() };

@@ -466,6 +466,64 @@ impl WriteTracker {
         Ok(NotOwn { discarded, bare, all })
     }
 
+    /// Waits until each access to the process's memory that holds the lock of all its mappings, such
+    /// as a write by another process, has released it. Faults of user mode hold another lock.
+    ///
+    /// The kernel takes that lock alone when a range is registered, even if it was registered before
+    /// and nothing changes. Errors: nothing is registered; the kernel refuses.
+    pub(crate) fn wait_for_accesses(&self) -> io::Result<()> {
+        let first = self.segments.first().ok_or(io::ErrorKind::NotFound)?;
+        abi::uffd_register(self.uffd.as_fd(), first.range.start.0, first.range.len_bytes)
+    }
+
+    /// Returns true if every page of 4 KiB that a scan has passed is protected until one fault
+    /// removes the protection of it alone. Then a fault's address names all that it made writable,
+    /// apart from the other pages of its huge page in hugetlbfs.
+    ///
+    /// It is false on kernels that leave memory without page tables unprotected, where one fault can
+    /// place a huge page. It is false for shared memory, whose huge pages lose the protection of all
+    /// when one is written, and for memory that can be discarded.
+    pub(crate) fn faults_name_pages(&self) -> bool {
+        let huge = |s: &MappedRange| s.page_bytes > PAGE_BYTES as u64;
+        // A discard takes pages away without the lock that the window watches.
+        if self.watch_discards {
+            return false;
+        }
+        let shared_4k = self.segments.iter().any(|s| s.shared && !huge(s));
+        self.quirks.hole_is_written && !shared_4k
+    }
+
+    /// The page that holds `address`, in the size of its mapping. `None` if it is not registered.
+    pub(crate) fn page_at(&self, address: u64) -> Option<HostRange> {
+        let at = self.segments.partition_point(|s| s.range.start.0 <= address).checked_sub(1)?;
+        let segment = self.segments.get(at)?;
+        let start = address / segment.page_bytes * segment.page_bytes;
+        intersection(segment.range, ranges::between(start, start + segment.page_bytes))
+    }
+
+    /// Checks that all registered memory is still mapped. Error: a part is not.
+    pub(crate) fn ensure_mapped(&self) -> io::Result<()> {
+        self.segments.iter().try_for_each(|segment| self.pagemap.ensure_mapped(segment.range))
+    }
+
+    /// The registered memory by rising address.
+    pub(crate) fn registered(&self) -> Vec<HostRange> {
+        self.segments.iter().map(|segment| segment.range).collect()
+    }
+
+    /// The process whose memory is tracked.
+    pub(crate) fn process(&self) -> &Process {
+        &self.process
+    }
+
+    /// Takes the lock of all mappings for a moment, as each scan does. Error: that of the call.
+    pub(crate) fn touch_lock(&self) -> io::Result<()> {
+        let first = self.segments.first().ok_or(io::ErrorKind::NotFound)?;
+        let page = HostRange { len_bytes: PAGE_BYTES as u64, ..first.range };
+        self.pagemap.scan(PagemapQuery::WRITTEN, page, &mut [PageRegion::default()], |_, _| {})?;
+        Ok(())
+    }
+
     /// Returns about how many pages of 4 KiB of `range` the next scan would find written. Protects
     /// nothing, and leaves out memory without page tables.
     ///

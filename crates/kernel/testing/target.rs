@@ -11,6 +11,8 @@
 //!   scribble ADDRESS BYTES THREADS WRITES DISCARDS  @waiting @ok
 //!                                         that many threads write all over the place, so often each; the main thread
 //!                                         discards meanwhile, so often (MADV_DONTNEED)
+//!   storm ADDRESS BYTES MS  @waiting @ok  threads of several kinds write all over the place for so long: stores, read(2)
+//!                                         into the memory, and threads that end after some writes
 //!   zap ADDRESS BYTES       @ok           MADV_DONTNEED
 //!   wipe ADDRESS BYTES      @ok           MADV_WIPEONFORK
 //!   remove ADDRESS BYTES    @ok           MADV_REMOVE
@@ -73,6 +75,10 @@ fn run(words: &[&str], files: &mut Files) -> std::io::Result<String> {
         "advise" => advise(number(1), number(2), libc::MADV_DONTFORK).map(ok),
         "churn" => {
             churn(number(1), number(2), number(3));
+            Ok("ok".into())
+        }
+        "storm" => {
+            storm(number(1), number(2), Duration::from_millis(number(3) as u64))?;
             Ok("ok".into())
         }
         "scribble" => {
@@ -204,6 +210,55 @@ fn scribble(address: usize, len: usize, threads: usize, writes: usize, discards:
             advise(address + first * 4096, pages * 4096, libc::MADV_DONTNEED).expect("discard");
         }
     });
+}
+
+/// Two threads store, one has the kernel write, and one starts threads that end after 20 writes.
+fn storm(address: usize, len: usize, time: Duration) -> std::io::Result<()> {
+    let end = Instant::now() + time;
+    let source = std::fs::File::open("/dev/urandom")?;
+    println!("@waiting");
+    let next = |random: &mut u64| {
+        *random ^= *random << 13;
+        *random ^= *random >> 7;
+        *random ^= *random << 17;
+        address + (*random >> 8) as usize % (len / 4096) * 4096
+    };
+    let store = |random: &mut u64| {
+        let at = next(random) + 8;
+        // SAFETY: the test names memory that it had mapped here, writable, of that length; threads
+        // write this word of a page atomically, and nothing refers to it.
+        unsafe { (*(at as *const AtomicU64)).fetch_add(1, Ordering::Relaxed) };
+        if (*random).is_multiple_of(8) {
+            std::thread::yield_now();
+        }
+    };
+    std::thread::scope(|scope| {
+        for thread in 1..=2_u64 {
+            scope.spawn(move || {
+                let mut random = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(thread);
+                while Instant::now() < end {
+                    store(&mut random);
+                }
+            });
+        }
+        scope.spawn(|| {
+            let mut random = 0x0123_4567_89ab_cdef;
+            while Instant::now() < end {
+                let at = next(&mut random) + 64;
+                // SAFETY: the same memory; only this thread has these bytes of a page written.
+                unsafe { libc::read(source.as_raw_fd(), at as *mut libc::c_void, 32) };
+            }
+        });
+        let mut random = 0x1357_9bdf_0246_8ace;
+        while Instant::now() < end {
+            let mut own = random;
+            let short = scope.spawn(move || (0..20).for_each(|_| store(&mut own)));
+            next(&mut random);
+            short.join().expect("a thread of 20 writes");
+            std::thread::sleep(Duration::from_millis(25));
+        }
+    });
+    Ok(())
 }
 
 /// From here on under seccomp, by a filter of one instruction: allow.

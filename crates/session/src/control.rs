@@ -61,8 +61,12 @@ pub enum Strategy {
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "kebab-case")]
 pub enum TrackerKind {
-    /// The tracker that fits the strategy: sync for cow, write-protect for all others.
+    /// The tracker that fits the strategy and the VM: sync for cow; for all others window where it
+    /// is exact and saves time, and else write-protect.
     Auto,
+    /// Asynchronous write protection as write-protect, and in the pause no scan: page faults of the
+    /// last milliseconds name the pages (not under KVM; needs CAP_PERFMON and tracefs).
+    Window,
     /// Asynchronous write protection: the kernel notes first writes, PAGEMAP_SCAN asks for them.
     WriteProtect,
     /// Synchronous userfaultfd: each first write waits until this process has answered it.

@@ -10,7 +10,7 @@
 //!   disk-full|scan-error|short-read|slow-encoder|slow-copy|kill-rollback [:N]
 //! ```
 
-use keyframe_capture::{BoxError, CapturePhase, DirtyTracker, PageReader};
+use keyframe_capture::{BoxError, CapturePhase, DirtyTracker, PageReader, PausedFind};
 use keyframe_units::{PAGE_BYTES, PageRange, PageSet};
 use rustix::process::{Pid, Signal, getpid, kill_process};
 use std::os::fd::OwnedFd;
@@ -184,6 +184,34 @@ impl DirtyTracker for FaultyTracker {
             return Err(error);
         }
         self.0.drain(written)
+    }
+
+    fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        if let Some(error) = self.1.strike(FaultKind::ScanError) {
+            self.0.drain_paused(&mut PageSet::new(written.space_pages()))?;
+            return Err(error);
+        }
+        self.0.drain_paused(written)
+    }
+
+    fn has_window(&self) -> bool {
+        self.0.has_window()
+    }
+
+    fn open_window(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        if let Some(error) = self.1.strike(FaultKind::ScanError) {
+            self.0.open_window(&mut PageSet::new(written.space_pages()))?;
+            return Err(error);
+        }
+        self.0.open_window(written)
+    }
+
+    fn close_window(&mut self) {
+        self.0.close_window();
+    }
+
+    fn paused_find(&self) -> PausedFind {
+        self.0.paused_find()
     }
 
     fn mark_unfrozen_copies(&mut self, pages: &PageSet) {

@@ -179,10 +179,10 @@ impl SessionOptions {
     pub fn tracker_kind(&self) -> Result<TrackerKind> {
         match (self.tracker, self.strategy) {
             (TrackerKind::Auto, Strategy::Cow) => Ok(TrackerKind::Sync),
-            (TrackerKind::Auto, _) => Ok(TrackerKind::WriteProtect),
-            (TrackerKind::WriteProtect | TrackerKind::Compare, Strategy::Cow) => {
-                Err(Error::CopyOnWriteTracker)
-            }
+            (
+                TrackerKind::Window | TrackerKind::WriteProtect | TrackerKind::Compare,
+                Strategy::Cow,
+            ) => Err(Error::CopyOnWriteTracker),
             (other, _) => Ok(other),
         }
     }

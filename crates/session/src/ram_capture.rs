@@ -62,9 +62,13 @@ pub trait RamAccess: Send {
     /// Error: the VM has ended, or its memory cannot be written.
     fn write_page(&self, page: PageIndex, content: &Page) -> Result<(), BoxError>;
 
-    /// Begins to track writes by asynchronous write protection. Error: the kernel cannot track the
-    /// VM's memory.
-    fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker>;
+    /// Begins to track writes by asynchronous write protection, with windows as `windows` says.
+    /// Error: the kernel cannot track the VM's memory.
+    fn track_writes(
+        &self,
+        windows: UseOfWindows,
+        events: &dyn EventSink<Event>,
+    ) -> Result<StartedTracker>;
 
     /// Begins to track writes so that each first write waits for an answer, which copy-on-write
     /// needs. Error: the kernel cannot track the VM's memory.
@@ -76,6 +80,17 @@ pub trait RamAccess: Send {
     /// Prepares to freeze the RAM by forking the VMM. Error: the VM's memory cannot be frozen by a
     /// fork.
     fn freezer(&self) -> Result<Box<dyn RamFreezer>>;
+}
+
+/// Whether page faults name the last pages of a checkpoint, in place of a scan in the pause.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum UseOfWindows {
+    /// They do not.
+    Never,
+    /// They do if that is possible, exact and saves time.
+    IfUseful,
+    /// They do, or the VM is refused.
+    Always,
 }
 
 /// A tracker of written pages that has begun to track.
@@ -202,6 +217,7 @@ fn scans(rams: &[Box<dyn RamAccess>], options: &SessionOptions) -> Result<Scans>
             let option = if by_strategy { "--strategy" } else { "--tracker" };
             Err(Error::ScansInPauses { option })
         }
+        TrackerKind::Window => Err(Error::ScansInPauses { option: "--tracker" }),
         TrackerKind::WriteProtect | TrackerKind::Auto => Ok(Scans::InPauses),
     }
 }
@@ -250,9 +266,11 @@ impl Tracking {
                 Self { tracker: Box::new(tracker), cow: None, stopped_ns: None }
             }
             TrackerKind::Sync => Self::of_first_writes(rams, &*options.events)?,
-            TrackerKind::WriteProtect | TrackerKind::Auto => {
-                Self::of_writes(rams, &*options.events)?
+            TrackerKind::WriteProtect => {
+                Self::of_writes(rams, UseOfWindows::Never, &*options.events)?
             }
+            TrackerKind::Auto => Self::of_writes(rams, UseOfWindows::IfUseful, &*options.events)?,
+            TrackerKind::Window => Self::of_writes(rams, UseOfWindows::Always, &*options.events)?,
         };
         if let Some(fault) = &options.fault {
             tracking.tracker = Box::new(FaultyTracker(tracking.tracker, fault.clone()));
@@ -260,10 +278,14 @@ impl Tracking {
         Ok(tracking)
     }
 
-    fn of_writes(rams: &[Box<dyn RamAccess>], events: &dyn EventSink<Event>) -> Result<Self> {
+    fn of_writes(
+        rams: &[Box<dyn RamAccess>],
+        windows: UseOfWindows,
+        events: &dyn EventSink<Event>,
+    ) -> Result<Self> {
         let (mut trackers, mut stopped_ns) = (Vec::new(), None);
         for ram in rams {
-            let started = ram.track_writes(events)?;
+            let started = ram.track_writes(windows, events)?;
             stopped_ns = stopped_ns.max(started.stopped_ns);
             let len_pages = ram.layout().len_pages();
             trackers.push(MemberPort { len_pages, port: started.tracker });

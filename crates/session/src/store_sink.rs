@@ -6,7 +6,7 @@ use super::faults::{Fault, FaultKind};
 use super::recording::Position;
 use super::rehearsal::Rehearsal;
 use super::session_vm::SessionVm;
-use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink};
+use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink, PausedFind};
 use keyframe_qemu::AuditFinding;
 use keyframe_store::{
     DiskState, MachineMeta, MemberMeta, PausePhases, ProcessingPhases, Recorded, Run, SealRequest,
@@ -248,6 +248,11 @@ impl CheckpointSink for StoreSink {
             },
             precopy_rounds: t.rounds.len() as u32,
             strategy: t.strategy.into(),
+            found_by: match t.found_by {
+                PausedFind::Scan => "scan".into(),
+                PausedFind::Window => "window".into(),
+                PausedFind::FellBack(reason) => format!("scan:{reason}"),
+            },
             round_pages: t.rounds.iter().map(|r| r.pages).chain([t.pause_pages]).collect(),
             encode_ns: t.encode_ns,
             processing: Some(ProcessingPhases { disks, ..ProcessingPhases::default() }),

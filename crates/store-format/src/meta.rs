@@ -147,6 +147,11 @@ pub struct Timing {
     pub precopy_rounds: u32,
     /// The strategy's name.
     pub strategy: String,
+    /// How the last dirty pages were found, in the pause: `window` by a window of page faults,
+    /// `scan` by a look at all of RAM, `scan:REASON` by a scan because the window could not name
+    /// them. Empty if this was not noted.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub found_by: String,
     /// The number of pages copied in each round, the one inside the pause last.
     pub round_pages: Vec<u64>,
     /// The time of hashing, deduplication, compression and appending, until the seal began.

@@ -90,8 +90,8 @@ fn of_capture(e: &Entry) -> [String; 5] {
             ms(e.pause.resume)
         ),
         format!(
-            "copied     {}, {} rounds before the pause, pages {:?}",
-            e.strategy, e.precopy_rounds, e.round_pages
+            "copied     {}, {} rounds before the pause, pages {:?}, the last found by {}",
+            e.strategy, e.precopy_rounds, e.round_pages, e.found_by
         ),
         format!(
             "interval   {} since the one before, backlog {}",

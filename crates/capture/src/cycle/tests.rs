@@ -45,6 +45,9 @@ struct World {
     /// Of the RAM block, as QEMU lists it; and what it is to be in the next pause.
     used_pages: u64,
     resized_in_pause: Option<u64>,
+    /// True if the tracker has windows; and what was written since the open one began.
+    windows: bool,
+    window: Option<PageSet>,
 }
 
 impl World {
@@ -68,6 +71,9 @@ impl World {
     fn land(&mut self, page: u64, value: u64) {
         self.ram[page as usize] = value;
         self.written.insert(PageIndex(page));
+        if let Some(window) = &mut self.window {
+            window.insert(PageIndex(page));
+        }
     }
 
     /// Lets the guest run a little; an error where this call is the one to fail.
@@ -157,6 +163,35 @@ impl DirtyTracker for Vm {
             world.written.insert(page);
         }
         Ok(())
+    }
+
+    fn has_window(&self) -> bool {
+        self.world().windows
+    }
+
+    fn open_window(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        self.world().window = Some(PageSet::new(PAGES));
+        self.drain(written)
+    }
+
+    /// What a window names stays written. Each fourth window has a gap.
+    fn drain_paused(&mut self, written: &mut PageSet) -> Result<(), BoxError> {
+        let mut world = self.world();
+        match world.window.take() {
+            Some(named) if !world.random().is_multiple_of(4) => {
+                world.call("read the window")?;
+                written.union_with(&named);
+                Ok(())
+            }
+            _ => {
+                drop(world);
+                self.drain(written)
+            }
+        }
+    }
+
+    fn close_window(&mut self) {
+        self.world().window = None;
     }
 
     fn estimate_pages(&mut self) -> Option<u64> {
@@ -331,6 +366,8 @@ impl Bench {
             told: PageSet::new(PAGES),
             used_pages: PAGES,
             resized_in_pause: None,
+            windows: seed & 2 == 0,
+            window: None,
         })));
         // Hardly more than RAM, so that pages go through the encoder while they are captured.
         let pool = StagingPool::of_chunks(21, 2);
@@ -489,6 +526,7 @@ fn a_failure_at_each_single_call_loses_nothing() {
         let mut bench = Bench::new(7, 1);
         let mut strategies = strategies(&bench.vm, 3);
         bench.vm.world().calls_until_failure = Some(call);
+        bench.vm.world().windows = call % 4 < 2;
         bench.queue.at_once = call % 2 == 0;
         for _ in 0..4 {
             failures += usize::from(bench.capture(&mut *strategies[which]).is_err());

@@ -22,6 +22,7 @@ impl CopyStrategy for PrecopyStrategy {
         while self.policy.decide(&context.timeline.rounds) == RoundDecision::Again {
             context.round()?;
         }
+        context.window_round()?;
         if context.timeline.rounds.is_empty() {
             context.relieve_memory(None)?;
         }
@@ -47,7 +48,11 @@ impl CopyStrategy for PrescanStrategy {
 
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
         // The drained pages are owed, and the pause copies all owed pages.
-        context.log.drain().map_err(CaptureError::Scan)?;
+        if context.log.has_window() {
+            context.open_window()?;
+        } else {
+            context.log.drain().map_err(CaptureError::Scan)?;
+        }
         context.relieve_memory(None)?;
         let owed = context.log.owed_pages();
         context.prepare_memory(owed + owed / 4 + 4096)

@@ -16,6 +16,7 @@ impl CopyStrategy for StopCopyStrategy {
 
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
         let expected = context.expected_pages();
+        context.open_window()?;
         context.relieve_memory(expected)?;
         let expected = expected.unwrap_or(0);
         // More than expected, since the guest writes on between the count and the pause.

@@ -16,3 +16,4 @@ mod qemu;
 mod reading;
 mod target;
 mod tracking;
+mod windows;

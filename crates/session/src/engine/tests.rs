@@ -22,7 +22,7 @@ use crate::error::Result;
 use crate::event::{Event, EventSink};
 use crate::launch::PreparedSession;
 use crate::machines::{Machines, Member, Peripherals};
-use crate::ram_capture::{RamAccess, RamCapture, StartedTracker};
+use crate::ram_capture::{RamAccess, RamCapture, StartedTracker, UseOfWindows};
 use crate::run_dir::RunDir;
 use crate::session_vm::SessionVm;
 use crate::store_sink::{MachineDescriptions, StoreSink};
@@ -136,7 +136,7 @@ impl RamAccess for FakeRam {
         Ok(())
     }
 
-    fn track_writes(&self, _: &dyn EventSink<Event>) -> Result<StartedTracker> {
+    fn track_writes(&self, _: UseOfWindows, _: &dyn EventSink<Event>) -> Result<StartedTracker> {
         let tracker = FakeTracker { control: self.control.clone(), has_begun: false };
         Ok(StartedTracker { tracker: Box::new(tracker), stopped_ns: None })
     }

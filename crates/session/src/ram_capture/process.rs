@@ -1,21 +1,25 @@
 //! The RAM of a VM whose VMM is a process on this host: reads, write trackers and forked copies.
 
-use super::{RamAccess, StartedTracker};
+use super::{RamAccess, StartedTracker, UseOfWindows};
 use crate::error::Result;
 use crate::event::{Event, EventSink};
 use keyframe_capture::ram::{
     ForkFreezer, GuestRam, ProcessDirtyTracker, ProcessFirstWriteMonitor, ProcessPageReader,
-    WriteScanner,
+    WindowScanner, WriteScanner,
 };
 use keyframe_capture::{BoxError, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer};
 use keyframe_kernel::Process;
 use keyframe_kernel::attach::{InjectedUserfaultfd, inject_userfaultfd};
 use keyframe_kernel::fault_tracker::FaultTracker;
+use keyframe_kernel::fault_window::FaultWindow;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::write_tracker::WriteTracker;
-use keyframe_units::{Page, PageIndex, RamLayout};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, RamLayout};
 use keyframe_vmm::Vmm;
 use std::sync::Arc;
+
+/// A scan of less RAM takes less than 0.1 ms, about as long as a window takes the guest.
+const WINDOW_RAM_BYTES_MIN: u64 = 256 << 20;
 
 /// The RAM of one VMM process.
 pub struct ProcessRam {
@@ -42,6 +46,21 @@ impl ProcessRam {
 
     fn tracker(&self, scan: impl WriteScanner + 'static) -> Box<dyn DirtyTracker> {
         Box::new(ProcessDirtyTracker::new(Arc::clone(&self.ram), Arc::clone(&self.memory), scan))
+    }
+
+    /// The windows over the memory of `tracker`; `None` if `windows` permits to go without and they
+    /// are not possible or save nothing. Error: they are not possible.
+    fn window(&self, tracker: &WriteTracker, windows: UseOfWindows) -> Result<Option<FaultWindow>> {
+        let ram_bytes = self.ram.layout().len_pages() * PAGE_BYTES as u64;
+        match windows {
+            UseOfWindows::Never => Ok(None),
+            UseOfWindows::Always => Ok(Some(FaultWindow::new(tracker)?)),
+            UseOfWindows::IfUseful if ram_bytes < WINDOW_RAM_BYTES_MIN || self.is_pinned => {
+                Ok(None)
+            }
+            // It is not permitted here, or not exact: the scan in the pause is.
+            UseOfWindows::IfUseful => Ok(FaultWindow::new(tracker).ok()),
+        }
     }
 
     fn attach(&self, events: &dyn EventSink<Event>) -> Result<InjectedUserfaultfd> {
@@ -74,7 +93,11 @@ impl RamAccess for ProcessRam {
         self.ram.write_page(&self.process, page, content)
     }
 
-    fn track_writes(&self, events: &dyn EventSink<Event>) -> Result<StartedTracker> {
+    fn track_writes(
+        &self,
+        windows: UseOfWindows,
+        events: &dyn EventSink<Event>,
+    ) -> Result<StartedTracker> {
         let attached = self.attach(events)?;
         let mut tracker = WriteTracker::new(&self.process, attached.uffd)?;
         tracker.set_watch_discards(self.watches_discards);
@@ -82,7 +105,11 @@ impl RamAccess for ProcessRam {
             tracker.register(range)?;
         }
         let stopped_ns = Some(attached.stopped_ns);
-        Ok(StartedTracker { tracker: self.tracker(tracker), stopped_ns })
+        let tracker = match self.window(&tracker, windows)? {
+            Some(window) => self.tracker(WindowScanner::new(tracker, window)),
+            None => self.tracker(tracker),
+        };
+        Ok(StartedTracker { tracker, stopped_ns })
     }
 
     fn track_first_writes(
