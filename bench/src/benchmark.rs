@@ -1,8 +1,8 @@
 //! The benchmarks by name, and the options that each of them has.
 
 use crate::{
-    Error, Report, evaluation, memtrace_columns, overhead, pause, replay, replication, restore,
-    speedup, store,
+    Error, Report, evaluation, fleet, memtrace_columns, overhead, pause, replay, replication,
+    restore, speedup, store,
 };
 use keyframe_units::error_chain as chain;
 use std::path::PathBuf;
@@ -18,7 +18,7 @@ pub struct Options {
     pub only: Vec<String>,
     /// How often each thing is measured; the benchmark's own number if `None`.
     pub rounds: Option<u16>,
-    /// How many seconds each run of `replication` is counted; its own number if `None`.
+    /// How many seconds each run of `replication` and `fleet` is counted; its own number if `None`.
     pub seconds: Option<u16>,
     /// The directory of the small guest; built if `None`.
     pub guest: Option<PathBuf>,
@@ -52,7 +52,7 @@ impl Options {
 
 type Run = fn(&Options) -> Result<Report, Error>;
 
-const ALL: [(&str, Run); 9] = [
+const ALL: [(&str, Run); 10] = [
     ("pause", pause::run),
     ("overhead", overhead::run),
     ("restore", run_restore),
@@ -62,10 +62,11 @@ const ALL: [(&str, Run); 9] = [
     ("replication", replication::run),
     ("evaluation", evaluation::run),
     ("memtrace-columns", memtrace_columns::run),
+    ("fleet", fleet::run),
 ];
 
 /// Returns the names of all benchmarks.
-pub fn names() -> [&'static str; 9] {
+pub fn names() -> [&'static str; 10] {
     ALL.map(|(name, _)| name)
 }
 
@@ -76,7 +77,7 @@ pub fn run(name: &str, options: &Options) -> Result<Report, Error> {
     };
     let special: [(&str, bool, &[&str]); 5] = [
         ("--qemu", options.qemu.is_some(), &["replay", "speedup", "evaluation"]),
-        ("--seconds", options.seconds.is_some(), &["replication"]),
+        ("--seconds", options.seconds.is_some(), &["replication", "fleet"]),
         ("--out", options.out.is_some(), &["evaluation"]),
         ("--stop-after", options.stop_after.is_some(), &["evaluation"]),
         ("--from", options.from.is_some(), &["store"]),

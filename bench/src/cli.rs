@@ -63,6 +63,7 @@ Examples:
   keyframe-bench evaluation --only compile,2000ms --rounds 1 --out look
   keyframe-bench evaluation --stop-after 100m
   keyframe-bench evaluation --stop-after 0s
+  keyframe-bench fleet --json
   keyframe-bench store --quick
   keyframe-bench store --only keyframe,kyoto,borg
   keyframe-bench store --from runs
@@ -93,7 +94,8 @@ pub struct Cli {
     /// Measure each thing N times [default: as many as a stable median needs]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1000))]
     rounds: Option<u16>,
-    /// Count each run of `replication` for N seconds [default: 10, with --quick 5]
+    /// Count each run of `replication` or `fleet` for N seconds [default: 10, with --quick 5; `fleet`:
+    /// 30, with --quick 8]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(3..=3600))]
     seconds: Option<u16>,
     /// The keyframe program to measure [default: the one beside this program]

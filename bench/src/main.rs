@@ -22,6 +22,7 @@
 //!                │                                               against plain QEMU there
 //!                └─▶ a host that loses power                     until a client's next answer
 //!   evaluation ────▶ keyframe record, list, stats, analyze, plan chapter 6 of the checkpoint paper
+//!   fleet ─────────▶ keyframe run, many at once                   one store against a store for each
 //!   store ───────┬─▶ keyframe-bench store --job                  one process for each store
 //!                └─▶ keyframe-bench-peers, borg, restic
 //! ```
@@ -30,6 +31,7 @@ mod benchmark;
 mod cli;
 mod error;
 mod evaluation;
+mod fleet;
 mod guest_files;
 mod interrupt;
 mod keyframe_json;

@@ -237,7 +237,18 @@ impl<'a> CheckpointedGuest<'a> {
         command: &[String],
     ) -> Result<Self, Error> {
         let place = store.file_name().unwrap_or_default().to_string_lossy();
-        let name = format!("bench-{}-{place}", std::process::id());
+        Self::start_named(options, store, schedule, &place, command)
+    }
+
+    /// Starts `command` as [`Self::start`] does, under a name that ends with `name`.
+    pub fn start_named(
+        options: &'a Options,
+        store: &Path,
+        schedule: Schedule<'_>,
+        name: &str,
+        command: &[String],
+    ) -> Result<Self, Error> {
+        let name = format!("bench-{}-{name}", std::process::id());
         let keyframe = options.keyframe.display().to_string();
         let store_arg = store.display().to_string();
         if !store.exists() {
