@@ -3,8 +3,8 @@
 use indicatif::{ProgressBar, ProgressStyle};
 use keyframe_bundle::{Progress, Step};
 
-/// A bar of this `template` for work of a length, if that is known. If `quiet` is true, it is not shown
-/// and can be moved all the same.
+/// A bar of this `template` for work of a length, if that is known. If `quiet` is true, the bar is not
+/// shown, and can be moved all the same.
 pub fn bar(quiet: bool, length: Option<u64>, template: &str) -> ProgressBar {
     if quiet {
         return ProgressBar::hidden();

@@ -72,9 +72,9 @@ impl Bundle {
     }
 
     /// Imports the checkpoint into `target`, and the files that it needs into the directory
-    /// `folder`, which is made if it is needed. The store and the directory keep what they have. If `target` has the
-    /// checkpoint from an earlier import, the files go to where that one put them. Calls `progress`
-    /// before each file and before the checkpoint.
+    /// `folder`, which is made if it is needed. The store and the directory keep what they have. If
+    /// `target` has the checkpoint from an earlier import, the files go to where that one put them.
+    /// Calls `progress` before each file and before the checkpoint.
     ///
     /// Errors: the bundle is damaged; the store or the directory cannot be written;
     /// [`Error::NotRewritten`] if the VM's command line cannot be changed. Then `target` has no new

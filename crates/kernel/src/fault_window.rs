@@ -417,8 +417,8 @@ fn threads(process: &Process) -> io::Result<Vec<u32>> {
     Ok(threads)
 }
 
-/// Returns true if a thread of `process` sleeps until something wakes it, is stopped, or has ended. In the page
-/// fault handler a thread runs, waits for a CPU, or sleeps uninterruptibly.
+/// Returns true if a thread of `process` sleeps until something wakes it, is stopped, or has ended.
+/// In the page fault handler a thread runs, waits for a CPU, or sleeps uninterruptibly.
 fn sleeps(process: &Process, thread: u32) -> bool {
     let Ok(file) = process.open_file(&format!("task/{thread}/stat"), OFlags::RDONLY) else {
         return true;

@@ -34,7 +34,7 @@ pub use event::{QmpEvent, RunStatus};
 use crate::deletions::Deletions;
 use crate::{Error, Result};
 use channel::QmpChannel;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -463,7 +463,8 @@ impl Qmp {
         self.last_id += 1;
         let mut message = json!({ "execute": command, "id": self.last_id });
         // QEMU reads its monitor byte by byte, so a word less is time won in a pause.
-        let arguments = arguments.filter(|arguments| *arguments != json!({}));
+        let is_empty = |arguments: &Value| arguments.as_object().is_some_and(Map::is_empty);
+        let arguments = arguments.filter(|arguments| !is_empty(arguments));
         if let (Some(arguments), Some(object)) = (arguments, message.as_object_mut()) {
             object.insert("arguments".into(), arguments);
         }

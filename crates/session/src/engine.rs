@@ -142,7 +142,7 @@ pub struct Engine<'a> {
     /// sealed checkpoint records it.
     came_from: Option<(CheckpointId, u64)>,
     rollbacks: u64,
-    /// The checkpoint that RAM was equal to when the cycle began to watch.
+    /// The target of the last rollback: RAM equalled it when the cycle began to watch.
     equaled: Option<CheckpointId>,
     /// The times of a rollback so far, while its VM stands. A capture then leaves the thread's
     /// priority as it is.

@@ -7,7 +7,7 @@ mod slots;
 #[cfg(test)]
 mod tests;
 
-use crate::layout::WRITERS;
+use crate::layout::{FOLDERS, TMP, WRITERS};
 use crate::{
     AppendFile, Backend, FileStamp, LockGuard, ReadFile, Space, StartingWriter, WriterEntry,
 };
@@ -26,10 +26,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use xxhash_rust::xxh3::xxh3_64;
 
-const FOLDERS: [&str; 6] = ["packs", "maps", "checkpoints", "tags", "worksets", "tmp"];
 /// The folder that a repair makes.
 const QUARANTINE: &str = "quarantine";
-const TMP: &str = "tmp";
 const LOCK: &str = "lock";
 /// The lock of a writer that starts, in the folder of the slots.
 const START: &str = "start";

@@ -25,7 +25,8 @@ const SEAL_POLL: Duration = Duration::from_millis(5);
 impl Store {
     /// Forgets checkpoints, with their tags and working sets. Ignores numbers that do not exist.
     ///
-    /// Errors: [`Error::InUse`] if the newest of a run at work is among them; [`Error::Pinned`] if one is pinned. Then none is forgotten.
+    /// Errors: [`Error::InUse`] if the newest of a run at work is among them; [`Error::Pinned`] if
+    /// one is pinned. Then none is forgotten.
     pub fn forget(&self, ids: &BTreeSet<CheckpointId>) -> Result<()> {
         let pinned =
             self.tags()?.into_iter().find(|(tag, id)| ids.contains(id) && *tag == layout::pin(*id));

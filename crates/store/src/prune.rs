@@ -11,9 +11,9 @@
 //! Numbers are not used again. A copy is verified before it replaces a record. Writers may be at
 //! work: each confirms that it needs a pack no longer ([`crate::moves`]). What one of them does not
 //! confirm in time is left to the next prune. If the packs that runs write to have too much unused,
-//! the runs are asked to close them first, by moves that move nothing. Packs with a needed record that is damaged
-//! are left to the next prune, too. A reader with a loaded checkpoint has its packs open. A reader
-//! that is loading one reads the maps again if a pack has gone.
+//! the runs are asked to close them first, by moves that move nothing. Packs with a needed record
+//! that is damaged are left to the next prune, too. A reader with a loaded checkpoint has its packs
+//! open. A reader that is loading one reads the maps again if a pack has gone.
 //!
 //! A recompressing prune compresses the copies with zstd and a dictionary
 //! ([`keyframe_store_format::dictionary`]). Recompressed packs stay so: a round with such a pack

@@ -124,7 +124,8 @@ struct PutMap {
 #[derive(Clone, Debug, Default)]
 pub struct DiskState(pub(crate) DiskMap);
 
-/// One run of a VM, being written. It keeps the writer's place in the store. Dropping it without [`Run::finish`] loses nothing sealed.
+/// One run of a VM, being written. It keeps the writer's place in the store. Dropping it without
+/// [`Run::finish`] loses nothing sealed.
 #[derive(Debug)]
 pub struct Run {
     inner: Arc<OpenStore>,
@@ -397,7 +398,8 @@ impl Run {
     }
 
     /// Follows a prune that waits for this run, and learns what other writers have sealed. Otherwise
-    /// the run does both at the next seal. Does nothing in object storage, where each look is a request. Error: the store cannot be written.
+    /// the run does both at the next seal. Does nothing in object storage, where each look is a
+    /// request. Error: the store cannot be written.
     pub fn follow_prune(&mut self) -> Result<()> {
         if is_remote(&self.inner.path) {
             return Ok(());

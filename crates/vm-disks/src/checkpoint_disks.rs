@@ -66,7 +66,7 @@ impl CheckpointDisks {
 
 impl Drop for CheckpointDisks {
     fn drop(&mut self) {
-        // The user is told the error that led here.
+        // It is dropped here only after another error, and the caller reports that one.
         let _ = self.served.take().map(|served| served.end(false));
     }
 }

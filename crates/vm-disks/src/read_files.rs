@@ -123,7 +123,7 @@ pub fn changed(files: &[ReadFile]) -> Vec<ChangedFile> {
 }
 
 /// True if nothing has changed the file or its inode since its state was noted. Then it need not be
-/// read: only root can set the inode's time.
+/// read: a program can set a file's modification time back, and that changes the inode's time.
 fn is_untouched(then: &ReadFile) -> bool {
     std::fs::metadata(&then.path).is_ok_and(|now| {
         now.is_file()

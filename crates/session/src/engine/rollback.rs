@@ -306,16 +306,16 @@ impl Engine<'_> {
         way: &WayBack,
     ) -> Result<(Option<CheckpointId>, Vec<PageIndex>), RollbackError> {
         let began = Instant::now();
-        let (sealed, newest) = if way.fast {
+        let (sealed, drained) = if way.fast {
             self.vm()?.ram_layout().map_err(step("look for changes of the machine"))?;
             (None, Some(self.copying.cycle.written_in_pause()))
         } else {
-            let sealed = self.capture_for_rollback()?;
-            (Some(sealed), self.copying.cycle.captured_pages().cloned())
+            (Some(self.capture_for_rollback()?), None)
         };
+        let cycle = &self.copying.cycle;
         let written = match way.since {
-            KnownState::Newest => newest,
-            KnownState::RolledBack => self.copying.cycle.watched().cloned(),
+            KnownState::Newest => drained.or_else(|| cycle.captured_pages().cloned()),
+            KnownState::RolledBack => cycle.watched().cloned(),
         };
         let before = sealed.map(|sealed| self.wait_for_seal(&sealed)).transpose()?;
         let pages = match (&way.differing, written, before) {

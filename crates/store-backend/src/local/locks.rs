@@ -42,21 +42,13 @@ impl Drop for Flock {
 /// [`Error::Locked`] with the text of the file if another process holds the lock; the file cannot
 /// be written.
 pub fn take_lock(path: &Path, holder: &str) -> Result<Flock> {
-    let file = lock_file(path)?;
-    if !lock(&file, path, FlockOperation::NonBlockingLockExclusive, LOCK_ATTEMPTS)? {
-        return Err(Error::Locked { holder: holder_in(&file, path)? });
-    }
-    with_holder(file, path, holder)
+    take(path, FlockOperation::NonBlockingLockExclusive, holder)
 }
 
 /// Takes the lock in the file `path` shared with others that do so. Errors: those of
 /// [`take_lock`].
 pub fn lock_shared(path: &Path, holder: &str) -> Result<Flock> {
-    let file = lock_file(path)?;
-    if !lock(&file, path, FlockOperation::NonBlockingLockShared, LOCK_ATTEMPTS)? {
-        return Err(Error::Locked { holder: holder_in(&file, path)? });
-    }
-    with_holder(file, path, holder)
+    take(path, FlockOperation::NonBlockingLockShared, holder)
 }
 
 /// Takes the lock in the file `path` exclusively. Waits for another process that holds it. Errors:
@@ -101,7 +93,11 @@ fn lock_file(path: &Path) -> Result<File> {
     )
 }
 
-fn with_holder(mut file: File, path: &Path, holder: &str) -> Result<Flock> {
+fn take(path: &Path, operation: FlockOperation, holder: &str) -> Result<Flock> {
+    let mut file = lock_file(path)?;
+    if !lock(&file, path, operation, LOCK_ATTEMPTS)? {
+        return Err(Error::Locked { holder: holder_in(&file, path)? });
+    }
     // The text is for messages only, so a crash while it is written does no harm.
     file.set_len(0)
         .and_then(|()| file.rewind())

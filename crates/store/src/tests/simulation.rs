@@ -109,19 +109,42 @@ fn play_all(
     (next.into_inner().min(seeds), unwrap(failed), tally.into_inner().ignore_poison())
 }
 
-#[test]
-fn no_sealed_checkpoint_is_lost_or_changed_by_any_sequence_of_faults() {
-    if let Some(seed) = from_environment("KEYFRAME_SEED") {
+/// Plays the seed that the environment variable `variable` names, or many. Asserts that none fails,
+/// and that each of `must_come` has come.
+fn play_seeds(variable: &str, must_come: &[&str], play: &(dyn Fn(u64) -> Tally + Sync)) {
+    if let Some(seed) = from_environment(variable) {
         println!("seed {seed}: {:#?}", play(seed));
         return;
     }
     let seeds = from_environment("KEYFRAME_SEEDS").unwrap_or(SEEDS);
     let time = from_environment("KEYFRAME_SOAK_SECONDS").map(Duration::from_secs);
     let deadline = time.map(|time| Instant::now() + time);
-    let (played, failed, tally) = play_all(seeds, deadline, "KEYFRAME_SEED", &play);
+    let (played, failed, tally) = play_all(seeds, deadline, variable, play);
     println!("{played} of {seeds} seeds: {tally:#?}");
-    assert!(failed.is_empty(), "these seeds failed (KEYFRAME_SEED=N plays one alone): {failed:?}");
+    assert!(failed.is_empty(), "these seeds failed ({variable}=N plays one alone): {failed:?}");
     assert_eq!(played, seeds, "the time was over before all seeds were played");
-    let missing: Vec<_> = MUST_COME.iter().filter(|what| !tally.contains_key(**what)).collect();
+    let missing: Vec<_> = must_come.iter().filter(|what| !tally.contains_key(**what)).collect();
     assert!(seeds < SEEDS || missing.is_empty(), "never came, so nothing was tested: {missing:?}");
+}
+
+/// Limits of a writer, by the numbers that `below` draws.
+fn random_tuning(below: &mut dyn FnMut(u64) -> u64) -> Tuning {
+    let durability = match below(6) {
+        0..2 => Durability::Never,
+        2 => Durability::Every(Duration::ZERO),
+        _ => Durability::Checkpoint,
+    };
+    Tuning {
+        pack_bytes_max: 5_000 + below(40_000),
+        buffer_bytes: 2_000 + below(12_000) as usize,
+        chain_base: 2 + below(4),
+        base_bytes: [0, 5 * 5000, 1 << 20][below(3) as usize],
+        durability,
+        ..TINY
+    }
+}
+
+#[test]
+fn no_sealed_checkpoint_is_lost_or_changed_by_any_sequence_of_faults() {
+    play_seeds("KEYFRAME_SEED", &MUST_COME, &play);
 }

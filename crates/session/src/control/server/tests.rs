@@ -10,6 +10,16 @@ fn take(tag: usize) -> String {
     serde_json::to_string(&request).unwrap() + "\n"
 }
 
+/// Eight clients, each of which has sent its request.
+fn clients(socket: &Path) -> Vec<UnixStream> {
+    let client = |number| {
+        let mut client = UnixStream::connect(socket).unwrap();
+        client.write_all(take(number).as_bytes()).unwrap();
+        client
+    };
+    (0..8).map(client).collect()
+}
+
 #[test]
 fn requests_are_delivered_in_the_order_in_which_they_were_written() {
     let folder = tempfile::tempdir().unwrap();
@@ -20,13 +30,7 @@ fn requests_are_delivered_in_the_order_in_which_they_were_written() {
     for round in 0..50 {
         // A client that sends nothing delays no other client.
         let silent = UnixStream::connect(&socket.path).unwrap();
-        let clients: Vec<UnixStream> = (0..8)
-            .map(|number| {
-                let mut client = UnixStream::connect(&socket.path).unwrap();
-                client.write_all(take(number).as_bytes()).unwrap();
-                client
-            })
-            .collect();
+        let clients = clients(&socket.path);
         for (number, client) in clients.into_iter().enumerate() {
             let pending = delivered.recv_timeout(Duration::from_secs(60)).unwrap();
             let EngineRequest::Take { tag, .. } = pending.request else { panic!("no take") };
@@ -47,13 +51,7 @@ fn a_socket_that_is_closed_has_its_answers_written() {
         let (sender, delivered) = channel();
         let deliver = move |pending: Pending| sender.send(pending).is_ok();
         let socket = listen(folder.path(), &SharedStatus::default(), deliver).unwrap();
-        let clients: Vec<UnixStream> = (0..8)
-            .map(|number| {
-                let mut client = UnixStream::connect(&socket.path).unwrap();
-                client.write_all(take(number).as_bytes()).unwrap();
-                client
-            })
-            .collect();
+        let clients = clients(&socket.path);
         for _ in &clients {
             let pending = delivered.recv_timeout(Duration::from_secs(60)).unwrap();
             pending.answer.send(EngineResponse::Stopping).unwrap();

@@ -1,13 +1,14 @@
 //! The RAM of a rollback: what differs from the target is written, and nothing else is read.
 //!
 //! ```text
-//!   pages in which the newest checkpoint and the target differ ─┐
-//!   pages written since the newest one ─────────────────────────┴─▶ compared with the target; those that differ are written
+//!   pages in which a known state and the target differ ─┐
+//!   pages written since that state ─────────────────────┴─▶ compared with the target; those that differ are written
 //! ```
 //!
-//! RAM equals the newest sealed checkpoint except in pages that the tracker has reported since. So it
-//! can differ from the target in those pages, and in the pages in which the two checkpoints differ.
-//! These are found while the VM runs. If the tracker fails, it reports every page.
+//! The known state is the newest sealed checkpoint, or the target of the last rollback. RAM equals it
+//! except in pages that the tracker has reported since. So RAM can differ from the target in those
+//! pages, and in the pages in which the known state and the target differ. The latter are found while
+//! the VM runs. If the tracker fails, it reports every page.
 
 mod target_ram;
 

@@ -10,6 +10,16 @@ use keyframe_vmm::fake::{Incident, Step};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
+/// An engine with checkpoint 1 that takes checkpoints only on request and tells its events to the
+/// bench.
+fn engine(bench: &Bench) -> Engine<'_> {
+    let (_, mut options) = Bench::new();
+    options.interval = None;
+    options.events = bench.told.clone();
+    options.audit = None;
+    bench.engine_with_checkpoint(options)
+}
+
 /// A run with checkpoint 1, after which the guest writes a page, a rollback to it, and a stop.
 struct Rollback<'a> {
     bench: &'a Bench,
@@ -30,11 +40,7 @@ impl<'a> Rollback<'a> {
         configure: impl FnOnce(&mut Engine<'_>),
         prepare: impl FnOnce(&Bench),
     ) -> Self {
-        let (_, mut options) = Bench::new();
-        options.interval = None;
-        options.events = bench.told.clone();
-        options.audit = None;
-        let mut engine = bench.engine_with_checkpoint(options);
+        let mut engine = engine(bench);
         configure(&mut engine);
         let client = Client::of(&engine);
         bench.control.write_page(PageIndex(5), &page(200));
@@ -78,11 +84,7 @@ fn roll_back_fast(
     bench: &Bench,
     prepare: impl FnOnce(&Bench),
 ) -> (Receiver<EngineResponse>, RunReport) {
-    let (_, mut options) = Bench::new();
-    options.interval = None;
-    options.events = bench.told.clone();
-    options.audit = None;
-    let engine = bench.engine_with_checkpoint(options);
+    let engine = engine(bench);
     let client = Client::of(&engine);
     bench.control.write_page(PageIndex(5), &page(200));
     prepare(bench);

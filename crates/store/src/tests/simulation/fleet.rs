@@ -16,11 +16,12 @@
 //! removed and those that their durability leaves to power loss; no incomplete one is visible. No
 //! number is given twice, unless power loss has freed it.
 
+mod look;
+
 use super::super::observed::{ObservedMedium, Observer};
 use super::super::{TINY, encrypted, init_on, layout, on, request};
-use super::look::{assert_fact, matches};
 use super::world::{BLOCKS, Fact, Guest, Image, RAM_PAGES, change, disk, put};
-use super::{Tally, from_environment, play_all};
+use super::{Tally, play_seeds, random_tuning};
 use crate::{
     CheckOptions, Damage, DiskState, Durability, Error, PruneOptions, PruneStep, Result, Run,
     SealRequest, Store, Tuning, Writer,
@@ -33,10 +34,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-/// With so many all that is counted has come.
-const SEEDS: u64 = 200;
 const WRITERS_MAX: u64 = 4;
 /// So many processes stand still within each other.
 const DEPTH_MAX: u32 = 3;
@@ -254,19 +253,7 @@ impl Fleet {
         if self.below(8) == 0 {
             medium.kill_in(self.below(40));
         }
-        let durability = match self.below(6) {
-            0..2 => Durability::Never,
-            2 => Durability::Every(Duration::ZERO),
-            _ => Durability::Checkpoint,
-        };
-        let tuning = Tuning {
-            pack_bytes_max: 5_000 + self.below(40_000),
-            buffer_bytes: 2_000 + self.below(12_000) as usize,
-            chain_base: 2 + self.below(4),
-            base_bytes: [0, 5 * 5000, 1 << 20][self.below(3) as usize],
-            durability,
-            ..TINY
-        };
+        let tuning = random_tuning(&mut |end| self.below(end));
         let begun = self.open(&medium).and_then(|store| {
             // It settles what dead writers left. Those that die meanwhile are left to the next one.
             let before = self.living();
@@ -300,7 +287,7 @@ impl Fleet {
             }
         };
         let serial = 1 + self.serial.fetch_add(1, Ordering::Relaxed);
-        self.tell(format!("writer {serial} starts, {durability:?}"));
+        self.tell(format!("writer {serial} starts, {:?}", tuning.durability));
         let mut image: Image = vec![Some(0); RAM_PAGES];
         image.resize(RAM_PAGES + if has_disk { BLOCKS } else { 0 }, None);
         let guest = Guest { image, owed: false };
@@ -484,74 +471,6 @@ impl Fleet {
         }
     }
 
-    /// What is sealed can be read now. It could be if all processes died, and if power was lost.
-    fn look_into_the_future(&self) {
-        let medium = locked(&self.medium).clone();
-        self.look_at(&medium.copy_with_same_durability(), &|_| true);
-        let after = medium.after_power_loss(self.below(u64::MAX));
-        self.came("power loss in the middle", 1);
-        self.look_after_power_loss(&after);
-    }
-
-    fn look_after_power_loss(&self, after: &FaultyBackend) -> BTreeSet<CheckpointId> {
-        self.look_at_facts(after, &|fact| fact.durable);
-        // What is torn is set aside.
-        drop(on(after).unwrap().lock_writer_tuned("fleet", TINY).unwrap());
-        self.look_at(after, &|fact| fact.durable)
-    }
-
-    fn look_at_facts(&self, medium: &FaultyBackend, must: &dyn Fn(&Fact) -> bool) {
-        let store = on(medium).unwrap();
-        for (id, fact) in &locked(&self.known).facts {
-            if must(fact) && !fact.going {
-                assert_fact(&store, *id, &fact.image);
-            }
-        }
-    }
-
-    /// All facts that must be there are, and what is there was put.
-    fn look_at(
-        &self,
-        medium: &FaultyBackend,
-        must: &dyn Fn(&Fact) -> bool,
-    ) -> BTreeSet<CheckpointId> {
-        self.look_at_facts(medium, must);
-        let store = on(medium).unwrap();
-        let ids: BTreeSet<CheckpointId> = store.ids().unwrap().into_iter().collect();
-        let known = locked(&self.known);
-        for id in &ids {
-            if let Some(fact) = known.facts.get(id) {
-                assert_fact(&store, *id, &fact.image);
-                continue;
-            }
-            let is =
-                |image: &Image| matches(&store, *id, image).unwrap_or_else(|e| panic!("{id}: {e}"));
-            assert!(known.strangers.iter().any(is), "checkpoint {id} is none that was put");
-        }
-        ids
-    }
-
-    /// Between two acts: nothing is at work. What a dead writer sealed becomes a fact.
-    fn look(&self) {
-        let medium = locked(&self.medium).clone();
-        let ids = self.look_at(&medium, &|_| true);
-        let store = on(&medium).unwrap();
-        let mut known = locked(&self.known);
-        let Known { facts, strangers, numbers, .. } = &mut *known;
-        let gone = facts.extract_if(.., |id, fact| fact.going && !ids.contains(id));
-        strangers.extend(gone.map(|(_, fact)| fact.image));
-        for id in ids {
-            if facts.contains_key(&id) {
-                continue;
-            }
-            let is = |image: &&Image| matches(&store, id, image).is_ok_and(|same| same);
-            let image = strangers.iter().find(is).cloned();
-            let image = image.unwrap_or_else(|| panic!("checkpoint {id} is none that was put"));
-            numbers.insert(id);
-            facts.insert(id, Fact { image, durable: false, going: false });
-        }
-    }
-
     fn lose_power(&self) {
         self.tell("power loss");
         self.came("power loss", 1);
@@ -637,20 +556,5 @@ fn play(seed: u64) -> Tally {
 
 #[test]
 fn no_sealed_checkpoint_is_lost_by_any_interleaving_of_writers_and_prunes() {
-    if let Some(seed) = from_environment("KEYFRAME_FLEET_SEED") {
-        println!("seed {seed}: {:#?}", play(seed));
-        return;
-    }
-    let seeds = from_environment("KEYFRAME_SEEDS").unwrap_or(SEEDS);
-    let time = from_environment("KEYFRAME_SOAK_SECONDS").map(Duration::from_secs);
-    let deadline = time.map(|time| Instant::now() + time);
-    let (played, failed, tally) = play_all(seeds, deadline, "KEYFRAME_FLEET_SEED", &play);
-    println!("{played} of {seeds} seeds: {tally:#?}");
-    assert!(
-        failed.is_empty(),
-        "these seeds failed (KEYFRAME_FLEET_SEED=N plays one alone): {failed:?}"
-    );
-    assert_eq!(played, seeds, "the time was over before all seeds were played");
-    let missing: Vec<_> = MUST_COME.iter().filter(|what| !tally.contains_key(**what)).collect();
-    assert!(seeds < SEEDS || missing.is_empty(), "never came, so nothing was tested: {missing:?}");
+    play_seeds("KEYFRAME_FLEET_SEED", &MUST_COME, &play);
 }

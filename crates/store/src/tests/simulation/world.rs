@@ -13,9 +13,9 @@
 
 use super::super::durability::has_mark;
 use super::super::unreliable::{BadReads, Unreliable};
-use super::super::{TINY, content, encrypted, init_on, layout, on, request};
-use super::Tally;
+use super::super::{content, encrypted, init_on, layout, on, request};
 use super::look::matches;
+use super::{Tally, random_tuning};
 use crate::{
     BaseMeta, CheckOptions, CheckReport, DiskMeta, DiskState, Durability, Error, PruneOptions,
     PruneStep, Result, Run, SealRequest, Store, Tuning,
@@ -278,19 +278,7 @@ impl World {
     }
 
     fn tuning(&mut self) -> Tuning {
-        let durability = match self.below(6) {
-            0..2 => Durability::Never,
-            2 => Durability::Every(Duration::ZERO),
-            _ => Durability::Checkpoint,
-        };
-        Tuning {
-            pack_bytes_max: 5_000 + self.below(40_000),
-            buffer_bytes: 2_000 + self.below(12_000) as usize,
-            chain_base: 2 + self.below(4),
-            base_bytes: [0, 5 * 5000, 1 << 20][self.below(3) as usize],
-            durability,
-            ..TINY
-        }
+        random_tuning(&mut |end| self.below(end))
     }
 
     /// A run: some checkpoints, each of which may fail, and at whose end the process may just stop.

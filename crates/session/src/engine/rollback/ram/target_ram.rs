@@ -1,4 +1,4 @@
-//! The RAM of a rollback's target: some pages of it are held in memory, because they are needed twice.
+//! The RAM of a rollback's target. Pages that are needed twice are held in memory.
 
 use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_store::LoadedCheckpoint;
