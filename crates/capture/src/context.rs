@@ -7,7 +7,7 @@ use crate::error::CaptureError;
 use crate::ports::{BoxError, PageReader};
 use crate::staged_pages::{StagedPages, StagingError};
 use crate::staging_pool::StagingPool;
-use keyframe_scheduling::Round;
+use keyframe_scheduling::{Round, burst_pages};
 use keyframe_units::{PageSet, elapsed_ns};
 use std::cell::OnceCell;
 use std::sync::Arc;
@@ -37,6 +37,8 @@ pub struct CaptureContext<'a> {
     pub is_complete: bool,
     /// The pages for which the previous pause had no memory; 0 if it had enough.
     pub(crate) lacked_pages: u64,
+    /// The number of rounds before the last wait for memory; 0 if there was none.
+    pub(crate) rounds_before_wait: usize,
     /// The result of [`CaptureContext::expected_pages`].
     pub(crate) expected: OnceCell<Option<u64>>,
     pub(crate) outlet: &'a mut dyn FnMut(StagedPages) -> Result<(), BoxError>,
@@ -195,23 +197,31 @@ impl CaptureContext<'_> {
 
     /// Allocates memory for a pause that copies `pages` more pages. If memory is short, it hands
     /// the staged pages over and waits for the encoder. A timeout is no error: the pause may need
-    /// less than expected.
+    /// less than expected. Returns true if it has waited: the guest wrote meanwhile.
     ///
     /// Errors: [`CaptureError::Sink`] if the encoder does not take the pages;
     /// [`CaptureError::Staging`] if the host has no memory.
-    pub fn prepare_memory(&mut self, pages: u64) -> Result<(), CaptureError> {
-        // The pause may find as many pages as a round did: with large pages, and with guests that
-        // write in bursts.
-        let skipped = usize::from(self.is_complete);
-        let burst_pages =
-            self.timeline.rounds.iter().skip(skipped).map(|round| round.pages).max().unwrap_or(0);
+    pub fn prepare_memory(&mut self, pages: u64) -> Result<bool, CaptureError> {
+        // The first round of a complete checkpoint, and the first after a wait, found the pages of a
+        // long time.
+        let first = match self.rounds_before_wait {
+            0 => usize::from(self.is_complete),
+            rounds => rounds + 1,
+        };
+        let burst_pages = burst_pages(&self.timeline.rounds, first);
         let least = burst_pages.max(self.lacked_pages);
         let wanted = pages.max(least + least / 4).min(self.pool.capacity_pages());
+        let mut has_waited = false;
         if self.staged.room_pages() < wanted {
             self.hand_over()?;
+            has_waited = self.pool.free_pages() < wanted;
             self.pool.wait_free(wanted, MEMORY_TIMEOUT);
         }
-        Ok(self.pool.reserve(pages.min(wanted)).map_err(StagingError::Memory)?)
+        if has_waited {
+            self.rounds_before_wait = self.timeline.rounds.len();
+        }
+        self.pool.reserve(pages.min(wanted)).map_err(StagingError::Memory)?;
+        Ok(has_waited)
     }
 
     /// Hands the staged pages to the encoder and begins an empty set. Error: [`CaptureError::Sink`]

@@ -306,6 +306,7 @@ impl CaptureCycle {
             timeline: CaptureTimeline::default(),
             is_complete,
             lacked_pages: self.lacked_pages,
+            rounds_before_wait: 0,
             expected: OnceCell::new(),
             outlet,
         };

@@ -21,7 +21,7 @@
 //! | a fault that starts in the window | its start |
 //! | a fault that started before, and ends in the window | its end |
 //! | a fault of the kernel (`read(2)`) that started before | the barrier: it holds the lock |
-//! | a fault of user mode that lasts for the whole window | the states of the threads ([`WindowGap::BusyThread`]) |
+//! | a fault of user mode that lasts for the whole window | a record of another fault of the thread, or the thread's state ([`WindowGap::BusyThread`]) |
 //! | `process_vm_writev`, ptrace, `/proc/PID/mem`, direct I/O, KVM, KSM | the lock without a fault ([`WindowGap::UnnamedAccess`]) |
 //! | Keyframe's own writes | a counter of them ([`WindowGap::OwnWrite`]) |
 //! | a record that the kernel dropped | the fill level of the ring ([`WindowGap::Overflow`]) |
@@ -237,12 +237,12 @@ impl FaultWindow {
             judge.add(&mut self.records)?;
         }
         let faults = judge.faults()?;
-        for thread in &armed.busy {
-            if !sleeps(tracker.process(), *thread) {
-                return Err(WindowGap::BusyThread);
-            }
+        let process = tracker.process();
+        let is_known = |thread| faults.has_thread(process.pid(), thread) || sleeps(process, thread);
+        if !armed.busy.iter().all(|thread| is_known(*thread)) {
+            return Err(WindowGap::BusyThread);
         }
-        if writes_begun(tracker.process()) != armed.writes_begun {
+        if writes_begun(process) != armed.writes_begun {
             return Err(WindowGap::OwnWrite);
         }
         tracker.ensure_mapped().map_err(|_| WindowGap::Unreadable)?;
@@ -250,7 +250,8 @@ impl FaultWindow {
         if online != self.online_then {
             return Err(WindowGap::Processors);
         }
-        let mut pages: Vec<_> = faults.iter().filter_map(|at| tracker.page_at(*at)).collect();
+        let mut pages: Vec<_> =
+            faults.addresses.iter().filter_map(|at| tracker.page_at(*at)).collect();
         pages.sort_unstable_by_key(|page| page.start);
         Ok(union(&[&pages]))
     }

@@ -20,7 +20,7 @@ pub mod tuning;
 
 pub use cadence::Cadence;
 pub use copy_choice::{CopyChoice, CopyCost, CopyPolicy};
-pub use precopy::{PrecopyPolicy, Round, RoundDecision};
+pub use precopy::{PrecopyPolicy, Round, RoundDecision, burst_pages};
 pub use prune_schedule::PruneSchedule;
 pub use replication::ReplicationPolicy;
 pub use thread_choice::ThreadChoice;

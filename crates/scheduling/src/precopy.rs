@@ -83,6 +83,18 @@ fn expected_pages(rounds: &[Round]) -> u64 {
     }
 }
 
+/// Pages that came up in a longer time than this are no burst.
+const BURST_NS_MAX: u64 = 1_000_000_000;
+
+/// Returns the most pages that the guest wrote in a burst, as the rounds from number `first` on show:
+/// a pause may find as many, with large pages and with guests that write in bursts. The pages of a
+/// round came up while the round before it was copied.
+pub fn burst_pages(rounds: &[Round], first: usize) -> u64 {
+    let is_short =
+        |at: &usize| at.checked_sub(1).is_none_or(|b| rounds[b].duration_ns <= BURST_NS_MAX);
+    (first..rounds.len()).filter(is_short).map(|at| rounds[at].pages).max().unwrap_or(0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -131,5 +143,22 @@ mod tests {
     #[test]
     fn stop_copy_never_precopies() {
         assert_eq!(PrecopyPolicy::stop_copy().decide(&[]), RoundDecision::Pause);
+    }
+
+    #[test]
+    fn pages_of_a_long_round_are_no_burst() {
+        // A first image of 15 s, and what was written in its time.
+        let list = rounds(&[
+            (3_000_000, 15_000_000),
+            (280_000, 1_400_000),
+            (28_000, 140_000),
+            (2_800, 14_000),
+        ]);
+        assert_eq!(burst_pages(&list, 1), 2_800);
+        assert_eq!(burst_pages(&list, 0), 3_000_000, "the first round's pages may be a burst");
+        assert_eq!(burst_pages(&list, 4), 0);
+        assert_eq!(burst_pages(&[], 1), 0);
+        let bursts = rounds(&[(40_000, 50_000), (100, 200), (30_000, 40_000)]);
+        assert_eq!(burst_pages(&bursts, 1), 30_000);
     }
 }

@@ -453,6 +453,7 @@ impl<'a> Engine<'a> {
         strategy: Option<Strategy>,
     ) -> Result<u64, NotCaptured> {
         let now_ns = elapsed_ns(self.born);
+        let is_first = self.sealed == 0 && self.copying.cycle.in_flight() == 0;
         let backlog_ns = match (&mut self.cadence, reason) {
             (Some(cadence), CheckpointReason::Interval) => cadence.start(now_ns),
             (Some(cadence), _) => {
@@ -472,7 +473,13 @@ impl<'a> Engine<'a> {
                 ..CheckpointLabel::default()
             };
             match self.capture_labelled(label, strategy)? {
-                Ok(Captured::Checkpoint(seq)) => return Ok(seq),
+                Ok(Captured::Checkpoint(seq)) => {
+                    // While the first one copied all of RAM, none was missed.
+                    if let Some(cadence) = self.cadence.as_mut().filter(|_| is_first) {
+                        cadence.restart(elapsed_ns(self.born));
+                    }
+                    return Ok(seq);
+                }
                 Ok(Captured::NewRun) => {}
                 // The VM ran meanwhile, so the next try has another label and another cut of the
                 // disks.

@@ -127,7 +127,7 @@ impl CopyStrategy for CopyOnWriteStrategy {
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
         // The tracker cannot count its dirty pages without draining them.
         context.relieve_memory(None)?;
-        context.prepare_memory(context.pool.capacity_pages() / 2)
+        context.prepare_memory(context.pool.capacity_pages() / 2).map(drop)
     }
 
     fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {

@@ -38,7 +38,7 @@ impl CopyStrategy for ForkStrategy {
 
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
         context.open_window()?;
-        context.prepare_memory(context.pool.capacity_pages() / 4)
+        context.prepare_memory(context.pool.capacity_pages() / 4).map(drop)
     }
 
     fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {

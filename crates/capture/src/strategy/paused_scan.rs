@@ -42,7 +42,7 @@ impl CopyStrategy for PausedScanStrategy {
             Some(round) => round.pages / 2,
             None => context.expected_pages().unwrap_or(0).max(context.log.owed_pages()),
         };
-        context.prepare_memory(expected + expected / 4 + 4096)
+        context.prepare_memory(expected + expected / 4 + 4096).map(drop)
     }
 
     fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {

@@ -6,6 +6,9 @@ use crate::context::CaptureContext;
 use crate::error::CaptureError;
 use keyframe_scheduling::{PrecopyPolicy, RoundDecision};
 
+/// How often pre-copy waits for memory before it pauses the VM in any case.
+const WAITS_MAX: usize = 3;
+
 /// Pre-copy: copies most pages before the pause, in rounds.
 #[derive(Debug, Default)]
 pub struct PrecopyStrategy {
@@ -19,15 +22,24 @@ impl CopyStrategy for PrecopyStrategy {
     }
 
     fn before(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
-        while self.policy.decide(&context.timeline.rounds) == RoundDecision::Again {
-            context.round()?;
+        let mut first = 0;
+        for _ in 0..WAITS_MAX {
+            while self.policy.decide(&context.timeline.rounds[first..]) == RoundDecision::Again {
+                context.round()?;
+            }
+            context.window_round()?;
+            if context.timeline.rounds.is_empty() {
+                context.relieve_memory(None)?;
+            }
+            let last = context.timeline.rounds.last().map_or(0, |round| round.pages);
+            if !context.prepare_memory(last.saturating_mul(2).saturating_add(4096))? {
+                break;
+            }
+            // The guest wrote while the encoder freed memory, for seconds perhaps. Without more
+            // rounds the pause would copy all of that.
+            first = context.timeline.rounds.len();
         }
-        context.window_round()?;
-        if context.timeline.rounds.is_empty() {
-            context.relieve_memory(None)?;
-        }
-        let last = context.timeline.rounds.last().map_or(0, |round| round.pages);
-        context.prepare_memory(last.saturating_mul(2).saturating_add(4096))
+        Ok(())
     }
 
     fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {
@@ -55,7 +67,7 @@ impl CopyStrategy for PrescanStrategy {
         }
         context.relieve_memory(None)?;
         let owed = context.log.owed_pages();
-        context.prepare_memory(owed + owed / 4 + 4096)
+        context.prepare_memory(owed + owed / 4 + 4096).map(drop)
     }
 
     fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {

@@ -20,7 +20,7 @@ impl CopyStrategy for StopCopyStrategy {
         context.relieve_memory(expected)?;
         let expected = expected.unwrap_or(0);
         // More than expected, since the guest writes on between the count and the pause.
-        context.prepare_memory(expected + expected / 4 + 4096)
+        context.prepare_memory(expected + expected / 4 + 4096).map(drop)
     }
 
     fn freeze(&mut self, context: &mut CaptureContext<'_>) -> Result<(), CaptureError> {

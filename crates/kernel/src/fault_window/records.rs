@@ -98,7 +98,24 @@ pub(super) struct Judge<'a> {
     /// The threads that took the lock, and those with a fault of which one end is missing on a CPU.
     lockers: HashSet<u32>,
     unpaired: HashSet<u32>,
-    faults: Vec<u64>,
+    faults: Faults,
+}
+
+/// The page faults of a window.
+#[derive(Debug, Default)]
+pub(super) struct Faults {
+    /// The addresses of the tracked memory that faulted, some of them twice.
+    pub addresses: Vec<u64>,
+    /// The process and the thread of each fault, also of those on other memory.
+    threads: HashSet<(u32, u32)>,
+}
+
+impl Faults {
+    /// Returns true if a fault of `thread` of `process` began or ended in the window. Such a thread
+    /// was in no fault without a record: a thread is in one fault at a time.
+    pub fn has_thread(&self, process: u32, thread: u32) -> bool {
+        self.threads.contains(&(process, thread))
+    }
 }
 
 impl<'a> Judge<'a> {
@@ -111,7 +128,7 @@ impl<'a> Judge<'a> {
             has_own_lock: false,
             lockers: HashSet::new(),
             unpaired: HashSet::new(),
-            faults: Vec::new(),
+            faults: Faults::default(),
         }
     }
 
@@ -122,7 +139,7 @@ impl<'a> Judge<'a> {
         // A fault's process is not looked at: it may be numbered as another program's.
         let faults = records.iter().filter(|r| r.kind != RecordKind::Lock);
         let tracked = faults.map(|r| r.address).filter(|at| is_within(self.ranges, *at));
-        self.faults.extend(tracked);
+        self.faults.addresses.extend(tracked);
         records.sort_by_key(|r| r.thread);
         records.chunk_by(|a, b| a.thread == b.thread).try_for_each(|of_one| self.add_thread(of_one))
     }
@@ -130,6 +147,8 @@ impl<'a> Judge<'a> {
     /// Adds the records of one thread on one CPU, in their order.
     fn add_thread(&mut self, records: &[Record]) -> Result<(), WindowGap> {
         let (mut before, mut paired) = (None, true);
+        let faults = records.iter().filter(|r| r.kind != RecordKind::Lock);
+        self.faults.threads.extend(faults.map(|r| (r.process, r.thread)));
         for record in records {
             let is_own = record.process == self.own;
             match (before, record.kind) {
@@ -158,11 +177,11 @@ impl<'a> Judge<'a> {
         Ok(())
     }
 
-    /// Returns the addresses of the tracked memory that faulted, some of them twice.
+    /// Returns the faults of all CPUs.
     ///
     /// Errors: [`WindowGap::UnnamedAccess`] if a lock may belong to no fault; [`WindowGap::Blind`]
     /// if the lock of this process's scan is not among the records.
-    pub fn faults(self) -> Result<Vec<u64>, WindowGap> {
+    pub fn faults(self) -> Result<Faults, WindowGap> {
         if !self.has_own_lock {
             return Err(WindowGap::Blind);
         }
@@ -191,6 +210,10 @@ mod tests {
 
     /// Judges records such as `21:s1010`, thread 21 starts a fault there; `|` begins another CPU.
     fn judge(text: &str) -> Result<Vec<u64>, WindowGap> {
+        faults(text).map(|faults| faults.addresses)
+    }
+
+    fn faults(text: &str) -> Result<Faults, WindowGap> {
         let ranges = [between(0x1000, 0x3000), between(0x8000, 0x9000)];
         let mut judge = Judge::new(OWN, &ranges);
         for cpu in text.split('|') {
@@ -258,6 +281,15 @@ mod tests {
         ] {
             assert_eq!(judge(text), Err(WindowGap::UnnamedAccess), "{text}");
         }
+    }
+
+    #[test]
+    fn a_thread_with_a_fault_in_the_window_is_known() {
+        let faults = faults("own:l 21:s1000 21:d1000 | 22:dfff 23:s1000 23:l 23:d1000").unwrap();
+        let known = [20, 21, 22, 23, 24].map(|thread| faults.has_thread(VM, thread));
+        assert_eq!(known, [false, true, true, true, false]);
+        // The kernel numbers threads in each namespace.
+        assert!(!faults.has_thread(OWN, 21));
     }
 
     #[test]
