@@ -15,6 +15,9 @@ use std::time::{Duration, Instant};
 
 /// The longest time that a capture waits for the encoder to free memory.
 const MEMORY_TIMEOUT: Duration = Duration::from_secs(if cfg!(test) { 0 } else { 60 });
+/// The most pages of a complete checkpoint that wait for the encoder: 256 MiB. More would not make it
+/// faster, because copying is faster than encoding.
+const WAITING_PAGES_MAX: u64 = 1 << 16;
 /// The most pages that are copied before they are handed to the encoder, if memory is short.
 const PORTION_PAGES_MAX: u64 = 16_384;
 
@@ -79,13 +82,22 @@ impl CaptureContext<'_> {
         let started = Instant::now();
         let is_first = self.timeline.rounds.is_empty();
         let set = drain(self.log, is_first).map_err(CaptureError::Scan)?;
-        let is_eager = is_first && self.is_complete;
+        let is_eager = self.is_complete && self.is_eager_round(set.len());
         let reader = Arc::clone(self.reader);
         self.log.mark_unfrozen_copies(&set);
         self.copy_running(&set, &*reader, is_eager)?;
         let duration_ns = elapsed_ns(started);
         self.timeline.rounds.push(Round { pages: set.len(), duration_ns });
         Ok(())
+    }
+
+    /// Returns whether a round of a complete checkpoint copies its `pages` pages at the speed of the
+    /// encoder: the first, and later ones that are too large for memory and still shrink fast at that
+    /// speed. A guest that writes faster is copied at the speed of memory.
+    fn is_eager_round(&self, pages: u64) -> bool {
+        self.timeline.rounds.last().is_none_or(|before| {
+            pages > WAITING_PAGES_MAX && pages.saturating_mul(2) <= before.pages
+        })
     }
 
     /// Scans for all pages that the checkpoint must hold, while the VM is paused and is to run on.
@@ -139,25 +151,32 @@ impl CaptureContext<'_> {
             return Ok(());
         }
         self.hand_over()?;
-        let portion_pages = (self.pool.capacity_pages() / 4).min(PORTION_PAGES_MAX);
+        let capacity_pages = self.pool.capacity_pages();
+        let portion_pages = (capacity_pages / 4).min(PORTION_PAGES_MAX);
+        let least_free =
+            if is_eager { capacity_pages.saturating_sub(WAITING_PAGES_MAX) } else { 0 };
         let mut portion = PageSet::new(set.space_pages());
         for page in set.iter() {
             portion.insert(page);
             if portion.len() >= portion_pages {
-                self.copy_portion(&portion, reader)?;
+                self.copy_portion(&portion, reader, least_free)?;
                 self.hand_over()?;
                 portion.clear();
             }
         }
-        self.copy_portion(&portion, reader)
+        self.copy_portion(&portion, reader, least_free)
     }
 
+    /// Copies `portion` once `least_free` pages of the pool are free. After a timeout, room for the
+    /// portion is enough.
     fn copy_portion(
         &mut self,
         portion: &PageSet,
         reader: &dyn PageReader,
+        least_free: u64,
     ) -> Result<(), CaptureError> {
-        if !self.pool.wait_free(portion.len(), MEMORY_TIMEOUT) {
+        let is_free = self.pool.wait_free(portion.len().max(least_free), MEMORY_TIMEOUT);
+        if !is_free && self.pool.free_pages() < portion.len() {
             return Err(CaptureError::Staging(StagingError::Full {
                 needed_pages: portion.len(),
                 free_pages: self.pool.free_pages(),

@@ -12,7 +12,8 @@
 //! memory bounds the queue before the encoder.
 //!
 //! [`StagingPool::set_limit`] lowers the capacity while memory is short: free chunks are given back
-//! to the system at once, lent ones when they come back.
+//! to the system at once, lent ones when they come back. [`StagingPool::trim`] gives back free chunks
+//! that later checkpoints are not expected to need.
 
 use keyframe_kernel::memory::PrefaultedBuffer;
 use keyframe_locks::IgnorePoison;
@@ -60,6 +61,15 @@ impl State {
     /// The number of chunks that can be taken.
     fn free_chunks(&self) -> u64 {
         self.limit_chunks.saturating_sub(self.made) + self.free.len() as u64
+    }
+
+    /// Takes free chunks out until `chunks` are left in all.
+    fn take_surplus(&mut self, chunks: u64) -> Vec<PrefaultedBuffer> {
+        let over = self.made.saturating_sub(chunks);
+        let kept = self.free.len().saturating_sub(over as usize);
+        let surplus = self.free.split_off(kept);
+        self.made -= surplus.len() as u64;
+        surplus
     }
 }
 
@@ -113,15 +123,19 @@ impl StagingPool {
         let surplus = {
             let mut state = self.0.state();
             state.limit_chunks = (pages / self.0.chunk_pages).clamp(least, self.0.capacity_chunks);
-            let over = state.made.saturating_sub(state.limit_chunks);
-            let kept = state.free.len().saturating_sub(over as usize);
-            let surplus = state.free.split_off(kept);
-            state.made -= surplus.len() as u64;
-            surplus
+            let limit_chunks = state.limit_chunks;
+            state.take_surplus(limit_chunks)
         };
         // Unmapped without the lock.
         drop(surplus);
         self.0.freed.notify_all();
+    }
+
+    /// Gives free chunks back to the system until the pool holds memory for `pages` pages. The
+    /// capacity stays.
+    pub fn trim(&self, pages: u64) {
+        let surplus = self.0.state().take_surplus(pages.div_ceil(self.0.chunk_pages));
+        drop(surplus);
     }
 
     /// Returns the number of pages that can be taken now.
@@ -247,6 +261,20 @@ mod tests {
         assert!(waiter.join().unwrap());
         assert_eq!(pool.take().unwrap().unwrap().pages().len(), 8);
     }
+
+    #[test]
+    fn a_trim_gives_memory_back_and_keeps_the_capacity() {
+        let pool = StagingPool::of_chunks(32, 8);
+        pool.reserve(256).unwrap();
+        let taken: Vec<_> = (0..20).map(|_| pool.take().unwrap().unwrap()).collect();
+        pool.trim(180);
+        assert_eq!((pool.capacity_pages(), pool.held_pages(), pool.free_pages()), (256, 184, 96));
+        pool.trim(0);
+        assert_eq!((pool.held_pages(), pool.free_pages()), (160, 96), "lent chunks stay");
+        drop(taken);
+        assert_eq!((pool.held_pages(), pool.free_pages()), (160, 256));
+    }
+
     #[test]
     fn a_limit_gives_memory_back_and_can_be_lifted() {
         let pool = StagingPool::of_chunks(32, 8);

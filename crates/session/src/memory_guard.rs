@@ -4,6 +4,7 @@
 //! ```text
 //!   start     caches of the store: a share of what is left       the VMs' RAM counts as in use
 //!   capture   staging memory: as much as is left now; less than the last time gives memory back
+//!   sealed    staging memory: what the checkpoints of late did not need is given back
 //!   always    of QEMU and this process, the kernel ends this process first
 //! ```
 //!
@@ -19,6 +20,8 @@ use keyframe_units::PAGE_BYTES;
 const QEMU_BYTES: u64 = 96 << 20;
 /// What stays free: for the encoder's buffers, and for what begins between two looks.
 const RESERVE_BYTES: u64 = 48 << 20;
+/// The staging memory that is kept beside that of the checkpoints of late: 64 MiB.
+const SPARE_PAGES: u64 = 16_384;
 /// The least that each cache of the store gets.
 const CACHE_BYTES_MIN: u64 = 8 << 20;
 
@@ -74,13 +77,15 @@ pub struct MemoryGuard {
     /// What a pool without limits would hold.
     wanted_pages: u64,
     has_told: bool,
+    /// The pages of the largest checkpoint of late.
+    peak_pages: u64,
 }
 
 impl MemoryGuard {
     /// Guards the memory that `guests` need, if a pool without limits would hold `wanted_pages`
     /// pages.
     pub fn new(guests: Vec<GuestMemory>, wanted_pages: u64) -> Self {
-        Self { guests, wanted_pages, has_told: false }
+        Self { guests, wanted_pages, has_told: false, peak_pages: 0 }
     }
 
     /// Returns the memory that the VMs leave now, in bytes.
@@ -108,6 +113,17 @@ impl MemoryGuard {
             staging_bytes: pool.capacity_pages() * PAGE_BYTES as u64,
             is_limited: left.is_limited,
         })
+    }
+
+    /// Gives memory of `pool` back that the next checkpoints will hardly need, after one with
+    /// `dirty_pages`.
+    pub fn give_back(&mut self, pool: &StagingPool, dirty_pages: u64) {
+        self.peak_pages = dirty_pages.max(self.peak_pages - self.peak_pages / 8);
+        let enough_pages = 2 * self.peak_pages + SPARE_PAGES;
+        // A little more is not worth the calls.
+        if pool.held_pages() > enough_pages + enough_pages / 4 {
+            pool.trim(enough_pages);
+        }
     }
 }
 
@@ -154,5 +170,19 @@ mod tests {
         let fresh = GuestMemory { pid: None, ram_bytes: 1 << 40 };
         assert!(own.growth().bytes < fresh.growth().bytes);
         assert_eq!(fresh.growth().bytes, (1 << 40) + QEMU_BYTES);
+    }
+
+    #[test]
+    fn memory_that_the_last_checkpoints_did_not_need_is_given_back() {
+        let pool = StagingPool::new(1 << 17);
+        pool.reserve(1 << 17).unwrap();
+        let mut guard = MemoryGuard::new(Vec::new(), 1 << 17);
+        guard.give_back(&pool, 1 << 16);
+        assert_eq!(pool.held_pages(), 1 << 17, "one such checkpoint came now");
+        for _ in 0..60 {
+            guard.give_back(&pool, 1000);
+        }
+        assert!(pool.held_pages() < 24_000, "{}", pool.held_pages());
+        assert_eq!(pool.capacity_pages(), 1 << 17);
     }
 }

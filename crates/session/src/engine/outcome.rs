@@ -75,6 +75,10 @@ impl Engine<'_> {
         let entry = Entry::of(sealed);
         let backlog_ns = entry.backlog_ns;
         self.last_pages = entry.dirty_pages;
+        if self.sealed > 0 {
+            let pool = self.copying.cycle.pool();
+            self.copying.memory.give_back(pool, entry.dirty_pages);
+        }
         self.sealed += 1;
         self.newest = Some(sealed.id);
         if sealed.meta.parent == self.came_from.map(|(id, _)| id) {
