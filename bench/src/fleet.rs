@@ -6,11 +6,11 @@
 //!   shared  N VMs, one store         ─┘   processor time and memory of each engine
 //! ```
 //!
-//! The VMs boot one after the other. They are mostly idle, as on a host that holds many: each writes
-//! some pages a second. The peer of the shared store is what a user has without it: a store for each
-//! VM.
+//! The VMs boot a distribution one after the other and read its programs. Then they are mostly idle,
+//! as on a host that holds many. The peer of the shared store is what a user has without it: a store
+//! for each VM.
 
-use crate::guest_files::SmallGuest;
+use crate::guest_files::RealGuest;
 use crate::running_guest::{CheckpointedGuest, Schedule};
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
@@ -22,8 +22,16 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-const MEM: &str = "96M";
-const APPEND: &str = "kf.work=dirty kf.rate=50 kf.mib=8";
+const MEM: &str = "320M";
+/// Reads the programs and libraries of the distribution into the guest's memory, and then does
+/// little.
+const JOB: &str = "#!/bin/bash
+find /usr/bin /usr/sbin /usr/lib -xdev -type f -size -4M | sort | head -4000 | xargs cat >/dev/null
+echo KF READY fleet
+while sleep 1; do date >/run/now; done
+";
+/// A disk has whole sectors.
+const JOB_BYTES: usize = 4096;
 const VMS: usize = 20;
 const VMS_QUICK: usize = 4;
 const SCHEDULE: Schedule<'static> = Schedule { interval: "1s", strategy: "auto" };
@@ -47,8 +55,12 @@ struct FleetRun {
 }
 
 pub fn run(options: &Options) -> Result<Report, Error> {
-    let files = SmallGuest::find(options)?;
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
+    let job = dir.path().join("job");
+    let mut bytes = JOB.as_bytes().to_vec();
+    bytes.resize(JOB_BYTES, 0);
+    std::fs::write(&job, bytes).map_err(Error::io("write the guests' job"))?;
+    let command = RealGuest::find(options)?.compressed_kernel_command(MEM, &job);
     let vms = if options.quick { VMS_QUICK } else { VMS };
     let seconds = options.seconds.map_or(if options.quick { 8 } else { 30 }, u64::from);
     let measure = |name: &str, vms: usize, shared: bool| {
@@ -56,7 +68,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
             .map(|number| dir.path().join(name).join(if shared { 0 } else { number }.to_string()))
             .collect();
         options.say(format!("{name}: {vms} VMs boot"));
-        let run = measure(options, &files, &places, seconds)?;
+        let run = measure(options, &command, &places, seconds)?;
         std::fs::remove_dir_all(dir.path().join(name)).map_err(Error::io("remove the stores"))?;
         Ok::<_, Error>(run)
     };
@@ -69,20 +81,19 @@ pub fn run(options: &Options) -> Result<Report, Error> {
 /// Runs a VM over each of `stores`, and measures them for `seconds`.
 fn measure(
     options: &Options,
-    files: &SmallGuest,
+    command: &[String],
     stores: &[PathBuf],
     seconds: u64,
 ) -> Result<FleetRun, Error> {
-    let command = files.compressed_kernel_command(MEM, APPEND);
     let mut vms = Vec::with_capacity(stores.len());
     for (number, store) in stores.iter().enumerate() {
         if let Some(folder) = store.parent() {
             std::fs::create_dir_all(folder).map_err(Error::io("make a directory for stores"))?;
         }
         let name = format!("fleet-{number}");
-        let mut vm = CheckpointedGuest::start_named(options, store, SCHEDULE, &name, &command)?;
+        let mut vm = CheckpointedGuest::start_named(options, store, SCHEDULE, &name, command)?;
         // A host's VMs do not boot in the same second.
-        vm.guest.wait_for("KF READY dirty", BOOT_S)?;
+        vm.guest.wait_for("KF READY fleet", BOOT_S)?;
         vms.push(vm);
     }
     // The boot's pages are stored first.
@@ -107,7 +118,7 @@ fn measure(
         run.memory.push(anonymous_bytes(vm.guest.pid())?);
     }
     for place in &places {
-        for (vm, pauses) in pauses_of(options, place)? {
+        for (vm, pauses) in pauses_of(options, place, seconds)? {
             run.checkpoints += pauses.len() as f64;
             if pauses.len() < 3 {
                 let problem = format!("only {} checkpoints were sealed", pauses.len());
@@ -155,8 +166,8 @@ fn bytes_below(folder: &Path) -> Result<f64, Error> {
     Ok(bytes)
 }
 
-/// The pauses of the checkpoints of each VM in a store, but the first, which holds the boot.
-fn pauses_of(options: &Options, store: &Path) -> Result<Vec<(String, Sample)>, Error> {
+/// The pauses of the newest checkpoints of each VM in a store, `newest` of each at most.
+fn pauses_of(options: &Options, store: &Path, newest: u64) -> Result<Vec<(String, Sample)>, Error> {
     let output = Command::new(&options.keyframe)
         .args(["list", "--json", "--store"])
         .arg(store)
@@ -164,14 +175,20 @@ fn pauses_of(options: &Options, store: &Path) -> Result<Vec<(String, Sample)>, E
         .map_err(Error::io("run keyframe list"))?;
     let list: Vec<Value> = serde_json::from_slice(&output.stdout)
         .map_err(|e| Error::failed("read keyframe list --json", e))?;
-    let mut all: BTreeMap<String, Sample> = BTreeMap::new();
-    for entry in list.iter().filter(|entry| entry["epoch"].as_u64() > Some(0)) {
+    let mut all: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    for entry in &list {
         let (Some(vm), Some(pause)) = (entry["vm"].as_str(), entry["pause_ns"].as_f64()) else {
             return Err(Error::failed("read keyframe list --json", "an entry has no pause"));
         };
         all.entry(vm.to_owned()).or_default().push(pause);
     }
-    Ok(all.into_iter().collect())
+    let newest = usize::try_from(newest).unwrap_or(usize::MAX);
+    let sample = |pauses: Vec<f64>| {
+        let mut sample = Sample::default();
+        pauses.into_iter().rev().take(newest).for_each(|pause| sample.push(pause));
+        sample
+    };
+    Ok(all.into_iter().map(|(vm, pauses)| (vm, sample(pauses))).collect())
 }
 
 fn report(vms: usize, seconds: u64, runs: [(&str, &FleetRun); 3]) -> Report {

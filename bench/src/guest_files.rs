@@ -37,10 +37,7 @@ impl SmallGuest {
     /// Returns the command line of [`Self::command`] with the compressed kernel, as distributions
     /// boot it: QEMU writes an uncompressed one into RAM at each reset.
     pub fn compressed_kernel_command(&self, mem: &str, append: &str) -> Vec<String> {
-        let whole = self.dir.join("vmlinux").display().to_string();
-        let compressed = self.dir.join("vmlinuz").display().to_string();
-        let words = command(&self.dir, mem, append).into_iter();
-        words.map(|word| if word == whole { compressed.clone() } else { word }).collect()
+        compressed_kernel(&self.dir, command(&self.dir, mem, append))
     }
 }
 
@@ -65,6 +62,20 @@ impl RealGuest {
         }
         command
     }
+
+    /// Returns the command line of [`Self::command`] with the compressed kernel, as distributions
+    /// boot it.
+    pub fn compressed_kernel_command(&self, mem: &str, job: &Path) -> Vec<String> {
+        compressed_kernel(&self.dir, self.command(mem, job))
+    }
+}
+
+/// Returns `command` with the compressed kernel of the guest in `dir`.
+fn compressed_kernel(dir: &Path, command: Vec<String>) -> Vec<String> {
+    let whole = dir.join("vmlinux").display().to_string();
+    let compressed = dir.join("vmlinuz").display().to_string();
+    let words = command.into_iter();
+    words.map(|word| if word == whole { compressed.clone() } else { word }).collect()
 }
 
 fn command(dir: &Path, mem: &str, append: &str) -> Vec<String> {
