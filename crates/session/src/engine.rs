@@ -17,6 +17,7 @@ mod rollback;
 mod stepping;
 #[cfg(test)]
 mod tests;
+mod warnings;
 
 use first_status::first_status;
 pub use report::{RunEnd, RunReport, Verdict};
@@ -64,10 +65,6 @@ const LOOK_EVERY: Duration = Duration::from_millis(50);
 const CAPTURES_MAX: u32 = 5;
 
 const NO_STANDBY: &str = "this VM has no standby: start it with keyframe protect";
-
-/// The shortest time between two events about late checkpoints. Each checkpoint's entry holds its
-/// own delay.
-const SAY_LATE_EVERY: Duration = Duration::from_secs(30);
 
 /// A message to the engine's loop.
 pub enum EngineMessage {
@@ -169,7 +166,7 @@ pub struct Engine<'a> {
     /// When the engine looked last whether a stopped VM has space for its writes again.
     space_looked_at: Option<Instant>,
     sealed_at: Option<Instant>,
-    said_late: Option<Instant>,
+    warnings: warnings::Warnings,
     said_log_lost: Option<Instant>,
 }
 
@@ -247,7 +244,7 @@ impl<'a> Engine<'a> {
             waits_for_disks: false,
             space_looked_at: None,
             sealed_at: None,
-            said_late: None,
+            warnings: warnings::Warnings::default(),
             said_log_lost: None,
             options,
         })

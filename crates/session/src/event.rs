@@ -37,6 +37,15 @@ pub enum Event {
         /// The time for which the run's checkpoints are kept; `None` if they are kept for good.
         keep_within: Option<Duration>,
     },
+    /// The store's medium will be full before long, if its space goes on to shrink as fast.
+    SpaceShrinks {
+        /// The store.
+        store: PathBuf,
+        /// The number of bytes that its medium has free.
+        free_bytes: u64,
+        /// The time for which they last.
+        lasts: Duration,
+    },
     /// A checkpoint was sealed.
     Sealed(Box<Entry>),
     /// A checkpoint began late, because the one before was still being encoded.

@@ -194,6 +194,16 @@ fn store(event: &Event) -> Option<(Importance, String)> {
         Event::StoreGrows { store, free_bytes, keep_within } => {
             (Usual, growth(store, *free_bytes, *keep_within))
         }
+        Event::SpaceShrinks { store, free_bytes, lasts } => {
+            let text = format!(
+                "warning: the disk of {} is full in about {} at this rate ({} free): bound the store \
+                 with --keep-within TIME, forget checkpoints, or make room",
+                store.display(),
+                humantime::format_duration(Duration::from_secs(lasts.as_secs())),
+                output::bytes(*free_bytes)
+            );
+            (Always, text)
+        }
         Event::TornCheckpoint { torn, quarantine } => {
             let text = format!(
                 "checkpoint {} was not durable when the machine went down, and was set aside \

@@ -2,8 +2,8 @@
 
 use super::{
     Arc, CaptureError, CheckpointError, CheckpointFailure, EncodeReport, Engine, EngineResponse,
-    Entry, Error, Event, Instant, NotCaptured, Result, SAY_LATE_EVERY, Sealed, SettledReport,
-    StoreSink, Taker, encode,
+    Entry, Error, Event, Instant, NotCaptured, Result, Sealed, SettledReport, StoreSink, Taker,
+    encode,
 };
 use crate::control::FailingCause;
 use crate::error::error_chain;
@@ -87,8 +87,7 @@ impl Engine<'_> {
         self.sealed_at = Some(Instant::now());
         self.tune(&entry);
         let behind = self.options.interval.is_some_and(|i| backlog_ns > duration_ns(i) / 10);
-        if behind && self.said_late.is_none_or(|at| at.elapsed() > SAY_LATE_EVERY) {
-            self.said_late = Some(Instant::now());
+        if behind && self.warnings.is_late_due(Instant::now()) {
             self.tell(&Event::Late { id: entry.id, backlog_ns });
         }
         self.tell(&Event::Sealed(Box::new(entry.clone())));
@@ -96,6 +95,7 @@ impl Engine<'_> {
         let (sealed_count, shown) = (self.sealed, entry.clone());
         self.failing = None;
         let store_free_bytes = self.store.free_bytes();
+        self.warn_of_space(store_free_bytes);
         self.update(|status| {
             status.sealed = sealed_count;
             status.last = Some(shown);
@@ -104,6 +104,17 @@ impl Engine<'_> {
             status.store_free_bytes = store_free_bytes;
         });
         entry
+    }
+
+    /// Warns of a medium that is filling up. A store that is bounded by time stops to grow.
+    fn warn_of_space(&mut self, free_bytes: Option<u64>) {
+        let Some(free_bytes) = free_bytes.filter(|_| self.options.keep_within.is_none()) else {
+            return;
+        };
+        if let Some(lasts) = self.warnings.space_lasts(Instant::now(), free_bytes) {
+            let store = self.store.path().to_owned();
+            self.tell(&Event::SpaceShrinks { store, free_bytes, lasts });
+        }
     }
 
     /// Compares the checkpoint with the copy that the audit made in its pause.
