@@ -594,6 +594,8 @@ fn watchdog_starter(vm: &Vm, holds_ends: bool) -> Result<StartWatchdog> {
     Ok(Box::new(move || {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("keyframe").arg("__watchdog");
+        // It may have to end a rollback, and reads the store then.
+        keyframe_store_keys::pass_on(&mut command);
         Watchdog::spawn(&mut command, &watched)
     }))
 }

@@ -367,6 +367,7 @@ impl Error {
             Self::Store(_)
             | Self::Io { .. }
             | Self::Describe { .. }
+            | Self::OtherDisksServed
             | Self::UnknownFormat { .. }
             | Self::MediumNotAFile(_)
             | Self::MediumFormat { .. }
