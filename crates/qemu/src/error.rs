@@ -3,6 +3,7 @@
 use crate::rollback::RollbackObstacle;
 use keyframe_qemu_cmdline::CommandLineError;
 use keyframe_qemu_stream::StreamError;
+use keyframe_vmm::VmmError;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
@@ -254,6 +255,10 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// The watchdog cannot end the rollback of a dead engine: disks or RAM cannot be made those of
+    /// the checkpoint.
+    #[error(transparent)]
+    Rescue(#[from] VmmError),
     /// The engine died during a rollback, and the watchdog ended the VM.
     #[error(
         "the engine died during a rollback, which the watchdog could not end in its place \
@@ -402,6 +407,7 @@ mod tests {
             Error::GuestMap { problem: "main RAM is missing".into() },
             Error::Rollback { problem: "Device 'vga' lacks its state".into() },
             Error::Watchdog { problem: "it has ended".into() },
+            Error::Rescue(VmmError::new(keyframe_vmm::VmmErrorKind::Other, "no space", None)),
             Error::PutDown { problem: "QEMU does not end the load".into() },
         ]
     }

@@ -419,7 +419,8 @@ impl Watchdog {
         command.args(words).stdin(Stdio::piped()).stdout(Stdio::piped());
         // Ctrl-C must not end it together with the engine.
         command.process_group(0);
-        let mut child = crate::spawn::start(command, descriptors)?;
+        // To end a rollback, it reads the store.
+        let mut child = crate::spawn::start_with_secrets(command, descriptors)?;
         match (child.stdin.take(), child.stdout.take()) {
             (Some(stdin), Some(stdout)) => Self::new(child, stdin, stdout),
             _ => Err(Error::Watchdog { problem: "it was started without pipes".into() }),

@@ -25,7 +25,7 @@ use super::load_plan::LoadPlan;
 use super::{FD_NAME, LOAD_TIMEOUT, LOOK_EVERY, NODE};
 use super::{await_job, dismiss_job, find_job, start_job};
 use crate::{Error, Qmp, Result, statefile};
-use keyframe_vmm::{RescuedVm, RollbackPlan, RollbackRescuer, RollbackStep, VmmError};
+use keyframe_vmm::{RescuedVm, RollbackPlan, RollbackRescuer, RollbackStep};
 use serde_json::{Value, json};
 use std::time::{Duration, Instant};
 
@@ -115,7 +115,7 @@ impl ToldRollback {
         } else {
             (rescuer.undo(words), self.plan.ran)
         };
-        done.map_err(|error: VmmError| unknown(&error.to_string()))?;
+        done?;
         require_still(qmp)?;
         if runs {
             qmp.cont()?;
