@@ -5,14 +5,15 @@
 //! the load is prepared; 5, QEMU is about to load; 6, it has loaded; 7, RAM is compared; 8, the VM is
 //! complete.
 
+use crate::rollback_flash::boot as flash_boot;
 use keyframe_qemu::Qmp;
 use keyframe_tests::journaling::{
     blank_image, journaling, records_of, wait_for_more_records, wait_for_records,
 };
 use keyframe_tests::{
-    Boot, ExternalVm, HashLine, Orphan, PATIENCE, Process, Qemu, Sequence, TestEnv, chosen_qemus,
-    differing_pages, distribution_qemu, hash_lines, journal_counter, live_ram, number, stored_ram,
-    variants, wait_until,
+    Boot, ExternalVm, HashLine, Orphan, PATIENCE, PassSequence, Process, Qemu, Sequence, TestEnv,
+    chosen_qemus, differing_pages, distribution_qemu, hash_lines, journal_counter, live_ram,
+    number, pass_lines, stored_ram, variants, wait_until,
 };
 use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt;
@@ -332,6 +333,68 @@ fn a_vm_that_stood_still_runs_as_the_target_after_its_engine_was_killed() {
         let mut sequence = Sequence::new(16);
         rows(&hash_lines(&run.lines())).into_iter().for_each(|row| sequence.check(row, 1));
         orphan.kill();
+    }
+}
+
+/// The VM of the target stood still, so this one does, too. While its engine dies, its firmware may
+/// run for a moment; it has written to no disk then.
+#[test]
+fn a_vm_whose_engine_is_killed_stands_still_if_the_target_did() {
+    let kills =
+        ["kill-rollback-soon:14", "kill-rollback:14", "kill-rollback:15", "kill-rollback:16"];
+    for fault in variants(kills, 2) {
+        println!("-- {fault}");
+        let env = TestEnv::new();
+        let (boot, monitor) = hashing(&env, &distribution_qemu());
+        let options = ["--interval", "none", "--name", "guest", "--fault", fault];
+        let mut run = env.start(&options, &boot.with(&["-no-shutdown"]));
+        run.wait_for("KF READY");
+        grow(&mut run, 3);
+        let ran = take(&env);
+        let orphan = Orphan::of(&env, &mut run, "guest");
+        run.type_line("poweroff");
+        wait_until("the guest has powered off", || state(&monitor) == "shutdown");
+        let stood = take(&env);
+        // The first nine steps: this one is reset before its load, too.
+        env.ok(&["rollback", &ran.to_string(), "--name", "guest"]);
+        grow(&mut run, 3);
+        roll_back(&env, &mut run, stood, false);
+        let told = rescued(&env);
+        assert!(told.contains(&format!("is checkpoint {stood}")), "{told}");
+        assert_eq!(state(&monitor), "shutdown");
+        let (names, wanted) = stored_ram(Path::new(&env.store()), stood);
+        let live = live_ram(orphan.pid(), &monitor, &names);
+        assert_eq!(differing_pages(&live, &wanted), [0; 0]);
+        orphan.kill();
+    }
+}
+
+/// QEMU crashes if it loads the state of a writable flash chip twice while the VM stands still.
+#[test]
+fn a_vm_with_a_flash_chip_whose_engine_is_killed_in_a_rollback_runs_on() {
+    for kill in variants(KILLS, 2) {
+        println!("-- {kill:?}");
+        let env = TestEnv::new();
+        let boot = flash_boot(&env, &distribution_qemu());
+        let options = ["--interval", "none", "--name", "guest", "--fault", kill.fault];
+        let mut run = env.start(&options, &boot);
+        run.wait_for("KF READY");
+        let target = take(&env);
+        let passes = |run: &Process| pass_lines(&run.lines()).len();
+        let before = passes(&run);
+        wait_until("the guest goes on", || passes(&run) > before + 3);
+        let orphan = Orphan::of(&env, &mut run, "guest");
+        roll_back(&env, &mut run, target, kill.fast);
+        let monitor = env.path().join("own.sock");
+        wait_until("the VM runs", || state(&monitor) == "running");
+        let before = passes(&run);
+        wait_until("the guest goes on without its engine", || passes(&run) > before + 4);
+        assert!(orphan.is_running(), "QEMU has ended");
+        let lines = pass_lines(&run.lines());
+        let rows: Vec<_> = lines.chunk_by(|a, b| a.n < b.n).collect();
+        assert!(kill.is_target.is_none_or(|it| it == (rows.len() == 2)), "{}", run.report());
+        let mut sequence = PassSequence::new(1024, 300);
+        rows.into_iter().for_each(|row| sequence.check(row, 1));
     }
 }
 

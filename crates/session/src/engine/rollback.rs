@@ -6,8 +6,13 @@
 //!             ▼                                 ▼
 //!           as it was ◀── runs on ─── disks, RAM and devices of "before"
 //!
-//!   killed here: runs on as it was    │ here: the VM is ended, "before" is sealed      │ here: runs as the target
+//!   killed here: runs on as it was    │ here: the watchdog ends the rollback:          │ here: runs as the target
+//!                                     │ it runs as it was, or as the target            │
 //! ```
+//!
+//! The watchdog knows the plan of the rollback ([`plan`]) and each step before it is taken. If this
+//! process is killed, the watchdog takes the disks and the machine to the one or the other state
+//! ([`crate::rollback_rescue`]). Only if that fails, or on the way back to "before", it ends the VM.
 //!
 //! The target's disks are opened beside those that are served while the VM still runs; then the two
 //! change places, in constant time. QEMU keeps its connections, and has nothing of the content
