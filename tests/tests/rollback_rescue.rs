@@ -394,7 +394,9 @@ fn a_vm_with_a_flash_chip_whose_engine_is_killed_in_a_rollback_runs_on() {
         let rows: Vec<_> = lines.chunk_by(|a, b| a.n < b.n).collect();
         assert!(kill.is_target.is_none_or(|it| it == (rows.len() == 2)), "{}", run.report());
         let mut sequence = PassSequence::new(1024, 300);
-        rows.into_iter().for_each(|row| sequence.check(row, 1));
+        for row in rows {
+            sequence.check(row, 1);
+        }
     }
 }
 
