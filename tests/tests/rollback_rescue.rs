@@ -336,6 +336,37 @@ fn a_vm_that_stood_still_runs_as_the_target_after_its_engine_was_killed() {
     }
 }
 
+/// QEMU fails to load the target, and the engine is killed on the way back to the checkpoint that it
+/// took before: the VM runs on as it was.
+#[test]
+fn a_vm_whose_engine_is_killed_on_the_way_back_is_as_it_was() {
+    for fault in variants(["kill-rollback:8", "kill-rollback:9", "kill-rollback-soon:8"], 2) {
+        println!("-- {fault}");
+        let env = TestEnv::new();
+        let (boot, monitor) = hashing(&env, &distribution_qemu());
+        let other = boot.clone().with(&["-device", "virtio-rng-pci"]);
+        let mut run = env.start(&["--interval", "none", "--name", "other"], &other);
+        run.wait_for("KF READY");
+        env.ok(&["take", "--name", "other"]);
+        let target = newest(&env);
+        env.ok(&["stop", "--name", "other"]);
+        assert!(run.wait().success(), "{}", run.report());
+        let options = ["--interval", "none", "--name", "guest", "--fault", fault];
+        let mut run = env.start(&options, &boot);
+        run.wait_for("KF READY");
+        grow(&mut run, 4);
+        let orphan = Orphan::of(&env, &mut run, "guest");
+        roll_back(&env, &mut run, target, false);
+        let told = rescued(&env);
+        assert!(told.contains(&format!("is checkpoint {}", newest(&env))), "{told}");
+        let lines = hash_lines(&run.lines()).len();
+        wait_until("the guest goes on", || hash_lines(&run.lines()).len() > lines + 3);
+        assert_eq!(state(&monitor), "running");
+        Sequence::new(16).check(&hash_lines(&run.lines()), 7);
+        orphan.kill();
+    }
+}
+
 /// The VM of the target stood still, so this one does, too. While its engine dies, its firmware may
 /// run for a moment; it has written to no disk then.
 #[test]

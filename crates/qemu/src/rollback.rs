@@ -198,8 +198,8 @@ fn reset_and_load(qmp: &mut Qmp, plan: &LoadPlan, tell: TellStep<'_>) -> Result<
     // While the job is there, a process that ends the rollback sees how it ended.
     let step = if loaded.is_ok() { RollbackStep::Loaded } else { RollbackStep::Failed };
     let noted = told(tell(step));
-    let dismissed =
-        if loaded.is_ok() { dismiss_job(qmp) } else { Ok(dismiss_job(qmp).unwrap_or(())) };
+    // A load that was refused has no job.
+    let dismissed = dismiss_job(qmp);
     loaded.and(noted).and(dismissed)
 }
 

@@ -211,7 +211,7 @@ impl<R: Read + AsFd, W: Write> Runner<'_, R, W> {
     fn end_rollback(&mut self) -> Result<()> {
         self.reach.take_over()?;
         let Some(rollback) = self.rollback.take() else {
-            return self.put_down("its plan is unknown".into());
+            return self.put_down("it had failed, or was not planned".into());
         };
         let rescued = self.reach.on_monitor(|qmp| rollback.end(qmp, self.rescuer));
         let words = &rollback.plan.words;

@@ -48,7 +48,9 @@ pub use restore::{
     Restorer, RollbackTarget, SharedRamSource,
 };
 pub use resumer::Resumer;
-pub use rollback_rescue::{RescuedVm, RollbackPlan, RollbackRescuer, RollbackStep, TellStep};
+pub use rollback_rescue::{
+    NoRescuer, RescuedVm, RollbackPlan, RollbackRescuer, RollbackStep, TellStep,
+};
 pub use vm::{
     ForeignOperation, GuestEnd, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm,
 };

@@ -6,7 +6,7 @@
 //!                               RollbackRescuer    the rest: disks, and RAM compared with the checkpoint
 //! ```
 
-use crate::VmmError;
+use crate::{VmmError, VmmErrorKind};
 
 /// What a rollback is to reach, for a process that ends it if the engine dies.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -70,4 +70,28 @@ pub trait RollbackRescuer {
     /// Tells the user how the rescue ended: as `rescued`, or with an error, upon which the VM is
     /// ended.
     fn tell(&mut self, words: &str, rescued: Result<RescuedVm, &VmmError>);
+}
+
+/// The rescuer of a program that rolls no VM back.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NoRescuer;
+
+impl NoRescuer {
+    fn refuse() -> Result<(), VmmError> {
+        Err(VmmError::new(VmmErrorKind::Other, "this program cannot end a rollback", None))
+    }
+}
+
+impl RollbackRescuer for NoRescuer {
+    fn undo(&mut self, _: &str) -> Result<(), VmmError> {
+        Self::refuse()
+    }
+
+    fn complete(&mut self, _: &str) -> Result<(), VmmError> {
+        Self::refuse()
+    }
+
+    fn tidy(&mut self, _: &str) {}
+
+    fn tell(&mut self, _: &str, _: Result<RescuedVm, &VmmError>) {}
 }

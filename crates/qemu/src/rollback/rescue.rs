@@ -5,8 +5,8 @@
 //!   none, Prepares                          as they were              image and settings are put back; disks too ──▶ as it was
 //!   Resets                                  reset                     resets again, loads ─────────────────────────┐
 //!   Loads    QEMU has the job               loaded when it ends       waits for it ────────────────────────────────┤
-//!            it has no job, it was reset    reset                     loads ───────────────────────────────────────┤
-//!            it has no job, it was not      as they were              removes the image, so that no load begins ──▶ as it was
+//!            it has no job                  as they were              removes the image, so that no load begins ──▶ as it was
+//!            it has no job                  reset, or half loaded     loads ───────────────────────────────────────┤
 //!   Loaded                                  loaded                    ─────────────────────────────────────────────┴▶ disks, RAM: the checkpoint
 //!   Failed                                  unknown                   none
 //! ```
@@ -15,8 +15,11 @@
 //! never told to load. A `snapshot-load` of the dead engine that is still on its way fails without
 //! the image.
 //!
-//! Invariants: a state is loaded at most once while the VM stands still, because a second load can
-//! crash QEMU. The VM runs only as exactly the checkpoint, or as exactly what it was. While it is
+//! On the way back from a load that has failed, the goal is the checkpoint before the rollback, and RAM
+//! and devices are not as they were: until the second image is ready, nothing can be done.
+//!
+//! Invariants: no image is loaded twice while the VM stands still, because a second load of the same
+//! state can crash QEMU; the engine has left the flash chips out of the second image. The VM runs only as exactly the checkpoint, or as exactly what it was. While it is
 //! neither, no other engine attaches to it: this process is marked as its engine.
 //!
 //! Left out: a VM that another client has resumed during the rollback.
@@ -162,17 +165,17 @@ impl ToldRollback {
                     return ended.map(|()| true).map_err(|problem| unknown(&problem));
                 }
                 Some(None) => {}
-                // The engine's command may still arrive: QEMU refuses one of the two.
-                None if self.was_reset => match start_job(qmp) {
-                    Err(error @ Error::Gone { .. }) => return Err(error),
-                    Ok(()) | Err(_) => {}
-                },
-                None => match qmp.execute("blockdev-del", Some(json!({ "node-name": NODE }))) {
-                    Ok(_) if find_job(qmp)?.is_none() => return Ok(false),
-                    Err(error @ Error::Gone { .. }) => return Err(error),
-                    // A job that has just begun uses the image.
-                    Ok(_) | Err(_) => {}
-                },
+                // Nothing puts this machine back. The engine's command may still arrive: QEMU refuses
+                // one of the two.
+                None if self.was_reset || !self.plan.is_intact => unless_gone(start_job(qmp))?,
+                // A job that has just begun uses the image, and is found next time.
+                None => {
+                    let removed = qmp.execute("blockdev-del", Some(json!({ "node-name": NODE })));
+                    if removed.is_ok() && find_job(qmp)?.is_none() {
+                        return Ok(false);
+                    }
+                    unless_gone(removed.map(drop))?;
+                }
             }
             if Instant::now() >= deadline {
                 return Err(unknown("QEMU does not end the load"));
@@ -180,6 +183,14 @@ impl ToldRollback {
             std::thread::sleep(LOOK_EVERY);
         }
     }
+}
+
+/// Ignores that QEMU refuses a command. Error: QEMU has ended, or does not answer.
+fn unless_gone(done: Result<()>) -> Result<()> {
+    done.or_else(|error| match error {
+        Error::Gone { .. } | Error::Timeout { .. } => Err(error),
+        _ => Ok(()),
+    })
 }
 
 fn unknown(problem: &str) -> Error {
@@ -197,10 +208,8 @@ fn require_still(qmp: &mut Qmp) -> Result<()> {
 
 /// Removes the image from QEMU, if it is there.
 fn remove_image(qmp: &mut Qmp) -> Result<()> {
-    match qmp.execute("blockdev-del", Some(json!({ "node-name": NODE }))) {
-        Err(error @ (Error::Gone { .. } | Error::Timeout { .. })) => return Err(error),
-        Ok(_) | Err(_) => {}
-    }
+    let removed = qmp.execute("blockdev-del", Some(json!({ "node-name": NODE })));
+    unless_gone(removed.map(drop))?;
     let answer = qmp.execute("query-fdsets", None)?;
     let is_ours = |set: &&Value| {
         let mut fds = set.get("fds").and_then(Value::as_array).into_iter().flatten();

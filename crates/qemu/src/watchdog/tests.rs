@@ -53,6 +53,10 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
                     machine.jobs.clear();
                     json!({})
                 }
+                "snapshot-load" => {
+                    machine.jobs.push(json!({ "id": "keyframe-rollback", "status": "concluded" }));
+                    json!({})
+                }
                 "add-fd" => json!({ "fdset-id": 5, "fd": 9 }),
                 "query-status" if machine.has_ended => json!({ "status": "shutdown" }),
                 "set-action" => {

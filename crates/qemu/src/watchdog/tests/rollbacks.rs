@@ -79,7 +79,7 @@ fn prepares() -> RollbackStep {
     RollbackStep::Prepares(load.replace('\n', ""))
 }
 
-fn job(error: Value) -> Value {
+fn job(error: &Value) -> Value {
     json!({ "id": "keyframe-rollback", "status": "concluded", "error": error })
 }
 
@@ -100,13 +100,27 @@ fn a_vm_into_which_nothing_was_loaded_is_as_it_was() {
 #[test]
 fn a_vm_into_which_the_state_was_loaded_becomes_the_checkpoint() {
     let loaded = [prepares(), RollbackStep::Loads, RollbackStep::Loaded];
-    for (steps, jobs) in [(&loaded[..], vec![]), (&loaded[..2], vec![job(Value::Null)])] {
+    for (steps, jobs) in [(&loaded[..], vec![]), (&loaded[..2], vec![job(&Value::Null)])] {
         let rescued = rescue(&plan(), steps, &jobs, false);
         assert_eq!(rescued.asked, ["complete w", "tidy w", "RolledBack"]);
         assert_eq!((rescued.conts, rescued.quits), (1, 0));
     }
     let stands = RollbackPlan { runs: false, ..plan() };
     assert_eq!(rescue(&stands, &loaded, &[], false).conts, 0, "the checkpoint's VM stood still");
+}
+
+/// The image is in QEMU, and nothing else makes the machine whole.
+#[test]
+fn a_machine_that_nothing_puts_back_is_loaded() {
+    let changed = RollbackPlan { is_intact: false, ..plan() };
+    let reset = [prepares(), RollbackStep::Resets, RollbackStep::Loads];
+    let begun = [prepares(), RollbackStep::Loads];
+    for (plan, steps) in [(plan(), &reset[..]), (changed, &begun[..])] {
+        let rescued = rescue(&plan, steps, &[], false);
+        assert_eq!(rescued.asked, ["complete w", "tidy w", "RolledBack"]);
+        let loads = rescued.commands.iter().filter(|command| *command == "snapshot-load");
+        assert_eq!((loads.count(), rescued.conts, rescued.quits), (1, 1, 0));
+    }
 }
 
 #[test]
@@ -117,10 +131,10 @@ fn a_vm_whose_rollback_cannot_be_ended_never_runs() {
     let changed = RollbackPlan { is_intact: false, ..plan() };
     let cases = [
         (plan(), &failed[..], vec![], false, "could not load"),
-        (plan(), &begun[..], vec![job("bad state".into())], false, "bad state"),
+        (plan(), &begun[..], vec![job(&"bad state".into())], false, "bad state"),
         (plan(), &loaded[..], vec![], true, "no space"),
         // It was on its way back to what it was.
-        (changed, &begun[..], vec![], false, "no state was loaded"),
+        (changed, &begun[..1], vec![], false, "no state was loaded"),
     ];
     for (plan, steps, jobs, fails, why) in cases {
         let rescued = rescue(&plan, steps, &jobs, fails);
