@@ -19,7 +19,17 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::process::exit;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, exit};
+
+/// Returns the command of the helper process with this argument. It has the secret that opened the
+/// store: a watchdog reads the store to end a rollback.
+pub(crate) fn command(argument: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("keyframe").arg(argument);
+    keyframe_store_keys::pass_on(&mut command);
+    command
+}
 
 /// Runs a helper process and exits, if this program was started as one. Returns otherwise.
 pub fn run_if_asked() {
