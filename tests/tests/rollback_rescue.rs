@@ -130,6 +130,13 @@ fn rows(lines: &[HashLine]) -> Vec<&[HashLine]> {
     lines.chunk_by(|one, next| one.n < next.n).collect()
 }
 
+/// Asserts that each stretch of lines is the sequence.
+fn check_rows(sequence: &mut Sequence, lines: &[HashLine]) {
+    for row in rows(lines) {
+        sequence.check(row, 1);
+    }
+}
+
 #[test]
 fn a_vm_whose_engine_is_killed_in_a_rollback_runs_on() {
     let mut sequence = Sequence::new(16);
@@ -224,7 +231,7 @@ fn a_paused_vm_whose_engine_is_killed_in_a_rollback_is_exact_and_stays_paused() 
             Qmp::connect(&monitor, PATIENCE).expect("its monitor").cont().expect("cont");
             wait_until("the guest goes on", || hash_lines(&run.lines()).len() > lines + 2);
             let mut sequence = Sequence::new(16);
-            rows(&hash_lines(&run.lines())).into_iter().for_each(|row| sequence.check(row, 1));
+            check_rows(&mut sequence, &hash_lines(&run.lines()));
         }
     }
 }
@@ -303,7 +310,7 @@ fn an_attached_vm_whose_engine_is_killed_in_a_rollback_runs_on() {
         let rows = rows(&lines);
         assert!(kill.is_target.is_none_or(|it| it == (rows.len() == 2)), "{lines:?}");
         let mut sequence = Sequence::new(16);
-        rows.into_iter().for_each(|row| sequence.check(row, 1));
+        check_rows(&mut sequence, &lines);
     }
 }
 
@@ -335,7 +342,7 @@ fn a_vm_that_stood_still_runs_as_the_target_after_its_engine_was_killed() {
             assert_eq!(state(&monitor), "shutdown");
         }
         let mut sequence = Sequence::new(16);
-        rows(&hash_lines(&run.lines())).into_iter().for_each(|row| sequence.check(row, 1));
+        check_rows(&mut sequence, &hash_lines(&run.lines()));
         orphan.kill();
     }
 }
