@@ -57,6 +57,7 @@ mod report;
 mod rollback;
 mod rollback_disks;
 mod rollback_flash;
+mod rollback_rescue;
 mod s3;
 mod screens;
 mod sectors;

@@ -10,7 +10,7 @@ use keyframe_tests::{
 const DIRTY: u64 = 300;
 
 /// The payload in a read-only chip, beside a writable one.
-fn boot(env: &TestEnv, qemu: &Qemu) -> Boot {
+pub fn boot(env: &TestEnv, qemu: &Qemu) -> Boot {
     let payload = Boot { qemu: qemu.path.clone(), ..Boot::payload("tcg", DIRTY) };
     let line = payload.command();
     let code = &line[line.iter().position(|word| word == "-bios").expect("-bios") + 1];
@@ -28,7 +28,7 @@ fn boot(env: &TestEnv, qemu: &Qemu) -> Boot {
 }
 
 /// Waits for three more lines of the guest.
-fn goes_on(vm: &mut Process) {
+pub fn goes_on(vm: &mut Process) {
     let before = pass_lines(&vm.lines()).len();
     let grown = vm.wait_until(|p| (pass_lines(&p.lines()).len() >= before + 3).then_some(()));
     assert!(grown.is_some(), "the guest is silent; {}", vm.report());

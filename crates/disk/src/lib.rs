@@ -44,7 +44,9 @@ pub use disk::Disk;
 pub use error::{Error, Result};
 pub use layers::{Below, Content, DiskRange, Layer, Readable};
 pub use overlay::{Extent, Lasting, Overlay, SlotFile};
-pub use process::{DiskSpec, DiskStats, Disks, ServerEvent, ServerObserver, serve};
+pub use process::{
+    DiskHeir, DiskSpec, DiskStats, Disks, ServerEvent, ServerObserver, Staging, serve,
+};
 
 use serde::{Deserialize, Serialize};
 use std::fmt;

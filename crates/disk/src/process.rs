@@ -9,6 +9,7 @@
 //!
 //!   rollback:   stage ──▶ staged disks ──exchange──▶ these are served ──dismiss──▶ the old ones
 //!                              └──dismiss──▶ closed      └──exchange──▶ back       are closed
+//!               engine gone before dismiss ──▶ its heir exchanges and dismisses ([`DiskHeir`])
 //! ```
 //!
 //! It is a process of its own, so that the guest keeps its disk if the engine dies.
@@ -25,16 +26,19 @@
 //! order. A server without an engine holds no epoch, so that its overlay does not grow, and
 //! acknowledges no flush before its sync.
 //!
-//! Left out: a new engine cannot take over a server whose engine died, and nothing starts a server
+//! Left out: a new engine cannot take over a server whose engine died ([`DiskHeir`] ends a rollback
+//! only), and nothing starts a server
 //! again whose engine has gone.
 
 mod client;
 mod connection;
 mod frame;
+mod heir;
 mod server;
 mod supervisor;
 
 pub use client::Disks;
+pub use heir::{DiskHeir, Staging};
 pub use server::serve;
 pub use supervisor::{ServerEvent, ServerObserver};
 
@@ -158,6 +162,8 @@ enum DiskRequest {
     Exchange,
     /// Close the staged disks.
     Dismiss,
+    /// Say which disks are served.
+    Staging,
     End,
 }
 
@@ -178,6 +184,11 @@ enum DiskResponse {
         next: Option<DiskBlock>,
     },
     Stats(ServerStats),
+    Staging {
+        is_staged: bool,
+        served: Vec<PathBuf>,
+        written_bytes: u64,
+    },
     Failed {
         problem: String,
         fix: Option<String>,

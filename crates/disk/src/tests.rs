@@ -4,7 +4,7 @@ mod client;
 mod commit;
 mod raw;
 
-use crate::process::{DiskSpec, Disks, ServerEvent};
+use crate::process::{DiskHeir, DiskSpec, Disks, ServerEvent};
 use crate::{
     BLOCK_BYTES, Base, Content, Disk, DiskBlock, Error, Extent, ImageFormat, Lasting, Layer, Result,
 };
@@ -413,4 +413,35 @@ fn disks_are_exchanged_under_a_client_and_come_back() {
     assert_eq!((block(), disk.size().dirty_blocks), (3, 1));
     disk.exchange(&mut other);
     assert_eq!(block(), 2);
+}
+
+/// A rollback whose engine dies: its heir sees which disks are served, exchanges and dismisses them.
+#[test]
+fn an_heir_ends_the_rollback_of_an_engine_that_has_died() {
+    for is_exchanged in [false, true] {
+        let bed = Bed::new();
+        bed.raw("base.raw", 2 << 20);
+        let former = bed.spec("base.raw", ImageFormat::Raw);
+        let staged = DiskSpec { overlay: bed.path("second"), ..former.clone() };
+        let mut disks = bed.start(&former);
+        assert!(DiskHeir::connect(&bed.path("s")).is_err(), "no disks are staged");
+        disks.stage(std::slice::from_ref(&staged)).unwrap();
+        if is_exchanged {
+            disks.exchange().unwrap();
+        }
+        drop(disks);
+        let heir = DiskHeir::connect(&bed.path("s")).unwrap();
+        let served = |heir: &DiskHeir| heir.staging().unwrap().served;
+        let [now, other] =
+            if is_exchanged { [&staged, &former] } else { [&former, &staged] }.map(|s| &s.overlay);
+        assert_eq!(served(&heir), std::slice::from_ref(now));
+        heir.exchange().unwrap();
+        assert_eq!(served(&heir), std::slice::from_ref(other));
+        assert_eq!(heir.staging().unwrap().written_bytes, 0);
+        heir.dismiss().unwrap();
+        assert!(!heir.staging().unwrap().is_staged && heir.exchange().is_err());
+        assert!(crate::Overlay::open(now).is_ok(), "it is closed");
+        assert!(crate::Overlay::open(other).is_err(), "it is served");
+        assert!(DiskHeir::connect(&bed.path("s")).is_err(), "no further heir is waited for");
+    }
 }

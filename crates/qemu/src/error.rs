@@ -3,6 +3,7 @@
 use crate::rollback::RollbackObstacle;
 use keyframe_qemu_cmdline::CommandLineError;
 use keyframe_qemu_stream::StreamError;
+use keyframe_vmm::VmmError;
 use std::path::PathBuf;
 use std::process::ExitStatus;
 
@@ -254,11 +255,19 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// The watchdog cannot end the rollback of a dead engine: disks or RAM cannot be made those of
+    /// the checkpoint.
+    #[error(transparent)]
+    Rescue(#[from] VmmError),
     /// The engine died during a rollback, and the watchdog ended the VM.
     #[error(
-        "the engine died during a rollback, so the watchdog ended the VM, whose state was incomplete"
+        "the engine died during a rollback, which the watchdog could not end in its place \
+         ({problem}); so the watchdog ended the VM, whose state was incomplete"
     )]
-    PutDown,
+    PutDown {
+        /// Why it could not.
+        problem: String,
+    },
 }
 
 /// Why a binary of another version cannot load a checkpoint.
@@ -329,8 +338,9 @@ impl Error {
                 Some("try the same command line without keyframe".into())
             }
             Self::Unsavable { .. } => Some("unplug it (device_del); the VM runs on meanwhile".into()),
-            Self::PutDown => Some(
-                "restore the newest checkpoint, which is the state before the rollback: keyframe restore latest"
+            Self::PutDown { .. } => Some(
+                "restore the newest checkpoint, which is the state before the rollback, unless that \
+                 was a fast one: keyframe restore latest"
                     .into(),
             ),
             Self::DifferentMachine { .. } => Some(
@@ -397,7 +407,8 @@ mod tests {
             Error::GuestMap { problem: "main RAM is missing".into() },
             Error::Rollback { problem: "Device 'vga' lacks its state".into() },
             Error::Watchdog { problem: "it has ended".into() },
-            Error::PutDown,
+            Error::Rescue(VmmError::new(keyframe_vmm::VmmErrorKind::Other, "no space", None)),
+            Error::PutDown { problem: "QEMU does not end the load".into() },
         ]
     }
 

@@ -4,6 +4,7 @@
 //! ```text
 //!   check ─▶ ... ─▶ paused ─▶ image: [ram: differing pages │ devices] ─ add-fd ─▶ blockdev-add ─▶ snapshot-load ─▶ blockdev-del ─▶ paused
 //!                                     as an internal snapshot (qcow2)                 └ QEMU resets the machine, then reads the snapshot
+//!   told before:   Prepares                                                        Resets?   Loads        Loaded
 //! ```
 //!
 //! A VM in a run state in which `cont` resumes it only after a reset (`shutdown`) is reset first. If
@@ -24,12 +25,17 @@
 //! frees the other one. So a later load leaves the chips out. The reset has put them into the state
 //! that most chips are in; the caller restores their contents, which are RAM blocks.
 //!
+//! Each step is told to the watchdog before it is taken. If the engine dies, [`rescue`] ends the load
+//! in its place.
+//!
 //! Left out: a reset may write ROMs to pages of RAM that `target` does not list. The caller
 //! compares RAM with the checkpoint.
 
 mod image;
+mod load_plan;
 mod migration_settings;
 mod obstacle;
+pub(crate) mod rescue;
 mod reset;
 mod stand;
 
@@ -39,13 +45,19 @@ use crate::standstill::stood_still;
 use crate::stream::{self, DeltaPages, FlashActivity, MigrationHead};
 use crate::{Error, Qmp, Result, Vm};
 use keyframe_units::PAGE_BYTES;
-use migration_settings::SuspendedSettings;
+use keyframe_vmm::{RollbackStep, TellStep, VmmError};
+use load_plan::LoadPlan;
+use migration_settings::MigrationSettings;
+use reset::Reset;
 use serde_json::{Value, json};
+use stand::require_state;
 use std::borrow::Cow;
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+/// The name of the descriptor set with the image.
+const FD_NAME: &str = "keyframe-rollback";
 const NODE: &str = "keyframe-rollback";
 const JOB: &str = "keyframe-rollback";
 /// The longest time that QEMU may take to load a state, and the extra time for each GiB of pages.
@@ -81,12 +93,18 @@ impl Vm {
     /// Rolls the paused VM back to `target`. The VM stays paused, or stands still in the run state
     /// of `target` if that one's VM stood still. QEMU reads the state from `file`, which must be
     /// empty and becomes about as large as the pages of `target`. After an error the machine is in
-    /// an unknown state: roll it back to a checkpoint before it runs.
+    /// an unknown state: roll it back to a checkpoint before it runs. `tell` is called before each
+    /// step.
     ///
     /// Errors: [`Error::Rollback`] if QEMU refuses the state; [`Error::RollbackObstacle`] if a
     /// flash chip cannot take its state now; [`Error::Timeout`]; errors of the monitor, of reading
     /// `target` and of writing `file`.
-    pub fn roll_back(&mut self, target: &Target<'_>, mut file: File) -> Result<()> {
+    pub fn roll_back(
+        &mut self,
+        target: &Target<'_>,
+        mut file: File,
+        tell: TellStep<'_>,
+    ) -> Result<()> {
         // A restored QEMU does not expect a configuration section: its line turns it off.
         let bare = self
             .full_command()
@@ -95,12 +113,8 @@ impl Vm {
         let processor = self.processor()?;
         let head = MigrationHead { machine_type: target.machine_type, processor };
         let head = (!bare).then_some(&head);
-        let stands = stood_still(target.device_state);
-        match &stands {
-            Some(state) => self.stand_in(state)?,
-            None => self.leave_final_state()?,
-        }
-        let devices = self.loadable(target.device_state)?;
+        let reset = Reset::before_load(self.qmp().status()?.name(), target.device_state);
+        let devices = self.loadable(target.device_state, reset.as_ref())?;
         let about_bytes = (devices.len() + target.pages.len() * (PAGE_BYTES + 8)) as u64;
         image::write(&mut file, about_bytes, |out| {
             let delta = DeltaPages { layout: target.layout, pages: target.pages, ram: target.ram };
@@ -109,38 +123,60 @@ impl Vm {
         let gib = target.pages.len() as u64 >> 18;
         let patience = LOAD_TIMEOUT
             + LOAD_TIMEOUT_GIB * u32::try_from(gib).unwrap_or(u32::MAX / 2).min(1 << 16);
-        self.qmp().note_load();
-        let settings = SuspendedSettings::suspend(self.qmp())?;
-        let loaded = load(self.qmp(), &file, patience);
-        let resumed = settings.resume(self.qmp());
+        let plan = LoadPlan {
+            patience,
+            reset,
+            actions: self.line_actions(),
+            settings: MigrationSettings::of_user(self.qmp())?,
+        };
+        let qmp = self.qmp();
+        told(tell(RollbackStep::Prepares(plan.words())))?;
+        plan.settings.suspend(qmp)?;
+        let loaded = load(qmp, &file, &plan, tell);
+        let resumed = plan.settings.resume(qmp);
         loaded.and(resumed)?;
-        stands.map_or(Ok(()), |state| self.require_state(&state))
+        stood_still(target.device_state).map_or(Ok(()), |state| require_state(qmp, &state))
     }
 
-    /// The part of `device_state` that QEMU may load now.
-    fn loadable<'a>(&mut self, device_state: &'a [u8]) -> Result<Cow<'a, [u8]>> {
-        let is_cut = if self.qmp().stands_since_load() {
+    /// The part of `device_state` that QEMU may load after `reset`.
+    fn loadable<'a>(
+        &mut self,
+        device_state: &'a [u8],
+        reset: Option<&Reset>,
+    ) -> Result<Cow<'a, [u8]>> {
+        let runs_before = matches!(reset, Some(Reset::Stand(_)));
+        let is_cut = if self.qmp().stands_since_load() && !runs_before {
             if stream::flash_activity(device_state)? == FlashActivity::Busy {
                 return Err(RollbackObstacle::Flash.refuse());
             }
             true
         } else {
             // The VM's user, who paused it, may have loaded a snapshot since.
-            !self.qmp().stopped_by_us()
+            (runs_before || !self.qmp().stopped_by_us())
                 && stream::flash_activity(device_state).is_ok_and(|a| a == FlashActivity::Reset)
         };
         Ok(if is_cut { stream::without_flash(device_state)?.into() } else { device_state.into() })
     }
 }
 
+/// Converts the error of a step that could not be told.
+fn told(told: std::result::Result<(), VmmError>) -> Result<()> {
+    told.map_err(|error| Error::Watchdog { problem: error.to_string() })
+}
+
 /// Adds the image to QEMU, has QEMU load its snapshot, and removes the image.
-fn load(qmp: &mut Qmp, file: &File, patience: Duration) -> Result<()> {
-    let set = qmp.add_fd("keyframe-rollback", file.as_fd())?;
+fn load(qmp: &mut Qmp, file: &File, plan: &LoadPlan, tell: TellStep<'_>) -> Result<()> {
+    let set = qmp.add_fd(FD_NAME, file.as_fd())?;
     let path = format!("/dev/fdset/{set}");
     let node = json!({ "driver": "qcow2", "node-name": NODE,
         "file": { "driver": "file", "filename": path, "locking": "off" } });
-    let loaded = qmp.execute("blockdev-add", Some(node)).and_then(|_| {
-        let loaded = run_job(qmp, patience);
+    // An engine that died as it added its image may have left it.
+    let added = qmp.execute("blockdev-add", Some(node.clone())).or_else(|error| {
+        qmp.execute("blockdev-del", Some(json!({ "node-name": NODE }))).map_err(|_| error)?;
+        qmp.execute("blockdev-add", Some(node))
+    });
+    let loaded = added.and_then(|_| {
+        let loaded = reset_and_load(qmp, plan, tell);
         let removed = qmp.execute("blockdev-del", Some(json!({ "node-name": NODE })));
         loaded.and_then(|()| removed.map(drop))
     });
@@ -148,12 +184,23 @@ fn load(qmp: &mut Qmp, file: &File, patience: Duration) -> Result<()> {
     loaded.and_then(|()| removed.map(drop))
 }
 
-/// QEMU answers no command while it loads.
-fn run_job(qmp: &mut Qmp, patience: Duration) -> Result<()> {
-    let before = qmp.set_timeout(patience);
-    let loaded = start_job(qmp).and_then(|()| await_job(qmp, patience));
+fn reset_and_load(qmp: &mut Qmp, plan: &LoadPlan, tell: TellStep<'_>) -> Result<()> {
+    if let Some(reset) = &plan.reset {
+        told(tell(RollbackStep::Resets))?;
+        reset.carry_out(qmp, &plan.actions)?;
+    }
+    qmp.note_load();
+    told(tell(RollbackStep::Loads))?;
+    let before = qmp.set_timeout(plan.patience);
+    // QEMU answers no command while it loads.
+    let loaded = start_job(qmp).and_then(|()| await_job(qmp, plan.patience));
     qmp.set_timeout(before);
-    loaded
+    // While the job is there, a process that ends the rollback sees how it ended.
+    let step = if loaded.is_ok() { RollbackStep::Loaded } else { RollbackStep::Failed };
+    let noted = told(tell(step));
+    // A load that was refused has no job.
+    let dismissed = dismiss_job(qmp);
+    loaded.and(noted).and(dismissed)
 }
 
 fn start_job(qmp: &mut Qmp) -> Result<()> {
@@ -161,20 +208,19 @@ fn start_job(qmp: &mut Qmp) -> Result<()> {
     qmp.execute("snapshot-load", Some(job)).map(drop)
 }
 
+fn dismiss_job(qmp: &mut Qmp) -> Result<()> {
+    qmp.execute("job-dismiss", Some(json!({ "id": JOB }))).map(drop)
+}
+
+/// Waits until QEMU's job has ended, and leaves it to be dismissed. Error: the job has failed.
 fn await_job(qmp: &mut Qmp, patience: Duration) -> Result<()> {
     let deadline = Instant::now() + patience;
     loop {
-        let answer = qmp.execute("query-jobs", None)?;
-        let jobs = answer.as_array().into_iter().flatten();
-        let Some(job) =
-            jobs.into_iter().find(|job| job.get("id").and_then(Value::as_str) == Some(JOB))
-        else {
-            return Err(qmp.unexpected("query-jobs", &answer));
+        let Some(job) = find_job(qmp)? else {
+            return Err(Error::Rollback { problem: "its job has gone".into() });
         };
-        if job.get("status").and_then(Value::as_str) == Some("concluded") {
-            let problem = job.get("error").and_then(Value::as_str).map(str::to_owned);
-            qmp.execute("job-dismiss", Some(json!({ "id": JOB })))?;
-            return problem.map_or(Ok(()), |problem| Err(Error::Rollback { problem }));
+        if let Some(ended) = job.ended {
+            return ended.map_err(|problem| Error::Rollback { problem });
         }
         if Instant::now() >= deadline {
             return Err(Error::Rollback {
@@ -183,4 +229,22 @@ fn await_job(qmp: &mut Qmp, patience: Duration) -> Result<()> {
         }
         std::thread::sleep(LOOK_EVERY);
     }
+}
+
+/// QEMU's job that loads a state.
+struct LoadJob {
+    /// How it has ended; `None` while it is under way.
+    ended: Option<std::result::Result<(), String>>,
+}
+
+/// The job that loads a state, if QEMU has it.
+fn find_job(qmp: &mut Qmp) -> Result<Option<LoadJob>> {
+    let answer = qmp.execute("query-jobs", None)?;
+    let Some(jobs) = answer.as_array() else { return Err(qmp.unexpected("query-jobs", &answer)) };
+    let ours = |job: &&Value| job.get("id").and_then(Value::as_str) == Some(JOB);
+    Ok(jobs.iter().find(ours).map(|job| {
+        let has_ended = job.get("status").and_then(Value::as_str) == Some("concluded");
+        let problem = job.get("error").and_then(Value::as_str).map(str::to_owned);
+        LoadJob { ended: has_ended.then(|| problem.map_or(Ok(()), Err)) }
+    }))
 }

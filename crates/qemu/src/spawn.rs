@@ -43,6 +43,12 @@ pub fn start(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
     for secret in SECRETS {
         command.env_remove(secret);
     }
+    start_with_secrets(command, descriptors)
+}
+
+/// Starts `command` as [`start`] does, with the secrets of Keyframe in its environment: for a
+/// process of Keyframe itself. Error: [`Error::Io`] if it cannot be started.
+pub fn start_with_secrets(command: &mut Command, descriptors: &[&OwnedFd]) -> Result<Child> {
     let operation = || format!("start {}", command.get_program().to_string_lossy());
     let failed = operation();
     let _alone = STARTING.lock().ignore_poison();

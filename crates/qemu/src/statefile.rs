@@ -262,6 +262,15 @@ pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
     remove(qmp, all.iter().filter(|one| one.mark == engine.mark))
 }
 
+/// Marks this process in QEMU as its engine, until the set that is returned is removed: while it
+/// ends the rollback of a dead engine, no engine attaches to the VM.
+pub(crate) fn mark_rescuer(qmp: &mut Qmp) -> Result<u64> {
+    let pid = std::process::id();
+    let mark = format!("{ENGINE_MARK}{pid}:{}:0", started_ticks(pid).unwrap_or(0));
+    let nothing = File::open("/dev/null").map_err(Error::io("open /dev/null"))?;
+    qmp.add_fd(&mark, nothing.as_fd())
+}
+
 /// True if an engine that lives has given a file to this QEMU.
 pub(crate) fn has_engine(qmp: &mut Qmp) -> Result<bool> {
     Ok(sets(qmp)?.iter().any(|one| living(&one.mark).is_some()))

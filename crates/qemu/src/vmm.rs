@@ -10,8 +10,8 @@ use keyframe_units::RamLayout;
 use keyframe_vmm::{
     Ability, AuditFinding, Capabilities, ForeignOperation, GuestEnd, LazyLoading, Lineage,
     PauseWatchdog, PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
-    Restorer, Resumer, RollbackTarget, RunState, SavedPause, StopOutcome, VmEvent, VmExit,
-    VmOrigin, Vmm, VmmError, VmmErrorKind,
+    Restorer, Resumer, RollbackPlan, RollbackStep, RollbackTarget, RunState, SavedPause,
+    StopOutcome, TellStep, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
 };
 use std::any::Any;
 use std::fs::File;
@@ -203,8 +203,13 @@ impl Vmm for Vm {
         crate::standstill::stood_still(device_state).is_some()
     }
 
-    fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
-        Ok(self.roll_back(target, scratch)?)
+    fn roll_back(
+        &mut self,
+        target: &RollbackTarget<'_>,
+        scratch: File,
+        tell: TellStep<'_>,
+    ) -> Result<(), VmmError> {
+        Ok(self.roll_back(target, scratch, tell)?)
     }
 
     fn exit(&mut self) -> Result<Option<VmExit>, VmmError> {
@@ -287,6 +292,14 @@ impl PauseWatchdog for Watchdog {
 
     fn forbid_running(&mut self) -> Result<bool, VmmError> {
         Ok(self.between()?.0)
+    }
+
+    fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError> {
+        Ok(self.plan_rollback(plan)?)
+    }
+
+    fn note_step(&mut self, step: &RollbackStep) -> Result<(), VmmError> {
+        Ok(self.note_step(step)?)
     }
 
     fn resume_now(&mut self) {

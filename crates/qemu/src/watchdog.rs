@@ -8,7 +8,10 @@
 //!   engine ──▶ A<ms>   armed: a pause begins, and ends within <ms> milliseconds
 //!   engine ──▶ P<ms>   armed for a one-command pause: QEMU waits for the pipe, and resumes the VM itself
 //!   engine ──▶ D       disarmed: the pause has ended
+//!   engine ──▶ T<plan> a rollback begins: what is needed to end it
 //!   engine ──▶ B       between: a rollback replaces the VM's state; the VM must not run
+//!   engine ──▶ S<step> the rollback takes this step next
+//!   engine ──▶ C       the rollback has ended, and the disks that it replaced are removed
 //!   engine ──▶ E       the engine ends in good order
 //!   engine ◀── F       fired: the watchdog has ended the pause; its capture is torn
 //!   engine ◀── K       the answer to each D and B, after any F
@@ -22,7 +25,8 @@
 //!               exit ◀─────────┘ without E: the watchdog removes what the engine left in QEMU, and
 //!                                 QEMU ends with its guest again
 //!
-//!   any ──B──▶ between ──A or D──▶ as above           between ──end of input──▶ QEMU is ended, exit with an error
+//!   any ──B──▶ between ──A or D──▶ as above           between ──end of input──▶ the rollback is ended: VM runs, exit
+//!                                                                                  └ fails ─▶ QEMU is ended, exit with an error
 //! ```
 //!
 //! To fire means to send `cont` if the VM is paused. In a one-command pause it means to empty the
@@ -33,18 +37,22 @@
 //!
 //! Invariants:
 //! 1. Each pause that the engine began ends: by the engine, or by the watchdog.
-//! 2. A VM that an engine left between two states never runs. The watchdog ends it.
+//! 2. A VM that an engine left between two states never runs. The watchdog ends the rollback in the
+//!    engine's place (module `rollback::rescue`), or ends the VM.
 //! 3. An engine whose pause was ended by the watchdog learns it when it disarms.
 //!
 //! Left out: restarting the engine; pauses by other clients; an engine that stalls between two
 //! states.
 
+mod orders;
 mod watched;
 
 pub use watched::{Watched, WatchedMonitor};
 
+use crate::rollback::rescue::ToldRollback;
 use crate::{EndHold, Error, Result};
-use keyframe_vmm::Resumer;
+use keyframe_vmm::{Resumer, RollbackPlan, RollbackRescuer, RollbackStep};
+use orders::{Lines, Order, parse, plan_line, step_line};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::ffi::OsString;
 use std::io::{Read, Write};
@@ -64,53 +72,6 @@ const RESCUE_MAX: Duration = Duration::from_mins(2);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long the watchdog may take to answer the engine.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
-/// The longest line; a deadline has at most 20 digits.
-const LINE_BYTES_MAX: usize = 64;
-
-/// An order of the engine.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Order {
-    Arm(Duration),
-    ArmPipe(Duration),
-    Disarm,
-    Between,
-    End,
-}
-
-/// Assembles lines from the pieces that a pipe delivers.
-#[derive(Default)]
-struct Lines(Vec<u8>);
-
-impl Lines {
-    /// Adds `bytes` and returns the lines that are complete now. A line that is too long is cut.
-    fn push(&mut self, bytes: &[u8]) -> Vec<String> {
-        let mut lines = Vec::new();
-        for byte in bytes {
-            if *byte == b'\n' {
-                lines.push(String::from_utf8_lossy(&self.0).into_owned());
-                self.0.clear();
-            } else if self.0.len() < LINE_BYTES_MAX {
-                self.0.push(*byte);
-            }
-        }
-        lines
-    }
-}
-
-fn parse(line: &str) -> Result<Order> {
-    let bad = || Error::Watchdog { problem: format!("{line:?} was sent, which is no order") };
-    match line.split_at_checked(1) {
-        Some(("D", "")) => Ok(Order::Disarm),
-        Some(("E", "")) => Ok(Order::End),
-        Some(("B", "")) => Ok(Order::Between),
-        Some((order @ ("A" | "P"), ms)) => {
-            let limit = ms.parse().map(Duration::from_millis).map_err(|_| bad())?;
-            Ok(if order == "A" { Order::Arm(limit) } else { Order::ArmPipe(limit) })
-        }
-        _ => Err(bad()),
-    }
-}
-
 /// The watchdog's state machine. The caller passes the time.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dog {
@@ -124,18 +85,16 @@ struct Dog {
 
 impl Dog {
     /// Handles an order. Returns true if the engine waits for an answer.
-    fn obey(&mut self, order: Order, now: Instant) -> bool {
+    fn obey(&mut self, order: &Order, now: Instant) -> bool {
         match order {
             // A deadline beyond the clock's end never comes.
-            Order::Arm(limit) | Order::ArmPipe(limit) => self.deadline = now.checked_add(limit),
+            Order::Arm(limit) | Order::ArmPipe(limit) => self.deadline = now.checked_add(*limit),
             Order::Disarm | Order::Between => self.deadline = None,
-            Order::End => {}
+            Order::Plan(_) | Order::Step(_) | Order::End => return false,
         }
-        if order != Order::End {
-            self.overdue_since = None;
-            self.between = order == Order::Between;
-            self.by_pipe = matches!(order, Order::ArmPipe(_));
-        }
+        self.overdue_since = None;
+        self.between = *order == Order::Between;
+        self.by_pipe = matches!(order, Order::ArmPipe(_));
         matches!(order, Order::Disarm | Order::Between)
     }
 
@@ -158,11 +117,16 @@ impl Dog {
 }
 
 /// Runs the watchdog process: watches the VM until `commands`, the orders of the engine, or QEMU
-/// end. Writes answers to `reports`.
+/// end. Writes answers to `reports`. `rescuer` ends the rollback of an engine that has died.
 ///
 /// Errors: the monitor cannot be reached; an order cannot be parsed. An armed watchdog fires before
 /// it returns an error.
-pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) -> Result<()> {
+pub fn run(
+    watched: Watched,
+    commands: impl Read + AsFd,
+    reports: impl Write,
+    rescuer: &mut dyn RollbackRescuer,
+) -> Result<()> {
     let reach = Reach::to(watched.monitor)?;
     let mut runner = Runner {
         reach,
@@ -173,12 +137,14 @@ pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) ->
         dog: Dog::default(),
         lines: Lines::default(),
         left: false,
+        rollback: None,
+        rescuer,
     };
     match runner.watch() {
         Err(Error::Gone { .. }) => Ok(()),
         Err(error) => {
             if runner.dog.between {
-                runner.put_down()?;
+                runner.end_rollback()?;
             } else if runner.dog.deadline.is_some() {
                 runner.rescue()?;
             }
@@ -188,7 +154,7 @@ pub fn run(watched: Watched, commands: impl Read + AsFd, reports: impl Write) ->
     }
 }
 
-struct Runner<R, W> {
+struct Runner<'a, R, W> {
     reach: Reach,
     /// The pipe for which QEMU waits in a one-command pause.
     pipe: Option<OwnedFd>,
@@ -200,9 +166,12 @@ struct Runner<R, W> {
     lines: Lines,
     /// True if the engine has announced its end.
     left: bool,
+    /// The rollback that is under way.
+    rollback: Option<ToldRollback>,
+    rescuer: &'a mut dyn RollbackRescuer,
 }
 
-impl<R: Read + AsFd, W: Write> Runner<R, W> {
+impl<R: Read + AsFd, W: Write> Runner<'_, R, W> {
     fn watch(&mut self) -> Result<()> {
         loop {
             let (commands, events) = self.wait()?;
@@ -222,14 +191,42 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
     /// Handles the end of input.
     fn finish(&mut self) -> Result<()> {
         if self.dog.between {
-            self.put_down()
-        } else if self.dog.deadline.is_some() || self.dog.overdue_since.is_some() {
+            return self.end_rollback();
+        }
+        let ended = if self.dog.deadline.is_some() || self.dog.overdue_since.is_some() {
             self.rescue()
         } else if self.left {
             Ok(())
         } else {
-            self.reach.take_over()?;
-            self.forget_engine()
+            self.reach.take_over().and_then(|()| self.forget_engine())
+        };
+        // The engine died before its rollback began to change the VM, or after it had.
+        if let Some(rollback) = self.rollback.take() {
+            self.rescuer.tidy(&rollback.plan.words);
+        }
+        ended
+    }
+
+    /// Ends the rollback of an engine that has died. If that fails, ends the VM.
+    fn end_rollback(&mut self) -> Result<()> {
+        self.reach.take_over()?;
+        let Some(rollback) = self.rollback.take() else {
+            return self.put_down("it had failed, or was not planned".into());
+        };
+        let rescued = self.reach.on_monitor(|qmp| rollback.end(qmp, self.rescuer));
+        let words = &rollback.plan.words;
+        match rescued {
+            Ok(rescued) => {
+                self.rescuer.tidy(words);
+                self.rescuer.tell(words, Ok(rescued));
+                self.forget_engine()
+            }
+            Err(Error::Gone { .. }) => Ok(()),
+            Err(error) => {
+                let problem = error.to_string();
+                self.rescuer.tell(words, Err(&error.into()));
+                self.put_down(problem)
+            }
         }
     }
 
@@ -265,8 +262,17 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
             self.left = order == Order::End;
             // A new pause has its own series of attempts.
             self.reach.begin_anew();
-            if self.dog.obey(order, Instant::now()) {
+            if self.dog.obey(&order, Instant::now()) {
                 self.report("K\n")?;
+            }
+            match order {
+                Order::Plan(plan) => self.rollback = plan.map(ToldRollback::new),
+                Order::Step(step) => {
+                    if let Some(rollback) = &mut self.rollback {
+                        rollback.note(step);
+                    }
+                }
+                _ => {}
             }
         }
         Ok(len > 0)
@@ -333,13 +339,12 @@ impl<R: Read + AsFd, W: Write> Runner<R, W> {
 
     /// Ends QEMU after the engine has ended between two states. QEMU does not answer while it loads
     /// a state, so this may take some time.
-    fn put_down(&mut self) -> Result<()> {
-        self.reach.take_over()?;
+    fn put_down(&mut self, problem: String) -> Result<()> {
         let until = Instant::now() + RESCUE_MAX;
         while Instant::now() < until {
             match self.reach.quit() {
                 Ok(()) | Err(Error::Timeout { .. }) => {}
-                Err(Error::Gone { .. }) => return Err(Error::PutDown),
+                Err(Error::Gone { .. }) => return Err(Error::PutDown { problem }),
                 Err(error) => return Err(error),
             }
             std::thread::sleep(LOOK_EVERY);
@@ -414,7 +419,8 @@ impl Watchdog {
         command.args(words).stdin(Stdio::piped()).stdout(Stdio::piped());
         // Ctrl-C must not end it together with the engine.
         command.process_group(0);
-        let mut child = crate::spawn::start(command, descriptors)?;
+        // To end a rollback, it reads the store.
+        let mut child = crate::spawn::start_with_secrets(command, descriptors)?;
         match (child.stdin.take(), child.stdout.take()) {
             (Some(stdin), Some(stdout)) => Self::new(child, stdin, stdout),
             _ => Err(Error::Watchdog { problem: "it was started without pipes".into() }),
@@ -464,8 +470,20 @@ impl Watchdog {
         self.ask("D\n", ANSWER_TIMEOUT)
     }
 
+    /// Tells the plan of a rollback; with `None`, the rollback has ended. Error: the watchdog has
+    /// ended.
+    pub fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<()> {
+        self.order(&plan_line(plan))
+    }
+
+    /// Tells the next step of the rollback. The watchdog reads it before it sees that the engine has
+    /// died, so no answer is needed. Error: the watchdog has ended.
+    pub fn note_step(&mut self, step: &RollbackStep) -> Result<()> {
+        self.order(&step_line(step))
+    }
+
     /// Forbids the paused VM to run until the watchdog is armed or disarmed: if the engine ends
-    /// meanwhile, the watchdog ends QEMU. Returns whether the watchdog has resumed the VM since it
+    /// meanwhile, the watchdog ends the rollback by its plan, or QEMU. Returns whether the watchdog has resumed the VM since it
     /// was armed.
     ///
     /// Error: the watchdog has ended or does not answer.

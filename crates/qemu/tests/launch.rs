@@ -145,7 +145,8 @@ fn the_watchdog_resumes_a_real_vm_whose_engine_is_gone() {
         let (commands, mut orders) = std::io::pipe().unwrap();
         let socket = dir.path().join("watchdog.sock");
         let dog = std::thread::spawn(move || {
-            watchdog::run(Watched::by_monitor(socket), commands, std::io::sink())
+            let rescuer = &mut keyframe_vmm::NoRescuer;
+            watchdog::run(Watched::by_monitor(socket), commands, std::io::sink(), rescuer)
         });
         orders.write_all(b"A600000\n").unwrap();
         assert!(guest.vm.qmp().stop().unwrap().was_running);

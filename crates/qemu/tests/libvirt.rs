@@ -18,7 +18,8 @@ use support::{checkpoint, passes, payload, qemus, read_blocks, said, wait_for};
 #[ignore = "a role of another test"]
 fn watchdog_process() {
     let Some((_, words)) = given() else { return };
-    watchdog::run(Watched::parse(&words).unwrap(), std::io::stdin(), out()).unwrap();
+    let watched = Watched::parse(&words).unwrap();
+    watchdog::run(watched, std::io::stdin(), out(), &mut keyframe_vmm::NoRescuer).unwrap();
 }
 
 /// An engine that attaches, pauses the VM, says so and does nothing ever after. `KEYFRAME_PART` is

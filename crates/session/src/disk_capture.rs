@@ -29,6 +29,7 @@ use fleece::FleecedCut;
 use keyframe_capture::BoxError;
 use keyframe_qemu::Vm;
 use keyframe_store::{CheckpointId, DiskMeta, Meta, Run, Store};
+use keyframe_vm_disks::staged::StagedDisks;
 use served::{BlockSink, ServedDiskCapture, ServedDiskReader};
 use std::path::PathBuf;
 
@@ -207,6 +208,13 @@ pub trait DiskCapture: Send {
         Err(RollbackError::OwnDisks.into())
     }
 
+    /// Returns what another process needs to end a rollback to checkpoint `id`, before the disks are
+    /// exchanged. `None` if no disks are staged.
+    fn staged(&self, id: CheckpointId) -> Option<StagedDisks> {
+        let _ = id;
+        None
+    }
+
     /// Exchanges the staged disks and the served ones. The VM is paused, and no request is in
     /// flight. Error: the server of the disks has failed.
     fn exchange(&mut self) -> Result<(), BoxError> {
@@ -313,6 +321,10 @@ impl DiskCapture for ServedDiskCapture {
 
     fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         Self::stage(self, store, id, meta)
+    }
+
+    fn staged(&self, id: CheckpointId) -> Option<StagedDisks> {
+        Self::staged(self, id)
     }
 
     fn exchange(&mut self) -> Result<(), BoxError> {

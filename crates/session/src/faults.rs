@@ -7,7 +7,7 @@
 //!
 //! ```text
 //!   kill|stall|pause|qmp-lost|qemu-killed : PHASE [:N]
-//!   disk-full|scan-error|short-read|slow-encoder|slow-copy|kill-rollback [:N]
+//!   disk-full|scan-error|short-read|slow-encoder|slow-copy|kill-rollback|kill-rollback-soon [:N]
 //! ```
 
 use keyframe_capture::{BoxError, CapturePhase, DirtyTracker, PageReader, PausedFind};
@@ -42,13 +42,16 @@ pub enum FaultKind {
     SlowEncoder,
     /// Copying takes 20 us more for each page, as on a machine with slow memory.
     SlowCopy,
-    /// The engine dies at the Nth step of a rollback: 1, the VM is paused; 2, the disks are
-    /// exchanged; 3, the whole state is loaded; 4, the VM is complete.
+    /// The engine dies at the Nth step of a rollback: 1, the VM is paused; 2, the present state is
+    /// kept; 3, the disks are exchanged; 4, the load is prepared; 5, QEMU is about to load (one later
+    /// if the machine is reset first); 6, it has loaded; 7, RAM is compared; 8, the VM is complete.
     KillRollback,
+    /// The engine dies a moment after the Nth step of a rollback.
+    KillRollbackSoon,
 }
 
 impl FaultKind {
-    const ALL: [(Self, &str); 11] = [
+    const ALL: [(Self, &str); 12] = [
         (Self::Kill, "kill"),
         (Self::Stall, "stall"),
         (Self::Pause, "pause"),
@@ -60,6 +63,7 @@ impl FaultKind {
         (Self::SlowEncoder, "slow-encoder"),
         (Self::SlowCopy, "slow-copy"),
         (Self::KillRollback, "kill-rollback"),
+        (Self::KillRollbackSoon, "kill-rollback-soon"),
     ];
 
     fn has_phase(self) -> bool {
@@ -140,10 +144,17 @@ impl Fault {
         }
     }
 
-    /// Kills this process at this step of a rollback, if the fault is of that kind and due.
+    /// Kills this process at this step of a rollback, or soon, if the fault is of that kind and due.
     pub fn rolling_back(&self) {
-        if self.kind == FaultKind::KillRollback && self.is_due() {
-            die();
+        match self.kind {
+            FaultKind::KillRollback if self.is_due() => die(),
+            FaultKind::KillRollbackSoon if self.is_due() => {
+                std::thread::spawn(|| {
+                    std::thread::sleep(Duration::from_millis(3));
+                    die();
+                });
+            }
+            _ => {}
         }
     }
 

@@ -3,7 +3,7 @@
 //!
 //! | argument | process |
 //! |---|---|
-//! | `__watchdog WORDS` | resumes a VM whose session dies or stalls in a pause |
+//! | `__watchdog WORDS` | resumes a VM whose session dies or stalls in a pause, and ends the rollback of one that dies |
 //! | `__disks` | serves the disks of a VM, which may outlive its session |
 //! | `__switch` | the network between the VMs of a group |
 //!
@@ -11,6 +11,7 @@
 //! threads or reads its arguments.
 
 use crate::error::{Error, Result, error_chain};
+use crate::rollback_rescue::StoreRescuer;
 use keyframe_confine::{KeptRights, capabilities_but, no_programs};
 use keyframe_qemu::watchdog::{self, Watched};
 use keyframe_vm_disks::layer::Layers;
@@ -18,7 +19,17 @@ use std::ffi::OsString;
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::process::exit;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, exit};
+
+/// Returns the command of the helper process with this argument. It has the secret that opened the
+/// store: a watchdog reads the store to end a rollback.
+pub(crate) fn command(argument: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg0("keyframe").arg(argument);
+    keyframe_store_keys::pass_on(&mut command);
+    command
+}
 
 /// Runs a helper process and exits, if this program was started as one. Returns otherwise.
 pub fn run_if_asked() {
@@ -50,7 +61,7 @@ pub fn run_if_asked() {
     }
 }
 
-/// Watches the VM that `words` describe, until the session at the other end of standard input ends.
+/// Watches the VM that `words` describe, and ends the rollback of its session if that dies, until the session at the other end of standard input ends.
 /// One word alone is the path of QEMU's monitor socket. Error: the words are invalid, or the VM
 /// cannot be resumed.
 pub fn watch(words: &[OsString]) -> Result<()> {
@@ -58,7 +69,7 @@ pub fn watch(words: &[OsString]) -> Result<()> {
         [path] => Watched::by_monitor(path.into()),
         words => Watched::parse(words)?,
     };
-    Ok(watchdog::run(watched, std::io::stdin(), std::io::stdout())?)
+    Ok(watchdog::run(watched, std::io::stdin(), std::io::stdout(), &mut StoreRescuer)?)
 }
 
 /// Serves disks for the session at the other end of standard input, until that orders the end or

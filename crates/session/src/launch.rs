@@ -14,6 +14,7 @@ use super::{LanChoice, SessionOptions};
 use crate::control::TrackerKind;
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
+use crate::helper_process;
 use crate::instruction_count::{CountObstacle, InstructionCount};
 use crate::lans::{self, Lans};
 use crate::rehearsal::Rehearsal;
@@ -32,9 +33,7 @@ use keyframe_vmm::Vmm;
 use line_disks::LineDisks;
 use std::ffi::OsString;
 use std::os::fd::AsFd;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 
 /// VMs that are ready to run: tracked, and with a run in the store.
@@ -591,9 +590,5 @@ pub fn late_watchdog(
 fn watchdog_starter(vm: &Vm, holds_ends: bool) -> Result<StartWatchdog> {
     let mut watched = vm.watched()?;
     watched.hold = holds_ends.then(|| vm.end_hold()).flatten();
-    Ok(Box::new(move || {
-        let mut command = Command::new("/proc/self/exe");
-        command.arg0("keyframe").arg("__watchdog");
-        Watchdog::spawn(&mut command, &watched)
-    }))
+    Ok(Box::new(move || Watchdog::spawn(&mut helper_process::command("__watchdog"), &watched)))
 }

@@ -43,9 +43,11 @@ pub mod recompressor;
 pub mod recording;
 mod rehearsal;
 pub mod rights;
+pub mod rollback_rescue;
 pub mod run_dir;
 pub mod session_vm;
 pub mod store_sink;
+mod target_ram;
 pub mod teardown;
 pub mod watchdog_keeper;
 

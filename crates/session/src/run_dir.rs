@@ -8,6 +8,7 @@
 //!       qmp.sock      QEMU's monitor, for the engine
 //!       watchdog.sock QEMU's monitor, for the watchdog
 //!       control.sock  the engine's own
+//!       rollback.txt  how the watchdog ended the rollback of an engine that died
 //!       runs          of a standby that has taken over: the VM's name, by which it is found, too
 //!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log, about.json
 //!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json; from the dashboard: console.log
@@ -19,6 +20,7 @@
 mod place;
 
 use crate::error::RunDirError;
+use crate::rollback_rescue::NOTE;
 use keyframe_units::CheckpointId;
 pub use keyframe_vm_disks::vm_name::{is_name_char, name_from, numbered_name};
 use rustix::fs::{FlockOperation, flock};
@@ -164,7 +166,7 @@ impl RunDir {
         if UnixStream::connect(path.join("qmp.sock")).is_ok() {
             return Err(RunDirError::NameLeft(name.into()));
         }
-        for file in ["qmp.sock", "watchdog.sock", "control.sock", RUNS] {
+        for file in ["qmp.sock", "watchdog.sock", "control.sock", RUNS, NOTE] {
             match std::fs::remove_file(path.join(file)) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail("clear", e)),
                 _ => {}

@@ -13,7 +13,7 @@
 use crate::event::{Event, Helper, SharedEventSink};
 use keyframe_qemu::watchdog::Watchdog;
 use keyframe_qemu::{Error, Result};
-use keyframe_vmm::{PauseWatchdog, VmmError};
+use keyframe_vmm::{PauseWatchdog, RollbackPlan, RollbackStep, VmmError};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -142,6 +142,14 @@ impl PauseWatchdog for WatchdogKeeper {
 
     fn forbid_running(&mut self) -> Result<bool, VmmError> {
         Ok(self.order(Watchdog::between)?.0)
+    }
+
+    fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError> {
+        Ok(self.order(|watchdog| watchdog.plan_rollback(plan))?)
+    }
+
+    fn note_step(&mut self, step: &RollbackStep) -> Result<(), VmmError> {
+        Ok(self.order(|watchdog| watchdog.note_step(step))?)
     }
 
     fn resume_now(&mut self) {

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   --key-file FILE, KEYFRAME_KEY_FILE ──▶ key file         KEYFRAME_PASSPHRASE, else /dev/tty ──▶ passphrase
-//!                                   └────▶ for __disks, in its environment ◀────┘
+//!                                   └─▶ for __disks and __watchdog, in their environment ◀─┘
 //! ```
 //!
 //! The target of a copy has a secret of its own: `--to-key-file`, `KEYFRAME_TO_KEY_FILE`,

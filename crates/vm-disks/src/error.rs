@@ -28,6 +28,9 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
+    /// A process that serves disks serves none of those of a rollback.
+    #[error("the process that serves the disks serves others than those of the rollback")]
+    OtherDisksServed,
     /// A description could not be written as JSON.
     #[error("describe {object}: {source}")]
     Describe {
@@ -364,6 +367,7 @@ impl Error {
             Self::Store(_)
             | Self::Io { .. }
             | Self::Describe { .. }
+            | Self::OtherDisksServed
             | Self::UnknownFormat { .. }
             | Self::MediumNotAFile(_)
             | Self::MediumFormat { .. }
@@ -501,6 +505,7 @@ mod tests {
             },
             medium(FileChange::Content),
             medium(FileChange::Missing),
+            Error::OtherDisksServed,
             Error::ImageUsedTwice { first: "d".into(), second: "e".into(), image: image() },
             Error::RemoteDrive { name: "d".into(), address: "nbd:localhost:10809".into() },
             Error::FormatNotServed { name: "d".into(), format: "vmdk".into(), image: image() },

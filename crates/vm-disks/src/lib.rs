@@ -22,6 +22,7 @@ pub mod moved_images;
 pub mod overlay_directory;
 pub mod read_files;
 pub mod restored;
+pub mod staged;
 pub mod stored;
 pub mod vm_name;
 

@@ -27,7 +27,7 @@ const PLACES_MAX: u32 = 1 << 20;
 const INFO_BYTES_MAX: u64 = 4 << 20;
 
 /// The content of `disks.json`: the owner of the overlays in a directory.
-#[derive(Debug, Serialize, Deserialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct OverlayInfo {
     /// The name of the VM, or of the group.
     pub vm: String,
@@ -116,10 +116,7 @@ impl OverlayDirectory {
     /// Writes the description `disks.json` into the directory. Errors: [`Error::Describe`] if it
     /// cannot be written as JSON, [`Error::Io`] if the file cannot be written.
     pub fn describe(&self, info: &OverlayInfo) -> Result<()> {
-        let text = serde_json::to_vec_pretty(info)
-            .map_err(|source| Error::Describe { object: INFO, source })?;
-        std::fs::write(self.path.join(INFO), text)
-            .map_err(|e| Error::io("write", &self.path.join(INFO), e))
+        write_info(&self.path, info)
     }
 
     /// Removes the directory and all overlays in it.
@@ -130,6 +127,15 @@ impl OverlayDirectory {
             let _ = std::fs::remove_dir(parent);
         }
     }
+}
+
+/// Writes the description `disks.json` into `directory`. Errors: those of
+/// [`OverlayDirectory::describe`].
+pub(crate) fn write_info(directory: &Path, info: &OverlayInfo) -> Result<()> {
+    let text = serde_json::to_vec_pretty(info)
+        .map_err(|source| Error::Describe { object: INFO, source })?;
+    let path = directory.join(INFO);
+    std::fs::write(&path, text).map_err(|e| Error::io("write", &path, e))
 }
 
 /// Reads the description of the overlay directory at `path`; `None` if there is no readable one.

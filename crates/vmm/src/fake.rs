@@ -15,10 +15,12 @@
 //! ```
 
 mod control;
+mod watchdog;
 
 use crate::{
-    AuditFinding, Capabilities, GuestEnd, Lineage, PauseWatchdog, Resumer, RollbackTarget,
-    RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
+    AuditFinding, Capabilities, GuestEnd, Lineage, Resumer, RollbackPlan, RollbackStep,
+    RollbackTarget, RunState, SavedPause, StopOutcome, TellStep, VmEvent, VmExit, VmOrigin, Vmm,
+    VmmError, VmmErrorKind,
 };
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::{
@@ -74,15 +76,15 @@ pub enum Step {
     Exit,
     /// [`Vmm::end`].
     End,
-    /// [`PauseWatchdog::arm`].
+    /// [`PauseWatchdog::arm`](crate::PauseWatchdog::arm).
     Arm,
-    /// [`PauseWatchdog::disarm`].
+    /// [`PauseWatchdog::disarm`](crate::PauseWatchdog::disarm).
     Disarm,
-    /// [`PauseWatchdog::forbid_running`].
+    /// [`PauseWatchdog::forbid_running`](crate::PauseWatchdog::forbid_running).
     ForbidRunning,
-    /// [`PauseWatchdog::resume_now`].
+    /// [`PauseWatchdog::resume_now`](crate::PauseWatchdog::resume_now).
     ResumeNow,
-    /// [`PauseWatchdog::end`].
+    /// [`PauseWatchdog::end`](crate::PauseWatchdog::end).
     EndWatchdog,
 }
 
@@ -116,6 +118,9 @@ struct WatchdogState {
     is_armed: bool,
     has_fired: bool,
     running_forbidden: bool,
+    plan: Option<RollbackPlan>,
+    /// The steps since the plan.
+    steps: Vec<RollbackStep>,
 }
 
 /// The command that is a whole pause ([`Vmm::pause_and_save`]).
@@ -455,7 +460,13 @@ impl Vmm for FakeVm {
         self.run(Step::CheckRollback, |_| Ok(()))
     }
 
-    fn roll_back(&mut self, target: &RollbackTarget<'_>, _: File) -> Result<(), VmmError> {
+    fn roll_back(
+        &mut self,
+        target: &RollbackTarget<'_>,
+        _: File,
+        tell: TellStep<'_>,
+    ) -> Result<(), VmmError> {
+        tell(RollbackStep::Loads)?;
         self.run(Step::RollBack, |state| {
             for page in target.pages {
                 set_page(state, *page, &ZERO_PAGE);
@@ -470,7 +481,8 @@ impl Vmm for FakeVm {
             // As QEMU's reset before the load.
             state.standing = state.standing.take().filter(|state| *state != RunState::ShutDown);
             Ok(())
-        })
+        })?;
+        tell(RollbackStep::Loaded)
     }
 
     fn exit(&mut self) -> Result<Option<VmExit>, VmmError> {
@@ -512,51 +524,6 @@ impl Vmm for FakeVm {
 
     fn as_any_mut(&mut self) -> &mut dyn Any {
         self
-    }
-}
-
-impl PauseWatchdog for FakeWatchdog {
-    fn arm(&mut self, _: Duration) -> Result<(), VmmError> {
-        let mut state = enter(&self.shared, Step::Arm);
-        state.enter(Step::Arm)?;
-        (state.watchdog.is_armed, state.watchdog.running_forbidden) = (true, false);
-        Ok(())
-    }
-
-    fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError> {
-        self.arm(limit)
-    }
-
-    fn disarm(&mut self) -> Result<bool, VmmError> {
-        let mut state = enter(&self.shared, Step::Disarm);
-        state.enter(Step::Disarm)?;
-        (state.watchdog.is_armed, state.watchdog.running_forbidden) = (false, false);
-        Ok(std::mem::take(&mut state.watchdog.has_fired))
-    }
-
-    fn forbid_running(&mut self) -> Result<bool, VmmError> {
-        let mut state = enter(&self.shared, Step::ForbidRunning);
-        state.enter(Step::ForbidRunning)?;
-        (state.watchdog.is_armed, state.watchdog.running_forbidden) = (false, true);
-        Ok(std::mem::take(&mut state.watchdog.has_fired))
-    }
-
-    fn resume_now(&mut self) {
-        let mut state = enter(&self.shared, Step::ResumeNow);
-        if state.enter(Step::ResumeNow).is_ok() {
-            state.watchdog.has_fired |= !state.runs;
-            if matches!(state.one_command, OneCommand::Holds { .. }) {
-                state.end_saved_pause();
-            } else {
-                state.resume();
-            }
-        }
-    }
-
-    fn end(self: Box<Self>) {
-        let mut state = enter(&self.shared, Step::EndWatchdog);
-        let _ = state.enter(Step::EndWatchdog);
-        state.watchdog.is_armed = false;
     }
 }
 

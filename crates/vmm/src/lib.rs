@@ -35,6 +35,7 @@ pub mod fake;
 mod pause;
 mod restore;
 mod resumer;
+mod rollback_rescue;
 mod vm;
 
 pub use audit::{AuditFinding, Severity};
@@ -47,6 +48,9 @@ pub use restore::{
     Restorer, RollbackTarget, SharedRamSource,
 };
 pub use resumer::Resumer;
+pub use rollback_rescue::{
+    NoRescuer, RescuedVm, RollbackPlan, RollbackRescuer, RollbackStep, TellStep,
+};
 pub use vm::{
     ForeignOperation, GuestEnd, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm,
 };

@@ -9,7 +9,10 @@
 //! does: if another client stops the VM between `stop` and `resume`, the VM cannot be told from one
 //! that only the engine stopped, and `resume` undoes that client's command.
 
-use crate::{SavedPause, StopOutcome, Vmm, VmmError};
+use crate::{
+    RollbackPlan, RollbackStep, RollbackTarget, SavedPause, StopOutcome, TellStep, Vmm, VmmError,
+};
+use std::fs::File;
 use std::time::Duration;
 
 /// How long a VM may stand still without a sign of the engine: longer than a checkpoint takes to be
@@ -37,10 +40,23 @@ pub trait PauseWatchdog: Send {
     /// the watchdog has ended or does not answer.
     fn disarm(&mut self) -> Result<bool, VmmError>;
 
-    /// Forbids the VM to run until the next call of another method: if the engine dies meanwhile,
-    /// the watchdog ends the VM. Returns true if it has resumed the VM since it was armed. Error:
-    /// the watchdog has ended or does not answer.
+    /// Forbids the VM to run until it is armed or disarmed: if the engine dies meanwhile, the
+    /// watchdog ends the rollback by its plan, or ends the VM. Returns true if it has resumed the VM
+    /// since it was armed. Error: the watchdog has ended or does not answer.
     fn forbid_running(&mut self) -> Result<bool, VmmError>;
+
+    /// Tells the plan of a rollback; with `None`, the rollback has ended. Error: the watchdog has
+    /// ended.
+    fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError> {
+        let _ = plan;
+        Ok(())
+    }
+
+    /// Tells a step of the rollback before it is taken. Error: the watchdog has ended.
+    fn note_step(&mut self, step: &RollbackStep) -> Result<(), VmmError> {
+        let _ = step;
+        Ok(())
+    }
 
     /// Has the watchdog resume the VM now, and waits a moment for it.
     fn resume_now(&mut self);
@@ -271,8 +287,32 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(if fired? { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
     }
 
+    /// Tells the watchdog the plan of a rollback; with `None`, the rollback has ended. Error: the
+    /// watchdog has ended.
+    pub fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError> {
+        self.watchdog.plan_rollback(plan)
+    }
+
+    /// Puts the paused VM back to `target` ([`Vmm::roll_back`]). The watchdog learns each step
+    /// before it is taken, then `told` is called. Errors: those of [`Vmm::roll_back`]; the watchdog
+    /// has ended.
+    pub fn roll_back(
+        &mut self,
+        target: &RollbackTarget<'_>,
+        scratch: File,
+        told: &mut dyn FnMut(),
+    ) -> Result<(), VmmError> {
+        let watchdog = &mut self.watchdog;
+        let tell: TellStep<'_> = &mut |step| {
+            watchdog.note_step(&step)?;
+            told();
+            Ok(())
+        };
+        self.vm.roll_back(target, scratch, tell)
+    }
+
     /// Declares that the VM's state is about to be replaced. Until [`WatchedVm::allow_running`] the
-    /// VM must not run: if the engine dies, the watchdog ends it.
+    /// VM must not run: if the engine dies, the watchdog ends the rollback by its plan, or the VM.
     ///
     /// Errors: the watchdog has resumed the VM because the standstill took too long; the watchdog
     /// does not answer.

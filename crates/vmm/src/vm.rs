@@ -1,7 +1,8 @@
 //! The trait of a running VM.
 
 use crate::{
-    Ability, AuditFinding, Capabilities, Lineage, Resumer, RollbackTarget, Unsupported, VmmError,
+    Ability, AuditFinding, Capabilities, Lineage, Resumer, RollbackTarget, TellStep, Unsupported,
+    VmmError,
 };
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
@@ -280,12 +281,18 @@ pub trait Vmm: Send {
     }
 
     /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may
-    /// grow as large as the pages.
+    /// grow as large as the pages. `tell` is called before each step that another process must know
+    /// of to end the rollback if this one dies.
     ///
     /// Error: the VMM refuses, or RAM cannot be read or written. The VM is then in an unknown
     /// state: it must not run before another rollback succeeds.
-    fn roll_back(&mut self, target: &RollbackTarget<'_>, scratch: File) -> Result<(), VmmError> {
-        let _ = (target, scratch);
+    fn roll_back(
+        &mut self,
+        target: &RollbackTarget<'_>,
+        scratch: File,
+        tell: TellStep<'_>,
+    ) -> Result<(), VmmError> {
+        let _ = (target, scratch, tell);
         Err(Unsupported {
             vmm: self.kind(),
             ability: Ability::Rollback,

@@ -15,7 +15,8 @@ const PATIENCE: Duration = Duration::from_hours(1);
     after_help = "The command puts RAM, processors, devices and disks of a VM under `keyframe run` or `attach` back to the checkpoint, in the
 same QEMU, with the same consoles, monitors and networks. It first takes a checkpoint of the present state, so that nothing is
 lost, and afterwards one of the state that it has put back. `keyframe list --tree` shows both branches. If the rollback fails,
-the VM continues as it was.
+the VM continues as it was. If Keyframe is killed meanwhile, its watchdog ends the rollback: the VM continues as it was, or as the
+checkpoint.
 
 --fast takes neither checkpoint: the present state is given up, and the VM stands for a shorter time. It is meant for tests and
 fuzzers, which go back to one checkpoint many times. If a fast rollback fails half way, the VM stays paused.

@@ -5,7 +5,7 @@ use super::supervisor::{ServerObserver, Shared, State, Supervisor};
 use super::{DiskRequest, DiskResponse, DiskSpec, ServerStats};
 use crate::{DiskBlock, DiskEpoch, Error, Extent, Result, SlotFile};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -45,6 +45,7 @@ const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
 /// ```
 pub struct Disks {
     shared: Arc<Shared>,
+    socket: PathBuf,
     specs: Vec<DiskSpec>,
     disk_bytes: Vec<u64>,
     /// The other end of the supervisor's `until`, and its thread.
@@ -72,13 +73,16 @@ impl Disks {
         })?;
         let shared = Arc::new(Shared::new(connection, specs.to_vec()));
         let (ours, until) = UnixStream::pair().map_err(Error::io(&name, "watch the server of"))?;
-        let (socket, for_thread) = (socket.into(), Arc::clone(&shared));
-        let supervisor = Supervisor { shared: for_thread, command, socket, listener, until };
+        let (socket, for_thread) = (socket.to_owned(), Arc::clone(&shared));
+        let for_supervisor = socket.clone();
+        let supervisor =
+            Supervisor { shared: for_thread, command, socket: for_supervisor, listener, until };
         let thread = std::thread::Builder::new()
             .name("disk-supervisor".into())
             .spawn(move || supervisor.run())
             .map_err(Error::io(name, "watch the server of"))?;
-        Ok(Self { shared, specs: specs.to_vec(), disk_bytes, supervisor: Some((ours, thread)) })
+        let (specs, supervisor) = (specs.to_vec(), Some((ours, thread)));
+        Ok(Self { shared, socket, specs, disk_bytes, supervisor })
     }
 
     /// Registers the function `observer` in place of an earlier one. When the server has ended
@@ -96,6 +100,16 @@ impl Disks {
     /// Returns the specs of the disks. Lists with one entry for each disk are in this order.
     pub fn specs(&self) -> &[DiskSpec] {
         &self.specs
+    }
+
+    /// Returns the socket on which the disks are served.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Returns the specs of the staged disks; none if no disks are staged.
+    pub fn staged_specs(&self) -> Vec<DiskSpec> {
+        self.shared.lock().staged.clone()
     }
 
     /// Returns the size of each disk in bytes, in the order of [`Self::specs`].

@@ -1,15 +1,17 @@
 //! The process that serves the disks: it handles the engine's requests.
 
+use super::heir::HeirSocket;
 use super::{
     DISKS_MAX, DiskRequest, DiskResponse, DiskSpec, DiskStats, EXTENTS_MAX, ServerStats, frame,
 };
 use crate::disk::Stack;
 use crate::lock::ImageLock;
 use crate::nbd::{NbdExport, NbdServer};
-use crate::{Base, Disk, DiskEpoch, Error, Layer, Result};
+use crate::{BLOCK, Base, Disk, DiskEpoch, Error, Layer, Result};
 use keyframe_kernel::priority;
 use std::collections::BTreeSet;
 use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -45,14 +47,15 @@ pub fn serve(
                 }
                 let server = NbdServer::serve(&socket, listener, exports.clone())?;
                 sync_recovered(&exports)?;
-                Ok((server, exports, locks))
+                Ok((server, exports, locks, socket, overlays(&specs)))
             }),
         _ => Err(Error::protocol("the engine", "its first request does not open the disks")),
     };
     match opened {
-        Ok((server, exports, locks)) => {
-            let served =
-                Serving { server, exports, staged: None, open_layer: &open_layer }.run(control);
+        Ok((server, exports, locks, socket, overlays)) => {
+            let (staged, open_layer) = (None, &open_layer as OpenLayer<'_>);
+            let serving = Serving { server, exports, overlays, socket, staged, open_layer };
+            let served = serving.run(control);
             drop(locks);
             served
         }
@@ -102,7 +105,7 @@ fn open(
     Ok(opened.into_iter().unzip())
 }
 
-fn failed(error: &Error) -> DiskResponse {
+pub(super) fn failed(error: &Error) -> DiskResponse {
     DiskResponse::Failed {
         problem: error.to_string(),
         fix: error.fix(),
@@ -110,12 +113,25 @@ fn failed(error: &Error) -> DiskResponse {
     }
 }
 
-struct Serving<'a> {
+pub(super) struct Serving<'a> {
     server: NbdServer,
     exports: Vec<NbdExport>,
-    /// The staged disks, one for each export.
-    staged: Option<Vec<Arc<Stack>>>,
+    /// The overlays of the disks.
+    overlays: Vec<PathBuf>,
+    /// The socket of the NBD server.
+    socket: PathBuf,
+    staged: Option<StagedDisks>,
     open_layer: OpenLayer<'a>,
+}
+
+/// The disks that are open and not served.
+struct StagedDisks {
+    /// One for each export.
+    stacks: Vec<Arc<Stack>>,
+    /// Their overlays.
+    overlays: Vec<PathBuf>,
+    /// Where the heir of a dead engine asks.
+    heir: HeirSocket,
 }
 
 impl Serving<'_> {
@@ -149,26 +165,31 @@ impl Serving<'_> {
         synced
     }
 
-    fn without_engine(self) -> Result<()> {
+    fn without_engine(mut self) -> Result<()> {
         priority::restore_all_threads();
         for export in &self.exports {
             // If this sync fails, the guest's next flush fails too.
             let _ = export.disk.settled();
             export.disk.stack().overlay.release_all();
         }
-        let traffic = self.server.traffic();
         let began = Instant::now();
         loop {
+            let traffic = self.server.traffic();
             let begun =
                 traffic.served.load(Ordering::Acquire) > 0 || began.elapsed() >= FIRST_CLIENT;
             if begun && traffic.clients.load(Ordering::Acquire) == 0 {
                 return self.end(None);
             }
+            let heir = self.staged.as_ref().and_then(|staged| staged.heir.accept());
+            if let Some(heir) = heir {
+                self.answer_heir(&heir);
+                continue;
+            }
             std::thread::sleep(LOOK_EVERY);
         }
     }
 
-    fn handle_request(&mut self, request: &DiskRequest) -> Result<DiskResponse> {
+    pub(super) fn handle_request(&mut self, request: &DiskRequest) -> Result<DiskResponse> {
         match request {
             DiskRequest::Prepare => each(&self.exports, Disk::sync)?,
             DiskRequest::Pause { limit_ms } => {
@@ -200,9 +221,15 @@ impl Serving<'_> {
             DiskRequest::GiveBack { epochs } => {
                 self.of_each(epochs, |disk, epoch| disk.stack().overlay.give_back(epoch))?;
             }
-            DiskRequest::Stage { specs } => self.staged = Some(self.stage(specs)?),
+            DiskRequest::Stage { specs } => {
+                let (stacks, overlays) = (self.stage(specs)?, overlays(specs));
+                self.staged = None;
+                let heir = HeirSocket::beside(&self.socket)?;
+                self.staged = Some(StagedDisks { stacks, overlays, heir });
+            }
             DiskRequest::Exchange => self.exchange()?,
             DiskRequest::Dismiss => self.staged = None,
+            DiskRequest::Staging => return Ok(self.staging()),
             DiskRequest::Stats => return Ok(DiskResponse::Stats(self.stats())),
             DiskRequest::Open { .. } | DiskRequest::End => {
                 return Err(Error::protocol("the engine", "the disks are open already"));
@@ -246,10 +273,20 @@ impl Serving<'_> {
                 if in_flight { "epochs of the disks are in flight" } else { "no disks are staged" };
             return Err(Error::protocol("the engine", problem));
         };
-        for (export, stack) in self.exports.iter().zip(staged) {
+        for (export, stack) in self.exports.iter().zip(&mut staged.stacks) {
             export.disk.exchange(stack);
         }
+        std::mem::swap(&mut self.overlays, &mut staged.overlays);
         Ok(())
+    }
+
+    fn staging(&self) -> DiskResponse {
+        let dirty_blocks = self.exports.iter().map(|export| export.disk.size().dirty_blocks);
+        DiskResponse::Staging {
+            is_staged: self.staged.is_some(),
+            served: self.overlays.clone(),
+            written_bytes: dirty_blocks.sum::<u64>() * BLOCK,
+        }
     }
 
     /// Cuts all disks. If a cut fails, the epochs of the others are given back. Errors: those of
@@ -313,6 +350,10 @@ impl Serving<'_> {
             flushes: traffic.flushes.load(Ordering::Relaxed),
         }
     }
+}
+
+fn overlays(specs: &[DiskSpec]) -> Vec<PathBuf> {
+    specs.iter().map(|spec| spec.overlay.clone()).collect()
 }
 
 /// Performs `action` on every disk, and returns the first error.

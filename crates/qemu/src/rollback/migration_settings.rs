@@ -2,20 +2,22 @@
 //! crashes, with `mapped-ram` and `x-ignore-shared` it refuses the state.
 
 use crate::{Qmp, Result};
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 /// The mode in which a state is loaded.
 const NORMAL: &str = "normal";
 
-/// Settings that are switched off for a load.
-pub(super) struct SuspendedSettings {
+/// The user's settings that are switched off for a load.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct MigrationSettings {
     capabilities: Vec<String>,
     mode: Option<String>,
 }
 
-impl SuspendedSettings {
-    /// Switches off the settings of the user. If this fails, they are as they were.
-    pub(super) fn suspend(qmp: &mut Qmp) -> Result<Self> {
+impl MigrationSettings {
+    /// Asks QEMU for the settings of the user.
+    pub(super) fn of_user(qmp: &mut Qmp) -> Result<Self> {
         let [capabilities, parameters] = qmp.ask_all([
             ("query-migrate-capabilities", json!({})),
             ("query-migrate-parameters", json!({})),
@@ -24,19 +26,21 @@ impl SuspendedSettings {
         let name = |entry: &Value| Some(entry.get("capability")?.as_str()?.to_owned());
         let entries = capabilities.as_array().into_iter().flatten();
         let mode = parameters.get("mode").and_then(Value::as_str).filter(|mode| *mode != NORMAL);
-        let settings = Self {
+        Ok(Self {
             capabilities: entries.filter(is_on).filter_map(name).collect(),
             mode: mode.map(str::to_owned),
-        };
-        if let Err(error) = settings.switch(qmp, false) {
-            let _ = settings.switch(qmp, true);
-            return Err(error);
-        }
-        Ok(settings)
+        })
+    }
+
+    /// Switches them off. If this fails, they are as they were.
+    pub(super) fn suspend(&self, qmp: &mut Qmp) -> Result<()> {
+        self.switch(qmp, false).inspect_err(|_| {
+            let _ = self.switch(qmp, true);
+        })
     }
 
     /// Sets them as the user had them.
-    pub(super) fn resume(self, qmp: &mut Qmp) -> Result<()> {
+    pub(super) fn resume(&self, qmp: &mut Qmp) -> Result<()> {
         self.switch(qmp, true)
     }
 

@@ -10,11 +10,10 @@
 //! first instructions of the firmware. The load replaces RAM and devices; the caller checks that the
 //! firmware has written to no disk.
 
+use super::reset::LineActions;
 use super::{LOOK_EVERY, RollbackObstacle};
-use crate::guest_end::action_at;
 use crate::standstill::stood_still;
 use crate::{Error, Qmp, Result, Vm};
-use keyframe_qemu_cmdline::options;
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -30,52 +29,40 @@ impl Vm {
         let Some(state) = stood_still(device_state) else { return Ok(()) };
         let stands = self.qmp().status()?.name() == state;
         // Otherwise QEMU is to end with its guest.
-        let pauses = self.action_of_line("shutdown") == "pause";
+        let pauses = self.line_actions().shutdown == "pause";
         let can_stand = if state == "shutdown" { pauses } else { stands };
         if can_stand { Ok(()) } else { Err(RollbackObstacle::TargetStands { state }.refuse()) }
     }
+}
 
-    /// Brings the VM into the run state `state`. After an error it stands still in any state.
-    pub(super) fn stand_in(&mut self, state: &str) -> Result<()> {
-        if self.qmp().status()?.name() == state {
-            return Ok(());
-        }
-        let [reboot, shutdown] = ["reboot", "shutdown"].map(|event| self.action_of_line(event));
-        let qmp = self.qmp();
-        qmp.execute("set-action", Some(json!({ "reboot": "reset" })))?;
-        let stood = reset(qmp).and_then(|()| {
-            // Both at once: a client may have set `shutdown=poweroff`, with which the reset would end
-            // QEMU.
-            let actions = json!({ "reboot": "shutdown", "shutdown": "pause" });
-            qmp.execute("set-action", Some(actions))?;
-            let shut = qmp.cont().and_then(|()| qmp.execute("system_reset", None));
-            let shut = shut.and_then(|_| await_state(qmp, state));
-            if shut.is_err() {
-                let _ = qmp.stop();
-            }
-            qmp.forget_stop();
-            shut
-        });
-        // QEMU cannot be asked for its present actions, so those of its line come back, also if a
-        // client had set others.
-        let reboot = if reboot == "shutdown" { "shutdown" } else { "reset" };
-        let shutdown = if shutdown == "pause" { "pause" } else { "poweroff" };
-        let actions = json!({ "reboot": reboot, "shutdown": shutdown });
-        let set_back = qmp.execute("set-action", Some(actions));
-        stood.and(set_back.map(drop))
+/// Brings the VM into the run state `state`. After an error it stands still in any state.
+pub(super) fn stand_in(qmp: &mut Qmp, state: &str, line: &LineActions) -> Result<()> {
+    if qmp.status()?.name() == state {
+        return Ok(());
     }
-
-    /// Fails unless the VM is in the run state `state`.
-    pub(super) fn require_state(&mut self, state: &str) -> Result<()> {
-        match self.qmp().status()?.name() {
-            now if now == state => Ok(()),
-            now => Err(Error::Rollback { problem: format!("its state is {now}, not {state}") }),
+    qmp.execute("set-action", Some(json!({ "reboot": "reset" })))?;
+    let stood = reset(qmp).and_then(|()| {
+        // Both at once: a client may have set `shutdown=poweroff`, with which the reset would end
+        // QEMU.
+        let actions = json!({ "reboot": "shutdown", "shutdown": "pause" });
+        qmp.execute("set-action", Some(actions))?;
+        let shut = qmp.cont().and_then(|()| qmp.execute("system_reset", None));
+        let shut = shut.and_then(|_| await_state(qmp, state));
+        if shut.is_err() {
+            let _ = qmp.stop();
         }
-    }
+        qmp.forget_stop();
+        shut
+    });
+    let set_back = line.set_back(qmp);
+    stood.and(set_back)
+}
 
-    fn action_of_line(&self, event: &str) -> String {
-        let arguments = options::parse(self.full_command().get(1..).unwrap_or_default());
-        arguments.map_or_else(|_| String::new(), |line| action_at(&line, event))
+/// Fails unless the VM is in the run state `state`.
+pub(super) fn require_state(qmp: &mut Qmp, state: &str) -> Result<()> {
+    match qmp.status()?.name() {
+        now if now == state => Ok(()),
+        now => Err(Error::Rollback { problem: format!("its state is {now}, not {state}") }),
     }
 }
 

@@ -1,6 +1,8 @@
 //! Against a monitor made here that knows `stop`, `cont` and `query-status`, and against pipes in
 //! place of an engine.
 
+mod rollbacks;
+
 use super::*;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader};
@@ -21,6 +23,10 @@ struct Machine {
     has_ended: bool,
     /// The arguments of each `set-action`.
     actions: Vec<Value>,
+    /// QEMU's jobs.
+    jobs: Vec<Value>,
+    /// All commands.
+    commands: Vec<String>,
 }
 
 type Shared = Arc<Mutex<Machine>>;
@@ -39,7 +45,19 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
             let Ok(line) = line else { return };
             let message: Value = serde_json::from_str(&line).unwrap();
             let mut machine = shared.lock().unwrap();
-            let answer = match message["execute"].as_str().unwrap() {
+            let command = message["execute"].as_str().unwrap();
+            machine.commands.push(command.to_owned());
+            let answer = match command {
+                "query-jobs" => Value::from(machine.jobs.clone()),
+                "job-dismiss" => {
+                    machine.jobs.clear();
+                    json!({})
+                }
+                "snapshot-load" => {
+                    machine.jobs.push(json!({ "id": "keyframe-rollback", "status": "concluded" }));
+                    json!({})
+                }
+                "add-fd" => json!({ "fdset-id": 5, "fd": 9 }),
                 "query-status" if machine.has_ended => json!({ "status": "shutdown" }),
                 "set-action" => {
                     machine.actions.push(message["arguments"].clone());
@@ -57,7 +75,6 @@ fn monitor() -> (tempfile::TempDir, PathBuf, Shared) {
                 | "query-named-block-nodes"
                 | "query-block-jobs"
                 | "query-block-exports"
-                | "query-jobs"
                 | "query-block" => json!([]),
                 "quit" => {
                     machine.quits += 1;
@@ -86,7 +103,9 @@ fn runner_of(
         (std::fs::File::from(OwnedFd::from(r)), std::fs::File::from(OwnedFd::from(w)))
     };
     let ((commands, orders), (answers, reports)) = (pipe(), pipe());
-    let thread = std::thread::spawn(move || run(watched, commands, reports));
+    let thread = std::thread::spawn(move || {
+        run(watched, commands, reports, &mut rollbacks::Rescuer::default())
+    });
     (orders, BufReader::new(answers), thread)
 }
 
@@ -108,7 +127,7 @@ fn an_engine_that_dies_between_two_states_takes_its_vm_along() {
     let (mut orders, _answers, thread) = runner(&path);
     orders.write_all(b"A600000\nD\nB\n").unwrap();
     drop(orders);
-    assert!(matches!(thread.join().unwrap(), Err(Error::PutDown)));
+    assert!(matches!(thread.join().unwrap(), Err(Error::PutDown { .. })));
     let ended = machine.lock().unwrap();
     assert_eq!((ended.conts, ended.quits), (0, 1));
     drop(ended);
@@ -283,11 +302,11 @@ fn a_watchdog_that_has_died_is_noticed_before_the_vm_is_paused() {
 #[test]
 fn an_overdue_watchdog_gives_up_after_two_minutes() {
     let (mut dog, began) = (Dog::default(), Instant::now());
-    dog.obey(Order::Arm(Duration::ZERO), began);
+    dog.obey(&Order::Arm(Duration::ZERO), began);
     assert!(dog.is_due(began));
     assert!(dog.is_due(began + RESCUE_MAX) && dog.patience(began).is_some());
     assert!(dog.is_due(began + RESCUE_MAX + LAST_STOP));
     assert_eq!(dog.patience(began), None, "it would undo a later pause of the user");
-    dog.obey(Order::Arm(Duration::ZERO), began + RESCUE_MAX * 2);
+    dog.obey(&Order::Arm(Duration::ZERO), began + RESCUE_MAX * 2);
     assert!(dog.is_due(began + RESCUE_MAX * 2) && dog.patience(began).is_some());
 }

@@ -274,6 +274,14 @@ impl Reach {
         Ok(())
     }
 
+    /// Calls `operation` with the monitor, which was taken over. Error: that of `operation`.
+    pub fn on_monitor<T>(&mut self, operation: impl FnOnce(&mut Qmp) -> Result<T>) -> Result<T> {
+        match self {
+            Self::Own(qmp, _) => operation(qmp),
+            Self::Shared(_) => Err(gone()),
+        }
+    }
+
     /// Asks QEMU to quit; does nothing while the connection is shared. Error: [`Error::Gone`] if
     /// QEMU has ended.
     pub fn quit(&mut self) -> Result<()> {

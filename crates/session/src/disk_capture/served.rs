@@ -19,6 +19,7 @@ use keyframe_store::{DiskMeta, Meta, Run, Store};
 use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
 use keyframe_vm_disks::ServedDisks;
 use keyframe_vm_disks::base_image::require_unchanged;
+use keyframe_vm_disks::staged::StagedDisks;
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
@@ -258,6 +259,12 @@ impl ServedDiskCapture {
     /// to. Error: the server of the disks has ended or does not answer.
     pub fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         self.served(|served| served.stage(store, id, meta))
+    }
+
+    /// Returns what another process needs to end a rollback to checkpoint `id`; `None` if no disks
+    /// are staged.
+    pub fn staged(&self, id: CheckpointId) -> Option<StagedDisks> {
+        self.shared.lock().served.as_ref().and_then(|served| served.staged(id))
     }
 
     /// Exchanges the served disks with the staged ones. The VM is paused, and no request is in

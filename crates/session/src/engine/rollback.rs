@@ -6,8 +6,13 @@
 //!             ▼                                 ▼
 //!           as it was ◀── runs on ─── disks, RAM and devices of "before"
 //!
-//!   killed here: runs on as it was    │ here: the VM is ended, "before" is sealed      │ here: runs as the target
+//!   killed here: runs on as it was    │ here: the watchdog ends the rollback:          │ here: runs as the target
+//!                                     │ it runs as it was, or as the target            │
 //! ```
+//!
+//! The watchdog knows the plan of the rollback ([`plan`]) and each step before it is taken. If this
+//! process is killed, the watchdog takes the disks and the machine to the one or the other state
+//! ([`crate::rollback_rescue`]). Only if that fails, or on the way back to "before", it ends the VM.
 //!
 //! The target's disks are opened beside those that are served while the VM still runs; then the two
 //! change places, in constant time. QEMU keeps its connections, and has nothing of the content
@@ -36,6 +41,7 @@
 //!
 //! Left out: groups, libvirt.
 
+mod plan;
 mod ram;
 
 use super::super::session_vm::SessionVm;
@@ -51,7 +57,9 @@ use keyframe_qemu::line_difference;
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
 use keyframe_units::{PageIndex, PageSet, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
+use keyframe_vm_disks::staged::DiskSet;
 use keyframe_vmm::RunState;
+use plan::{Goal, VmBefore};
 use std::sync::mpsc::{Receiver, TryRecvError};
 
 /// The longest time until a checkpoint is sealed.
@@ -114,7 +122,8 @@ impl Engine<'_> {
         if let Some(disks) = &mut self.machines.disks {
             disks.stage(self.store, target.id, &target.meta)?;
         }
-        let done = self.roll_back_to(&target, &way, name);
+        let hosts = self.ram_hosts(&target.meta.ram);
+        let done = self.roll_back_to(&target, &way, hosts, name);
         // If the VM is lost, both sets of disks are kept.
         if !self.given_up
             && let Some(disks) = &mut self.machines.disks
@@ -122,6 +131,7 @@ impl Engine<'_> {
             let dismissed = disks.dismiss();
             tell_failed(&*self.options.events, Step::RemoveFormerDisks, dismissed);
         }
+        self.tell_no_plan();
         done
     }
 
@@ -129,6 +139,7 @@ impl Engine<'_> {
         &mut self,
         target: &LoadedCheckpoint,
         way: &WayBack,
+        hosts: Option<Vec<u64>>,
         name: &str,
     ) -> Result<RolledBack, RollbackError> {
         self.check_vm(target)?;
@@ -138,8 +149,8 @@ impl Engine<'_> {
         let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
         self.rollback_phases =
             Some(RollbackPhases { pause_ns: elapsed_ns(began), ..RollbackPhases::default() });
-        self.step();
-        let gone = self.go_back(target, way, &former);
+        let vm_before = Self::vm_before(hosts, was_running, &former);
+        let gone = self.go_back(target, way, &vm_before);
         let mut phases = self.rollback_phases.take().unwrap_or_default();
         let gone = match gone {
             Err(FailedRollback::Lost { why, again }) => {
@@ -155,15 +166,13 @@ impl Engine<'_> {
         };
         let resuming = Instant::now();
         self.vm()?.end_standstill().map_err(step("resume the VM"))?;
-        let target_stands = self.vm()?.vm().stands_in(&target.device_state);
-        let stood_by_itself = !was_running && !target_stands && VmState::stands_by_itself(&former);
-        if stood_by_itself && gone.is_ok() {
+        let is_to_run = self.is_to_run(target, &vm_before)?;
+        if is_to_run && !was_running && gone.is_ok() {
             self.vm()?.vm_mut().resume().map_err(|e| step("resume the VM")(e.into()))?;
         }
         phases.resume_ns = elapsed_ns(resuming);
         let stood_ns = elapsed_ns(began);
         drop(raised);
-        let is_to_run = (was_running && !target_stands) || stood_by_itself;
         // Newer QEMUs keep a VM asleep that slept.
         let stands = self.run_state().is_ok_and(|now| VmState::stands_by_itself(&now));
         let runs = is_to_run && !stands;
@@ -345,24 +354,33 @@ impl Engine<'_> {
     fn put_back(
         &mut self,
         before: Option<CheckpointId>,
+        vm: &VmBefore,
         pages: &mut Vec<PageIndex>,
     ) -> Result<(), RollbackError> {
         let before = self.load(before.ok_or(RollbackError::NotKept)?)?;
+        let (set, is_intact) = (DiskSet::Former, false);
+        let goal = Goal { checkpoint: &before, before: Some(before.id), set, is_intact };
+        self.tell_plan(&goal, vm)?;
         self.exchange_disks()?;
         self.become_checkpoint(&before, pages)
     }
 
-    /// Puts the paused VM back to `target` by `way`; its run state was `former`. Returns the
+    /// Puts the paused VM back to `target` by `way`; `vm` is what it was. Returns the
     /// checkpoint before, if there is one, the one after, which is not sealed yet, and how many
     /// pages were written.
     fn go_back(
         &mut self,
         target: &LoadedCheckpoint,
         way: &WayBack,
-        former: &RunState,
+        vm: &VmBefore,
     ) -> Result<(Option<CheckpointId>, Option<SealedLater>, u64), FailedRollback> {
+        let goal =
+            |before| Goal { checkpoint: target, before, set: DiskSet::Target, is_intact: true };
+        self.tell_plan(&goal(None), vm).map_err(FailedRollback::Unharmed)?;
+        self.step();
         let (before, mut pages) =
             self.keep_before(target, way).map_err(FailedRollback::Unharmed)?;
+        self.tell_plan(&goal(before), vm).map_err(FailedRollback::Unharmed)?;
         // Its user may have begun something since the first look.
         self.check_vm(target).map_err(FailedRollback::Unharmed)?;
         let forbidden = self.vm().map_err(RollbackError::from);
@@ -374,6 +392,7 @@ impl Engine<'_> {
             self.allow_running();
             return Err(FailedRollback::Unharmed(resumed));
         }
+        self.step();
         let mut exchanged = false;
         self.equaled = None;
         let became = self.exchange_disks().and_then(|()| {
@@ -383,13 +402,13 @@ impl Engine<'_> {
             self.stand_if_target_stands(target)
         });
         if let Err(why) = became {
-            let put_back = if exchanged { self.put_back(before, &mut pages) } else { Ok(()) };
+            let put_back = if exchanged { self.put_back(before, vm, &mut pages) } else { Ok(()) };
             if let Err(again) = put_back {
                 let (why, again) = (Box::new(why), Box::new(again));
                 return Err(FailedRollback::Lost { why, again });
             }
             self.allow_running();
-            return Err(self.back_from(why, former));
+            return Err(self.back_from(why, vm.former()));
         }
         self.step();
         if let Some(disks) = &mut self.machines.disks {

@@ -14,7 +14,7 @@ use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::fault_window::FaultWindow;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::write_tracker::WriteTracker;
-use keyframe_units::{PAGE_BYTES, Page, PageIndex, RamLayout};
+use keyframe_units::{HostVirt, PAGE_BYTES, Page, PageIndex, RamLayout};
 use keyframe_vmm::Vmm;
 use std::sync::Arc;
 
@@ -42,6 +42,15 @@ impl ProcessRam {
         let process = Process::open(vm.pid())?;
         let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
         Ok(Box::new(Self { ram, process, memory, watches_discards, is_pinned }))
+    }
+
+    /// Opens the RAM of process `pid`, whose blocks `layout` are at the addresses `hosts`, without
+    /// asking its VMM. Error: its memory cannot be inspected.
+    pub(crate) fn of_process(pid: u32, layout: RamLayout, hosts: Vec<HostVirt>) -> Result<Self> {
+        let ram = Arc::new(GuestRam::new(layout, hosts));
+        let process = Process::open(pid)?;
+        let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
+        Ok(Self { ram, process, memory, watches_discards: false, is_pinned: false })
     }
 
     fn tracker(&self, scan: impl WriteScanner + 'static) -> Box<dyn DirtyTracker> {

@@ -1,7 +1,9 @@
 //! How a test looks at a fake VM, changes it, and scripts what happens to it.
 
 use super::{FakeState, FakeVm, FakeWatchdog, Incident, OneCommand, Step, lock, set_page};
-use crate::{AuditFinding, Capabilities, GuestEnd, RunState, VmEvent, VmOrigin};
+use crate::{
+    AuditFinding, Capabilities, GuestEnd, RollbackPlan, RollbackStep, RunState, VmEvent, VmOrigin,
+};
 use keyframe_machine::MachineSpec;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, PageSet};
 use std::sync::{Arc, Mutex};
@@ -124,9 +126,15 @@ impl FakeControl {
         lock(&self.shared).watchdog.is_armed
     }
 
-    /// Returns whether the VM must not run ([`PauseWatchdog::forbid_running`]).
+    /// Returns whether the VM must not run ([`forbid_running`](crate::PauseWatchdog::forbid_running)).
     pub fn is_running_forbidden(&self) -> bool {
         lock(&self.shared).watchdog.running_forbidden
+    }
+
+    /// Returns the plan of the rollback that is under way, and the steps told since the plan.
+    pub fn rollback(&self) -> (Option<RollbackPlan>, Vec<RollbackStep>) {
+        let state = lock(&self.shared);
+        (state.watchdog.plan.clone(), state.watchdog.steps.clone())
     }
 
     /// Sets the audit's findings.

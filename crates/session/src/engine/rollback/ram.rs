@@ -10,20 +10,16 @@
 //! pages, and in the pages in which the known state and the target differ. The latter are found while
 //! the VM runs. If the tracker fails, it reports every page.
 
-mod target_ram;
-
 use super::{Engine, Error, Instant, RollbackError, step};
+use crate::target_ram::{TargetRam, used, write_wrong_pages};
 use keyframe_store::LoadedCheckpoint;
-use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, PageSet, RamLayout, elapsed_ns};
+use keyframe_units::{PageIndex, PageRange, PageSet, RamLayout, elapsed_ns};
 use keyframe_vmm::RollbackTarget;
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
-use target_ram::{ReadOrUse, TargetRam};
 
 /// How often RAM is compared at most. The last comparison finds no difference.
 const COMPARISONS: u32 = 3;
-/// Pages that are compared at once: 16 MiB.
-const BATCH_PAGES: usize = 4096;
 /// The most pages that QEMU loads from memory: 64 MiB. It loads more from a file on disk.
 const PAGES_IN_MEMORY_MAX: usize = 16 << 10;
 
@@ -50,7 +46,13 @@ impl Engine<'_> {
             device_state: &to.device_state,
         };
         let file = self.scratch_file(in_memory)?;
-        self.vm()?.vm_mut().roll_back(&target, file).map_err(Error::from)?;
+        let fault = self.options.fault.clone();
+        let mut told = || {
+            if let Some(fault) = &fault {
+                fault.rolling_back();
+            }
+        };
+        self.vm()?.roll_back(&target, file, &mut told)?;
         self.keep_still()?;
         self.note_phase(|phases| phases.load_ns += elapsed_ns(began));
         let began = Instant::now();
@@ -118,41 +120,10 @@ impl Engine<'_> {
     ) -> Result<Vec<PageIndex>, RollbackError> {
         let doubtful = in_use(layout, &doubtful.iter().collect::<Vec<_>>());
         let reader = self.copying.strategies.ram().ok_or(Error::NoVm)?;
-        let mut wrong = Vec::new();
-        let mut here = Vec::new();
-        for batch in doubtful.chunks(BATCH_PAGES) {
-            here.clear();
-            here.resize(batch.len() * PAGE_BYTES, 0);
-            reader.read(&ranges(batch), &mut here).map_err(step("read the VM's RAM"))?;
-            let here = here.as_chunks::<PAGE_BYTES>().0;
-            let compared = ram.each(batch, &mut |page, right| {
-                let is_right = batch.binary_search(&page).is_ok_and(|at| here[at] == *right);
-                if !is_right {
-                    wrong.push(page);
-                    let written = self.copying.strategies.write_page(page, right);
-                    written.map_err(step("write the VM's RAM")).map_err(ReadOrUse::Use)?;
-                }
-                Ok(())
-            });
-            compared.map_err(|e| match e {
-                ReadOrUse::Read(e) => Error::store(self.store.path(), e).into(),
-                ReadOrUse::Use(e) => e,
-            })?;
-        }
-        Ok(wrong)
+        let strategies = &self.copying.strategies;
+        let mut write = |page, right: &_| strategies.write_page(page, right);
+        write_wrong_pages(ram, self.store.path(), &*reader, &mut write, &doubtful)
     }
-}
-
-/// Joins rising pages to ranges.
-fn ranges(pages: &[PageIndex]) -> Vec<PageRange> {
-    let joined = pages.chunk_by(|a, b| a.0 + 1 == b.0);
-    joined.map(|pages| PageRange::new(pages[0], pages.len() as u64)).collect()
-}
-
-/// The pages of a block that are in use.
-fn used(layout: &RamLayout, number: usize) -> PageRange {
-    let used_bytes = layout.blocks().get(number).map_or(0, |block| block.used_bytes);
-    PageRange::new(layout.pages_of(number).first, used_bytes / PAGE_BYTES as u64)
 }
 
 /// Returns those of `pages` that lie in the used part of their RAM block.

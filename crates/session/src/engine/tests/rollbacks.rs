@@ -5,8 +5,8 @@ use crate::control::{EngineRequest, EngineResponse};
 use crate::engine::{Engine, RunEnd, RunReport};
 use crate::event::Event;
 use keyframe_units::{CheckpointId, PageIndex};
-use keyframe_vmm::RunState;
 use keyframe_vmm::fake::{Incident, Step};
+use keyframe_vmm::{RollbackStep, RunState};
 use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
@@ -348,6 +348,32 @@ fn a_vm_whose_former_state_is_lost_never_runs() {
     assert_eq!(done.report.end, RunEnd::Kept);
     // What it was is in the store.
     assert_eq!(bench.checkpoint("2"), done.former);
+}
+
+/// The watchdog knows what it needs before each step, and nothing once the rollback has ended.
+#[test]
+fn the_watchdog_can_end_a_rollback_in_the_engines_place() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        let control = bench.control.clone();
+        bench.control.before(Step::RollBack, move || {
+            let (plan, steps) = control.rollback();
+            let plan = plan.expect("a plan");
+            assert_eq!((plan.ran, plan.runs, plan.is_intact), (true, true, true));
+            assert!(plan.words.contains("\"checkpoint\":1,\"before\":2"), "{}", plan.words);
+            assert_eq!(steps, [RollbackStep::Loads]);
+        });
+        bench.control.at(Step::RollBack, Incident::Fail("the state is refused".into()));
+        let control = bench.control.clone();
+        // On the way back: the machine is in an unknown state until "before" is loaded.
+        bench.control.before(Step::RollBack, move || {
+            let plan = control.rollback().0.expect("a plan");
+            assert!(plan.words.contains("\"checkpoint\":2,"), "{}", plan.words);
+            assert!(plan.runs && !plan.is_intact);
+        });
+    });
+    done.assert_unharmed("the state is refused; the VM is as it was");
+    assert_eq!(bench.control.rollback().0, None);
 }
 
 #[test]

@@ -1,10 +1,20 @@
-//! The RAM of a rollback's target. Pages that are needed twice are held in memory.
+//! The RAM of a rollback's target, and the comparison of a VM's RAM with it. Pages that are needed
+//! twice are held in memory.
 
+use crate::error::{Error, RollbackError};
+use keyframe_capture::{BoxError, PageReader};
 use keyframe_inspect::guest_memory::ReadStop;
 use keyframe_store::LoadedCheckpoint;
-use keyframe_units::{Page, PageIndex, PageRange, ZERO_PAGE};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout, ZERO_PAGE};
 use keyframe_vmm::RamSource;
 use std::io;
+use std::path::Path;
+
+/// Pages that are compared at once: 16 MiB.
+pub const BATCH_PAGES: usize = 4096;
+
+/// Writes a page of the VM's RAM.
+pub type WritePage<'a> = &'a mut dyn FnMut(PageIndex, &Page) -> Result<(), BoxError>;
 
 /// The RAM of a checkpoint of one VM.
 pub struct TargetRam<'a> {
@@ -87,4 +97,50 @@ impl RamSource for TargetRam<'_> {
             ReadOrUse::Use(e) => e,
         })
     }
+}
+
+/// Writes those of the rising `pages` in which the paused VM differs from `target`, and returns them.
+/// `store` is the path of the target's store, for errors.
+pub fn write_wrong_pages(
+    target: &TargetRam<'_>,
+    store: &Path,
+    reader: &dyn PageReader,
+    write: WritePage<'_>,
+    pages: &[PageIndex],
+) -> Result<Vec<PageIndex>, RollbackError> {
+    let failed = |operation| move |source| RollbackError::Step { operation, source };
+    let mut wrong = Vec::new();
+    let mut here = Vec::new();
+    for batch in pages.chunks(BATCH_PAGES) {
+        here.clear();
+        here.resize(batch.len() * PAGE_BYTES, 0);
+        reader.read(&ranges(batch), &mut here).map_err(failed("read the VM's RAM"))?;
+        let here = here.as_chunks::<PAGE_BYTES>().0;
+        let compared = target.each(batch, &mut |page, right| {
+            let is_right = batch.binary_search(&page).is_ok_and(|at| here[at] == *right);
+            if !is_right {
+                wrong.push(page);
+                let written = write(page, right);
+                written.map_err(failed("write the VM's RAM")).map_err(ReadOrUse::Use)?;
+            }
+            Ok(())
+        });
+        compared.map_err(|e| match e {
+            ReadOrUse::Read(e) => Error::store(store, e).into(),
+            ReadOrUse::Use(e) => e,
+        })?;
+    }
+    Ok(wrong)
+}
+
+/// Joins rising pages to ranges.
+fn ranges(pages: &[PageIndex]) -> Vec<PageRange> {
+    let joined = pages.chunk_by(|a, b| a.0 + 1 == b.0);
+    joined.map(|pages| PageRange::new(pages[0], pages.len() as u64)).collect()
+}
+
+/// The pages of a block that are in use.
+pub fn used(layout: &RamLayout, number: usize) -> PageRange {
+    let used_bytes = layout.blocks().get(number).map_or(0, |block| block.used_bytes);
+    PageRange::new(layout.pages_of(number).first, used_bytes / PAGE_BYTES as u64)
 }

@@ -1,0 +1,100 @@
+//! What the watchdog is told of a rollback, so that it can end it if this engine dies.
+
+use super::{Engine, LoadedCheckpoint, RollbackError, step};
+use crate::control::VmState;
+use crate::rollback_rescue::RescueWords;
+use keyframe_store::CheckpointId;
+use keyframe_units::RamLayout;
+use keyframe_vm_disks::staged::DiskSet;
+use keyframe_vmm::{RollbackPlan, RunState};
+
+/// The addresses of the VM's RAM blocks in its VMM, and the run state before a rollback.
+pub(super) struct VmBefore {
+    /// `None` if the addresses are not known, or not those of the checkpoint's blocks. Then nobody
+    /// can end the rollback but the engine.
+    hosts: Option<Vec<u64>>,
+    ran: bool,
+    former: RunState,
+}
+
+/// A state to which the paused VM goes.
+pub(super) struct Goal<'a> {
+    pub checkpoint: &'a LoadedCheckpoint,
+    /// The checkpoint of the state before the rollback, if one is sealed.
+    pub before: Option<CheckpointId>,
+    /// Its disks.
+    pub set: DiskSet,
+    /// True if RAM and devices are as they were before the rollback.
+    pub is_intact: bool,
+}
+
+impl VmBefore {
+    /// The run state before the rollback.
+    pub(super) fn former(&self) -> &RunState {
+        &self.former
+    }
+}
+
+impl Engine<'_> {
+    /// Looks at the VM, which is paused and ran before if `ran` is true. `hosts` are the addresses of
+    /// its RAM blocks.
+    pub(super) fn vm_before(hosts: Option<Vec<u64>>, ran: bool, former: &RunState) -> VmBefore {
+        VmBefore { hosts, ran, former: former.clone() }
+    }
+
+    /// Returns the addresses of the RAM blocks, if the blocks are those of `layout`.
+    pub(super) fn ram_hosts(&mut self, layout: &RamLayout) -> Option<Vec<u64>> {
+        let blocks = self.vm().ok()?.vm_mut().ram_blocks().ok()?;
+        let hosts = blocks.iter().map(|block| block.host.0).collect();
+        let here = RamLayout::new(blocks.into_iter().map(|block| block.block).collect()).ok()?;
+        here.same_space(layout).then_some(hosts)
+    }
+
+    /// Returns whether the VM is to run once it is `target`.
+    pub(super) fn is_to_run(
+        &mut self,
+        target: &LoadedCheckpoint,
+        vm: &VmBefore,
+    ) -> Result<bool, RollbackError> {
+        let target_stands = self.vm()?.vm().stands_in(&target.device_state);
+        Ok(!target_stands && (vm.ran || VmState::stands_by_itself(&vm.former)))
+    }
+
+    /// Tells the watchdog that the VM goes to `goal`. Error: the watchdog has ended.
+    pub(super) fn tell_plan(
+        &mut self,
+        goal: &Goal<'_>,
+        vm: &VmBefore,
+    ) -> Result<(), RollbackError> {
+        let Some(hosts) = vm.hosts.clone() else { return Ok(()) };
+        let Ok(store) = self.store.absolute_path() else { return Ok(()) };
+        let target = goal.checkpoint;
+        let words = RescueWords {
+            vm: self.name.clone(),
+            store,
+            checkpoint: target.id,
+            before: goal.before,
+            qemu_pid: self.vm()?.pid(),
+            hosts,
+            disks: self.machines.disks.as_ref().and_then(|disks| disks.staged(target.id)),
+            set: goal.set,
+            stands: self.vm()?.vm().stands_in(&target.device_state),
+            run_dir: self.run_dir.path().to_owned(),
+        };
+        let runs = match goal.set {
+            DiskSet::Target => self.is_to_run(target, vm)?,
+            DiskSet::Former => vm.ran,
+        };
+        let (ran, is_intact, words) = (vm.ran, goal.is_intact, words.line());
+        let plan = RollbackPlan { ran, runs, is_intact, words };
+        self.vm()?.plan_rollback(Some(&plan)).map_err(step("tell the watchdog"))
+    }
+
+    /// Tells the watchdog that no rollback is under way any more. Without a watchdog nothing is
+    /// told.
+    pub(super) fn tell_no_plan(&mut self) {
+        if let Ok(vm) = self.vm() {
+            let _ = vm.plan_rollback(None);
+        }
+    }
+}
