@@ -302,6 +302,9 @@ pub fn lock(
     if options.keep_within.is_some() {
         tuning.pack_bytes_max = flight_recorder::PACK_BYTES_MAX;
     }
+    if options.keep_within.is_some() {
+        store.require_prunable().map_err(|e| Error::store(store.path(), e))?;
+    }
     let owner = format!("keyframe {command}, VM {name}");
     let writer =
         store.lock_writer_tuned(&owner, tuning).map_err(|e| Error::store(store.path(), e))?;

@@ -401,7 +401,7 @@ impl Run {
     /// the run does both at the next seal. Does nothing in object storage, where each look is a
     /// request. Error: the store cannot be written.
     pub fn follow_prune(&mut self) -> Result<()> {
-        if is_remote(&self.inner.path) {
+        if is_remote(&self.inner.path) && !self.inner.is_shared() {
             return Ok(());
         }
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
@@ -425,6 +425,9 @@ impl Run {
         self.progress.undo();
         if let Ok(session) = self.session() {
             session.packs.return_space();
+            if session.packs.is_lost() {
+                session.packs.free_memory();
+            }
             // The steps of the next checkpoint are its own.
             session.packs.take_times();
         }

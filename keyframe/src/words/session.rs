@@ -62,6 +62,11 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             let text = "RAM or a disk was plugged in or out, or a disk resized: a new run begins";
             (Usual, text.into())
         }
+        Event::PlaceRegained => {
+            let text = "the checkpoint server had given this run's place away: a new run begins, with \
+                        a complete checkpoint";
+            (Usual, text.into())
+        }
         Event::MachineFollowed { changes } => {
             let changes: Vec<_> = changes.iter().map(ToString::to_string).collect();
             (Usual, format!("{}: a restore makes the changed machine", changes.join(", ")))
@@ -374,7 +379,7 @@ pub(super) fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
 
 fn durability_ignored(is_remote: bool) -> String {
     let why = if is_remote {
-        "objects in object storage are durable at once"
+        "what goes to another host, or to object storage, is durable at once"
     } else {
         "the store's file system cannot hold writes back"
     };
