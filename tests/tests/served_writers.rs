@@ -1,9 +1,7 @@
 //! Tests several VMs that write their checkpoints into one store, some of them through its server: a
 //! writer that is stopped until its lease has ended, and a server that is killed.
 
-use keyframe_tests::{
-    Boot, Process, TestEnv, assert_restores_exactly, number, wait_until,
-};
+use keyframe_tests::{Boot, Process, TestEnv, assert_restores_exactly, number, wait_until};
 use rustix::process::Signal;
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -53,7 +51,8 @@ fn of<'l>(list: &'l [Value], name: &str) -> Vec<&'l Value> {
 }
 
 fn wait_for_more(env: &TestEnv, names: &[&str], more: usize) {
-    let last = |list: &[Value], name: &str| of(list, name).last().map_or(0, |one| number(one, "id"));
+    let last =
+        |list: &[Value], name: &str| of(list, name).last().map_or(0, |one| number(one, "id"));
     let before = env.list();
     wait_until(&format!("{more} checkpoints of each of {names:?}"), || {
         let now = env.list();
@@ -99,7 +98,7 @@ fn vms_write_to_one_store_here_and_through_its_server_and_none_holds_up_another(
     env.refused(&["unlock", "--store", &directory], 11, &holders);
     let first = of(&env.list(), "two")[0].clone();
     let shown = env.json(&["show", "--json", "--store", &url, &number(&first, "id").to_string()]);
-    let counted = |what: &str| number(&shown["counts"], what);
+    let counted = |what: &str| number(&shown, what);
     let (stored, found) = (counted("stored_pages"), counted("dedup_pages"));
     assert!(found > stored, "the third VM of one image: {stored} pages stored, {found} found");
     // A client adds; the host of the store removes.

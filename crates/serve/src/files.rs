@@ -5,9 +5,9 @@
 //! read or sent take at most [`MEMORY_BYTES_MAX`] of memory, except that one larger file may be in
 //! progress alone. Files up to the length of a range do not count: a connection has one at a time.
 
+use crate::remote_writers::RemoteWriters;
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::Error;
-use crate::remote_writers::RemoteWriters;
 use keyframe_store_backend::layout::{PACKS, READ_FOLDERS, WRITERS, is_between_writers, is_file};
 use keyframe_store_backend::served::StoreState;
 use keyframe_store_backend::served::wire::{
@@ -65,9 +65,7 @@ impl From<Error> for Refusal {
             }
             (
                 Error::Io { source, .. },
-                Some(
-                    ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge,
-                ),
+                Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge),
             ) => Self(RefusalCode::Full, format!("the served store is full: {source}")),
             (Error::Damaged { problem, .. }, _) => Self(RefusalCode::TooLong, problem.clone()),
             (Error::Io { operation, source, .. }, _) => {

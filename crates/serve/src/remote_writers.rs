@@ -167,9 +167,7 @@ impl RemoteWriters {
 
     fn granted(&self, state: &EntryState) -> Result<GrantedPlace, Refusal> {
         match state {
-            EntryState::Starting => {
-                Err(Refusal(RefusalCode::Busy, "another writer starts".into()))
-            }
+            EntryState::Starting => Err(Refusal(RefusalCode::Busy, "another writer starts".into())),
             EntryState::Refused(refusal) => Err(refusal.clone()),
             EntryState::Open(session) => Ok(GrantedPlace {
                 slot: session.slot_number(),

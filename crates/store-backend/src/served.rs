@@ -196,10 +196,12 @@ pub(crate) fn read_only(object: &str, operation: &'static str) -> Error {
     Error::read_only(object, operation, RemoteFailure { problem, fix: Some(READ_ONLY_FIX.into()) })
 }
 
-/// What a user can do where a server accepts no writes.
-const READ_ONLY_FIX: &str = "do this on the machine where the store is; or, to store checkpoints, \
-    start its server with keyframe serve --allow-write, or copy the checkpoints into a store of your \
-    own: keyframe copy --to STORE";
+/// What a user can do in place of something that no client of a server can do.
+const READ_ONLY_FIX: &str = "do this on the machine where the store is, or copy the checkpoints into a store of your own: keyframe \
+    copy --to STORE";
+/// What a user can do where a server accepts no checkpoints.
+const DENIED_FIX: &str = "start the server with keyframe serve --allow-write, write on the machine where the store is, or write to a \
+    store of your own";
 
 fn io_error(
     object: String,

@@ -102,7 +102,9 @@ pub enum Error {
     },
     /// A writer of an encrypted store ended before all was durable, which needs the store's key to
     /// be looked at.
-    #[error("{object}: a writer ended before all that it wrote was durable, and the store is encrypted")]
+    #[error(
+        "{object}: a writer ended before all that it wrote was durable, and the store is encrypted"
+    )]
     Unsettled {
         /// The store.
         object: String,

@@ -132,6 +132,11 @@ impl Writer {
         self.inner.own_slot.as_ref().is_some_and(|own| own.is_lost())
     }
 
+    /// Returns true if other processes may write to the store at the same time.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.inner.is_shared()
+    }
+
     /// Becomes a writer of the same store once more, with the same owner and limits, and returns
     /// it. Errors: those of [`Store::lock_writer`].
     pub fn again(&self) -> Result<Self> {

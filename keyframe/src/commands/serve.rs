@@ -150,14 +150,13 @@ impl Serve {
         let identity = self.identity(store)?;
         let is_own = identity.is_own;
         let listen = self.address()?;
-        let options =
-            ServerOptions {
-                listen,
-                token,
-                identity,
-                connections_max: self.connections as usize,
-                writers_lease: self.allow_write.then(|| Duration::from_secs(self.writer_lease)),
-            };
+        let options = ServerOptions {
+            listen,
+            token,
+            identity,
+            connections_max: self.connections as usize,
+            writers_lease: self.allow_write.then(|| Duration::from_secs(self.writer_lease)),
+        };
         let server = Server::bind(store, options).map_err(|e| failure(&e, store))?;
         Ok(OfStore { server, store, is_own })
     }

@@ -113,11 +113,8 @@ fn what_makes_no_sense_is_refused() {
     let bench = Bench::new();
     bench.join(1);
     let pack = || "packs/00000001.pack".to_owned();
-    let append = |offset, bytes: &[u8]| WriteAct::Append {
-        name: pack(),
-        offset,
-        bytes: bytes.to_vec(),
-    };
+    let append =
+        |offset, bytes: &[u8]| WriteAct::Append { name: pack(), offset, bytes: bytes.to_vec() };
     bench.refused(1, 2, &append(0, b"x"), RefusalCode::Denied);
     bench.act(1, 3, &WriteAct::Create { name: pack() }).unwrap();
     bench.refused(1, 4, &append(1, b"x"), RefusalCode::Strange);

@@ -25,7 +25,9 @@ impl Engine<'_> {
         }
         let writer = match self.writer.again() {
             Ok(writer) => writer,
-            Err(error) => return Err(self.failed(CheckpointError::NoPlace(error), 1, false).into()),
+            Err(error) => {
+                return Err(self.failed(CheckpointError::NoPlace(error), 1, false).into());
+            }
         };
         self.begin_with(writer).map_err(|restart| {
             self.given_up = true;

@@ -67,7 +67,10 @@ impl ServeClient {
 
     /// Makes a client of a server in this process.
     #[cfg(any(test, feature = "testing"))]
-    pub fn of_direct(address: ServerAddress, server: std::sync::Arc<dyn super::DirectServer>) -> Self {
+    pub fn of_direct(
+        address: ServerAddress,
+        server: std::sync::Arc<dyn super::DirectServer>,
+    ) -> Self {
         Self { direct: Some(server), ..Self::new(address) }
     }
 
@@ -265,11 +268,13 @@ impl ServeClient {
             ),
             RefusalCode::Full => (
                 io::ErrorKind::StorageFull,
-                Some("free some space on the server's host; sealed checkpoints are unharmed".into()),
+                Some(
+                    "free some space on the server's host; sealed checkpoints are unharmed".into(),
+                ),
             ),
             RefusalCode::Exists => (io::ErrorKind::AlreadyExists, None),
             RefusalCode::Denied => {
-                (io::ErrorKind::ReadOnlyFilesystem, Some(super::READ_ONLY_FIX.into()))
+                (io::ErrorKind::ReadOnlyFilesystem, Some(super::DENIED_FIX.into()))
             }
             RefusalCode::Busy | RefusalCode::Locked => {
                 (io::ErrorKind::ResourceBusy, Some("try again later".into()))

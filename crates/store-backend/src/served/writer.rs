@@ -16,11 +16,11 @@ use super::wire::{
     WriterId,
 };
 use super::{ServedBackend, Shared, io_error};
+use crate::layout::{READ_FOLDERS, WRITERS};
 use crate::{
     AppendFile, Backend, Error, LockGuard, ReadFile, RemoteFailure, Result, Space, StartingWriter,
     WriterEntry, WriterSlot, random_bytes,
 };
-use crate::layout::{READ_FOLDERS, WRITERS};
 use keyframe_locks::IgnorePoison;
 use serde::{Deserialize, Serialize};
 use std::io;
@@ -32,6 +32,8 @@ use std::time::{Duration, Instant};
 /// How long a client waits for other writers that start, and how often it asks.
 const JOIN_MAX: Duration = Duration::from_secs(90);
 const JOIN_PAUSE: Duration = Duration::from_millis(100);
+/// A writer keeps so much of what it reads in memory: it has a budget of its own for what it puts.
+const WRITER_CACHE_BYTES: usize = 16 << 20;
 /// The lease is renewed so often in its time.
 const RENEWALS: u32 = 4;
 
@@ -146,6 +148,7 @@ pub(super) fn join(reader: &ServedBackend, holder: &str) -> Result<StartingWrite
     };
     // What was known of the packs is from before.
     shared.bump_generation();
+    shared.cache.limit_memory(WRITER_CACHE_BYTES);
     let place = Arc::new(Place {
         shared: Arc::clone(shared),
         id,
@@ -299,7 +302,12 @@ impl Backend for ServedWriter {
     }
 
     fn create(&self, name: &str) -> Result<Box<dyn AppendFile>> {
-        self.changed(self.place.act("create", name, WriteAct::Create { name: name.into() }))?;
+        let created = self.place.act("create", name, WriteAct::Create { name: name.into() });
+        if let Err(error) = self.changed(created) {
+            // It may have been created, and be open there.
+            let _ = self.place.act("close", name, WriteAct::Close { name: name.into() });
+            return Err(error);
+        }
         let (reader, place) = (self.reader.clone(), Arc::clone(&self.place));
         Ok(Box::new(ServedAppend { reader, place, name: name.into(), len_bytes: 0 }))
     }

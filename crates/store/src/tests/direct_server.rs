@@ -2,7 +2,7 @@
 //! test sets.
 
 use super::*;
-use keyframe_serve::{RemoteWriterOptions, RemoteWriters, Refusal, Reply, ServedFiles};
+use keyframe_serve::{Refusal, RemoteWriterOptions, RemoteWriters, Reply, ServedFiles};
 use keyframe_store_backend::ServedBackend;
 use keyframe_store_backend::served::DirectServer;
 use keyframe_store_backend::served::wire::{Answer, RefusalCode, Request};
@@ -98,10 +98,12 @@ impl DirectWriters {
     pub fn answer(&self, request: &Request) -> Answer {
         let reply = match request {
             // Without a thread: the same happens each time.
-            Request::Join { writer, holder } => self.writers.join_at_once(*writer, holder).map(|granted| {
-                let bytes = serde_json::to_vec(&granted).unwrap();
-                Reply::Data { bytes, is_packed: false, share: None }
-            }),
+            Request::Join { writer, holder } => {
+                self.writers.join_at_once(*writer, holder).map(|granted| {
+                    let bytes = serde_json::to_vec(&granted).unwrap();
+                    Reply::Data { bytes, is_packed: false, share: None }
+                })
+            }
             other => self.files.answer(other),
         };
         match reply {

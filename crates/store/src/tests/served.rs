@@ -49,8 +49,7 @@ impl Running {
         writers_lease: Option<Duration>,
     ) -> Self {
         let token = Some(Zeroizing::new(SECRET.as_bytes().to_vec()));
-        let options =
-            ServerOptions { listen, token, identity, connections_max: 64, writers_lease };
+        let options = ServerOptions { listen, token, identity, connections_max: 64, writers_lease };
         let server = Arc::new(Server::bind(store, options).unwrap());
         let stop = Arc::new(AtomicBool::new(false));
         let (running, until) = (server.clone(), stop.clone());

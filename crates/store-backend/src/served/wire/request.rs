@@ -3,8 +3,8 @@
 use super::name::{put_name, read_name};
 use super::write::read_flag;
 use super::{
-    HEAD_BYTES, HOLDER_BYTES_MAX, KnownHash, LIST_BYTES_MAX, MAGIC, RANGE_BYTES_MAX, STATS_MAX, TOKEN_BYTES_MAX,
-    VERSION, WriteAct, WriterId,
+    HEAD_BYTES, HOLDER_BYTES_MAX, KnownHash, LIST_BYTES_MAX, MAGIC, RANGE_BYTES_MAX, STATS_MAX,
+    TOKEN_BYTES_MAX, VERSION, WriteAct, WriterId,
 };
 use keyframe_bytes::ByteReader;
 

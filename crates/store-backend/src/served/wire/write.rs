@@ -160,9 +160,7 @@ impl WriteAct {
                 bytes: read_bytes(reader, WRITE_BYTES_MAX)?,
             },
             [SYNC_OPEN] => Self::SyncOpen { name: read_name(reader)? },
-            [TRUNCATE] => {
-                Self::Truncate { name: read_name(reader)?, len_bytes: reader.u64_le()? }
-            }
+            [TRUNCATE] => Self::Truncate { name: read_name(reader)?, len_bytes: reader.u64_le()? },
             [CLOSE] => Self::Close { name: read_name(reader)? },
             [STAGE] => Self::Stage {
                 offset: reader.u64_le()?,

@@ -21,9 +21,9 @@
 mod look;
 mod served;
 
+use super::super::direct_server::DirectWriters;
 use super::super::observed::{ObservedMedium, Observer};
 use super::super::{TINY, encrypted, init_on, layout, on, request};
-use super::super::direct_server::DirectWriters;
 use super::world::{BLOCKS, Fact, Guest, Image, RAM_PAGES, change, disk, put};
 use super::{Tally, play_seeds, random_tuning};
 use crate::{

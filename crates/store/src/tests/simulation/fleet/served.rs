@@ -112,7 +112,8 @@ impl Fleet {
         run.abandon();
         guest.owed = true;
         let next = guest.image.clone();
-        let sealed = put(run, guest, &next).and_then(|()| run.seal(request(&layout(RAM_PAGES as u64))));
+        let sealed =
+            put(run, guest, &next).and_then(|()| run.seal(request(&layout(RAM_PAGES as u64))));
         assert!(sealed.is_err(), "a writer without a place has sealed");
         true
     }
