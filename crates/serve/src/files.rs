@@ -9,10 +9,10 @@ use crate::remote_writers::RemoteWriters;
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::Error;
 use keyframe_store_backend::layout::{PACKS, READ_FOLDERS, WRITERS, is_between_writers, is_file};
-use keyframe_store_backend::served::StoreState;
 use keyframe_store_backend::served::wire::{
     self, FileStat, HEAD_BYTES, KnownHash, LIST_BYTES_MAX, RANGE_BYTES_MAX, RefusalCode, Request,
 };
+use keyframe_store_backend::served::{StoreState, ToldWriter};
 use keyframe_store_backend::{Backend, FileStamp, ReadFile};
 use std::collections::HashMap;
 use std::io::ErrorKind;
@@ -164,7 +164,8 @@ impl ServedFiles {
             }
             Request::Writers => {
                 self.writers()?;
-                plain(serde_json::to_vec(&self.backend.writers()?).unwrap_or_default())
+                let writers = self.backend.writers()?.into_iter().map(ToldWriter::from);
+                plain(serde_json::to_vec(&writers.collect::<Vec<_>>()).unwrap_or_default())
             }
             Request::Space => {
                 self.writers()?;

@@ -168,7 +168,7 @@ impl RemoteSession {
     }
 
     fn create(&mut self, name: &str, highest: &Highest) -> Result<(), Refusal> {
-        let number = self.rules.pack(name)?;
+        let number = WriteRules::pack(name)?;
         highest.check(&*self.files, PACKS, number)?;
         if self.open.len() >= OPEN_MAX {
             return Err(Refusal(RefusalCode::Denied, format!("{OPEN_MAX} files are open")));

@@ -329,7 +329,9 @@ impl RemoteWriters {
     pub fn end_all(&self) {
         let all: Vec<Arc<Entry>> =
             self.writers.lock().ignore_poison().drain().map(|(_, entry)| entry).collect();
-        all.iter().for_each(|entry| Self::end(entry));
+        for entry in &all {
+            Self::end(entry);
+        }
     }
 }
 

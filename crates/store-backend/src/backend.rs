@@ -17,7 +17,6 @@
 use crate::{
     ArchiveBackend, Error, LocalBackend, Result, S3Backend, ServedBackend, archive, s3, served,
 };
-use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::ops::Range;
 use std::path::Path;
@@ -214,7 +213,7 @@ impl StartingWriter {
 }
 
 /// A writer of a store, as other processes see it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WriterEntry {
     /// The number of its slot; `None` if it is the only writer.
     pub slot: Option<u32>,
@@ -224,23 +223,7 @@ pub struct WriterEntry {
     pub holder: String,
     /// What it said last with [`WriterSlot::tell`]. If it has said nothing, what the process before
     /// it in its slot said. `None` if it cannot be known.
-    #[serde(with = "state_text")]
     pub state: Option<Vec<u8>>,
-}
-
-/// A state in messages between a checkpoint server and its clients: a text, as writers tell one.
-mod state_text {
-    use serde::{Deserialize, Deserializer, Serialize, Serializer};
-
-    pub fn serialize<S: Serializer>(state: &Option<Vec<u8>>, to: S) -> Result<S::Ok, S::Error> {
-        // Other bytes are a state that cannot be known.
-        let text = state.as_ref().and_then(|state| std::str::from_utf8(state).ok());
-        text.serialize(to)
-    }
-
-    pub fn deserialize<'a, D: Deserializer<'a>>(from: D) -> Result<Option<Vec<u8>>, D::Error> {
-        Ok(Option::<String>::deserialize(from)?.map(String::into_bytes))
-    }
 }
 
 /// The slot of the only writer.

@@ -29,7 +29,7 @@ mod writer;
 
 pub use address::{DEFAULT_PORT, TOKEN_VARIABLE, is_url, read_token, show_fingerprint};
 pub use keyframe_tls::{Fingerprint, fingerprint};
-pub use writer::GrantedPlace;
+pub use writer::{GrantedPlace, ToldWriter};
 
 use crate::backend::read_whole;
 use crate::cache::{self, CacheLimits, PieceCache, PieceKey};
@@ -237,8 +237,11 @@ impl Backend for ServedBackend {
     fn writers(&self) -> Result<Vec<WriterEntry>> {
         let client = &self.shared.client;
         let entries = match client.ask_answer("look at", "lock", Request::Writers)? {
-            Answer::Data(bytes) => serde_json::from_slice(&bytes)
-                .map_err(|e| client.strange("look at", "lock", &e.to_string()))?,
+            Answer::Data(bytes) => serde_json::from_slice::<Vec<ToldWriter>>(&bytes)
+                .map_err(|e| client.strange("look at", "lock", &e.to_string()))?
+                .into_iter()
+                .map(WriterEntry::from)
+                .collect(),
             // A server that accepts no checkpoints tells no more than the texts.
             Answer::Refused(wire::RefusalCode::Denied, _) => {
                 let entry = |holder| WriterEntry { slot: None, lives: true, holder, state: None };

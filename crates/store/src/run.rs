@@ -122,7 +122,11 @@ struct PutMap {
 
 /// The known content of the disks of a run, for [`crate::Writer::begin_run_with`] of another run.
 #[derive(Clone, Debug, Default)]
-pub struct DiskState(pub(crate) DiskMap);
+pub struct DiskState {
+    map: DiskMap,
+    /// The pages of RAM before the blocks of the disks.
+    ram_pages: u64,
+}
 
 /// One run of a VM, being written. It keeps the writer's place in the store. Dropping it without
 /// [`Run::finish`] loses nothing sealed.
@@ -167,7 +171,8 @@ impl Run {
             disks,
             epoch: Epoch(0),
             chain: Chain::new(chain_base, ram_pages),
-            progress: RunProgress::new(ram_pages, state.0),
+            // RAM may have been plugged in or out since.
+            progress: RunProgress::new(ram_pages, state.map.behind(state.ram_pages, ram_pages)),
             origin: None,
             broken: false,
         }
@@ -294,10 +299,10 @@ impl Run {
     }
 
     /// Gives the checkpoint in progress the disks of checkpoint `id` of this store. Later puts
-    /// change them. The next map is a complete one.
+    /// change them. The next map is a complete one. That checkpoint may have other RAM.
     ///
-    /// Errors: [`Error::LayoutChanged`] if that checkpoint has other RAM blocks or disks; it does
-    /// not exist, or cannot be read.
+    /// Errors: [`Error::LayoutChanged`] if that checkpoint has other disks; it does not exist, or
+    /// cannot be read.
     pub fn put_disks_of(&mut self, id: CheckpointId) -> Result<()> {
         let meta = self.inner.read_checkpoint(id)?.meta;
         let same = |(a, b): (&DiskMeta, &DiskMeta)| {
@@ -305,10 +310,11 @@ impl Run {
         };
         let same_disks =
             meta.disks.len() == self.disks.len() && meta.disks.iter().zip(&self.disks).all(same);
-        if !same_disks || !meta.ram.same_space(&self.ram) {
+        if !same_disks {
             return Err(Error::LayoutChanged { run: self.id(), epoch: self.epoch.0 });
         }
-        let mut map = self.inner.read_maps(&meta)?.1;
+        let map = self.inner.read_maps(&meta)?.1;
+        let mut map = map.behind(meta.ram.len_pages(), self.ram.len_pages());
         // A prune at work may not have rewritten this map yet.
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
         let records = map.records().collect();
@@ -438,7 +444,7 @@ impl Run {
     /// the same disks. Forgets the puts since then.
     pub fn disk_state(&mut self) -> DiskState {
         self.abandon();
-        DiskState(self.progress.disk_map.clone())
+        DiskState { map: self.progress.disk_map.clone(), ram_pages: self.ram.len_pages() }
     }
 
     /// Returns the size of the writer's deduplication index. Error: [`Error::RunOpen`], only while

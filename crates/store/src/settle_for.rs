@@ -41,10 +41,10 @@ pub fn settle_for(files: Arc<dyn Backend>, path: &Path, slot: u32) -> Result<Vec
     let object = files.describe(STORE_JSON);
     let stored = Config::decode(&files.read(STORE_JSON, STORE_JSON_BYTES_MAX)?, &object)?;
     if matches!(stored.keys, StoredKeys::Locked(_)) {
-        return match has_marks(&files, slot)? {
-            true => Err(Error::Unsettled { object: path.display().to_string() }),
-            false => Ok(Vec::new()),
-        };
+        if has_marks(&files, slot)? {
+            return Err(Error::Unsettled { object: path.display().to_string() });
+        }
+        return Ok(Vec::new());
     }
     let config = stored.unlock(&|_| Ok(None), &object)?;
     let store = OpenStore::new(files, path.to_owned(), config);

@@ -44,6 +44,8 @@ pub struct ServeClient {
     /// A request waited in vain: the next ones fail at once, until the server answers again.
     is_gone: AtomicBool,
     patience: Duration,
+    /// Whether the leases of writers are renewed on a thread.
+    pub renews_leases: bool,
     /// A server in this process, in place of one at the address.
     #[cfg(any(test, feature = "testing"))]
     direct: Option<std::sync::Arc<dyn super::DirectServer>>,
@@ -60,6 +62,7 @@ impl ServeClient {
             has_met: AtomicBool::new(false),
             is_gone: AtomicBool::new(false),
             patience: PATIENCE,
+            renews_leases: true,
             #[cfg(any(test, feature = "testing"))]
             direct: None,
         }
@@ -71,15 +74,7 @@ impl ServeClient {
         address: ServerAddress,
         server: std::sync::Arc<dyn super::DirectServer>,
     ) -> Self {
-        Self { direct: Some(server), ..Self::new(address) }
-    }
-
-    /// Returns true if the server is in this process.
-    pub fn is_direct(&self) -> bool {
-        #[cfg(any(test, feature = "testing"))]
-        return self.direct.is_some();
-        #[cfg(not(any(test, feature = "testing")))]
-        false
+        Self { direct: Some(server), renews_leases: false, ..Self::new(address) }
     }
 
     /// Passes requests to the server in this process, if it is one.

@@ -49,6 +49,30 @@ pub struct GrantedPlace {
     pub torn: Vec<(u64, String)>,
 }
 
+/// What a writer says about itself, in the answer of a server: see [`WriterEntry`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct ToldWriter {
+    slot: Option<u32>,
+    lives: bool,
+    holder: String,
+    /// Writers say a text; other bytes are a state that cannot be known.
+    state: Option<String>,
+}
+
+impl From<WriterEntry> for ToldWriter {
+    fn from(entry: WriterEntry) -> Self {
+        let WriterEntry { slot, lives, holder, state } = entry;
+        Self { slot, lives, holder, state: state.and_then(|state| String::from_utf8(state).ok()) }
+    }
+}
+
+impl From<ToldWriter> for WriterEntry {
+    fn from(told: ToldWriter) -> Self {
+        let ToldWriter { slot, lives, holder, state } = told;
+        Self { slot, lives, holder, state: state.map(String::into_bytes) }
+    }
+}
+
 /// The place of this process among the writers of a served store.
 #[derive(Debug)]
 struct Place {
@@ -158,7 +182,7 @@ pub(super) fn join(reader: &ServedBackend, holder: &str) -> Result<StartingWrite
         is_lost: AtomicBool::new(false),
     });
     let lease = Duration::from_millis(granted.lease_ms);
-    let renewal = if client.is_direct() { None } else { Some(renew_from_now_on(&place, lease)?) };
+    let renewal = client.renews_leases.then(|| renew_from_now_on(&place, lease)).transpose()?;
     let files = ServedWriter { reader: reader.clone(), place: Arc::clone(&place) };
     Ok(StartingWriter {
         slot: Box::new(ServedSlot { place: Arc::clone(&place), _renewal: renewal }),

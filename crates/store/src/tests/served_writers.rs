@@ -85,7 +85,9 @@ fn writers_elsewhere_and_here_share_one_store_over_the_network() {
                 let report = pruning.join().unwrap();
                 assert_eq!(report.postponed_packs, 0, "{report:?}");
             });
-            oldest.iter().for_each(|id| drop(known.remove(id)));
+            for id in &oldest {
+                known.remove(id);
+            }
         }
     }
     assert!(one.forget(&known.keys().take(1).copied().collect()).is_err());

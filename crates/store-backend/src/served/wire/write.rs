@@ -141,7 +141,9 @@ impl WriteAct {
             Self::RemoveAll { folder, names } => {
                 of_name(out, REMOVE_ALL, folder);
                 out.extend((names.len() as u16).to_le_bytes());
-                names.iter().for_each(|name| put_name(out, name));
+                for name in names {
+                    put_name(out, name);
+                }
             }
             Self::Sync { name } => of_name(out, SYNC, name),
             Self::Leave => out.push(LEAVE),
