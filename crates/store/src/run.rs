@@ -13,6 +13,7 @@
 //! Invariants: a checkpoint file is written only after everything that it needs is durable. The
 //! epochs of a run count its sealed checkpoints.
 
+mod disk_state;
 mod follow;
 mod progress;
 mod puts;
@@ -20,6 +21,7 @@ mod puts;
 use crate::chain::Chain;
 use crate::open_store::OpenStore;
 use crate::pack_writer::{PageInput, Placed, PlacedBlock};
+pub use crate::run::disk_state::DiskState;
 use crate::run::progress::RunProgress;
 pub use crate::run::puts::PutOutcome;
 use crate::sealed::Sealed;
@@ -33,7 +35,6 @@ use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::{is_remote, layout};
 use keyframe_store_format::checkpoint::{self, DeviceSection};
 use keyframe_store_format::composed::PARTS;
-use keyframe_store_format::disk_map::DiskMap;
 use keyframe_store_format::disk_meta::{
     BaseMeta, DiskCounts, DiskMeta, SectorCounts, blocks_of, space_pages,
 };
@@ -120,14 +121,6 @@ struct PutMap {
     written: Result<()>,
 }
 
-/// The known content of the disks of a run, for [`crate::Writer::begin_run_with`] of another run.
-#[derive(Clone, Debug, Default)]
-pub struct DiskState {
-    map: DiskMap,
-    /// The pages of RAM before the blocks of the disks.
-    ram_pages: u64,
-}
-
 /// One run of a VM, being written. It keeps the writer's place in the store. Dropping it without
 /// [`Run::finish`] loses nothing sealed.
 #[derive(Debug)]
@@ -171,8 +164,7 @@ impl Run {
             disks,
             epoch: Epoch(0),
             chain: Chain::new(chain_base, ram_pages),
-            // RAM may have been plugged in or out since.
-            progress: RunProgress::new(ram_pages, state.map.behind(state.ram_pages, ram_pages)),
+            progress: RunProgress::new(ram_pages, state.behind(ram_pages)),
             origin: None,
             broken: false,
         }
@@ -444,7 +436,7 @@ impl Run {
     /// the same disks. Forgets the puts since then.
     pub fn disk_state(&mut self) -> DiskState {
         self.abandon();
-        DiskState { map: self.progress.disk_map.clone(), ram_pages: self.ram.len_pages() }
+        DiskState::new(self.progress.disk_map.clone(), self.ram.len_pages())
     }
 
     /// Returns the size of the writer's deduplication index. Error: [`Error::RunOpen`], only while
