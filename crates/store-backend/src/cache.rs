@@ -288,9 +288,9 @@ mod tests {
         }
         cache.put(key("a"), &Arc::new(vec![1; 30 << 10]));
         assert!(cache.memory.lock().unwrap().held_bytes <= LIMITS.memory_bytes_max);
-        cache.limit_memory(8 << 10);
+        cache.limit_memory(31 << 10);
         cache.limit_memory(1 << 20);
-        assert!(cache.memory.lock().unwrap().held_bytes <= 8 << 10);
+        assert!(cache.memory.lock().unwrap().held_bytes <= 31 << 10);
     }
 
     #[test]
