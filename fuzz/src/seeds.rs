@@ -259,6 +259,19 @@ fn served(corpora: &Corpora<'_>) {
         .concat();
     corpora.add("served_request", "range", &range);
     corpora.add("served_request", "look", b"\x04\x02\0\x13packs/00000001.pack\x0astore.json");
+    corpora.add("served_request", "join", &[&b"\x07"[..], &[3; 16], b"\x02\0me"].concat());
+    let act = |act: &[u8]| [&b"\x08"[..], &[3; 16], &[1, 0, 0, 0, 0, 0, 0, 0], act].concat();
+    let acts: [(&str, &[u8]); 5] = [
+        ("tell", b"\x02\x02\0\0\0{}"),
+        ("create", b"\x03\x13packs/00000001.pack"),
+        ("append", b"\x04\x13packs/00000001.pack\0\0\0\0\0\0\0\0\x03\0\0\0abc"),
+        ("put", b"\x09\x06tags/a\x01\0\0\0\0\0\0\0\0\x01\0\0\0x"),
+        ("remove", b"\x0b\x04maps\x01\0\x0e0000000001.map"),
+    ];
+    for (name, bytes) in acts {
+        corpora.add("served_request", name, &act(bytes));
+    }
+    corpora.add("served_request", "renew", &[&b"\x09"[..], &[3; 16], &[1]].concat());
     let answer = |asked: u8, kind: &[u8; 4], body: &[u8]| {
         let len = (body.len() as u64).to_le_bytes();
         [&[asked][..], kind, &len, &len, body].concat()

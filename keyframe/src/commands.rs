@@ -87,7 +87,7 @@ pub struct MovedArg {
 #[derive(clap::Args, Debug)]
 pub struct StoreArg {
     /// The store's directory, s3://BUCKET/PREFIX, or kf://HOST:PORT where `keyframe serve` runs (to
-    /// read)
+    /// write: with --allow-write)
     #[arg(long, env = "KEYFRAME_STORE", value_name = "STORE")]
     store: PathBuf,
     #[command(flatten)]

@@ -240,6 +240,11 @@ fn recover_a_crashed_vm() {
     page("crashed-vm");
 }
 
+#[test]
+fn one_store_for_several_hosts() {
+    page("one-store");
+}
+
 /// With the real guest, which may have to be built, on a network of its own.
 #[test]
 #[ignore = "make soak"]

@@ -63,6 +63,7 @@ mod screens;
 mod sectors;
 mod self_test;
 mod serve;
+mod served_writers;
 mod session_example;
 mod standing;
 mod strategies;

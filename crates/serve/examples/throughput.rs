@@ -24,7 +24,8 @@ fn main() {
     noise(&place.join(PACK), mib);
     let listen = "127.0.0.1:0".parse().expect("an address");
     let identity = ServerIdentity::fresh().expect("a certificate");
-    let options = ServerOptions { listen, token: None, identity, connections_max: 64 };
+    let options =
+        ServerOptions { listen, token: None, identity, connections_max: 64, writers_lease: None };
     let server = Server::bind(&place, options).expect("a server");
     let url = format!("kf://{}?fingerprint={}", server.address(), server.fingerprint());
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

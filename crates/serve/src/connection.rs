@@ -9,7 +9,7 @@ use crate::files::{Refusal, Reply, ServedFiles};
 use crate::server::ServerCounts;
 use keyframe_store_backend::served::wire::{
     AnswerEncoding, AnswerHead, AnswerKind, HELLO_BYTES_MAX, REQUEST_BYTES_MAX, RefusalCode,
-    Request,
+    Request, WRITE_REQUEST_BYTES_MAX,
 };
 use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use std::io::{self, Read, Write};
@@ -27,6 +27,8 @@ const WRITE_MAX: Duration = Duration::from_secs(30);
 /// A client that receives an answer more slowly counts as gone too, because the answer takes memory
 /// of the server.
 const BYTES_PER_SECOND_MIN: u64 = 1 << 20;
+/// A request that takes longer to arrive ends its connection.
+const REQUEST_MAX: Duration = Duration::from_secs(60);
 /// The pause after a wrong token, which slows down a search for tokens.
 const WRONG_TOKEN_PAUSE: Duration = Duration::from_secs(1);
 /// Below, compressing saves nothing.
@@ -118,7 +120,9 @@ impl Common {
         };
         self.send(&mut stream, reply)?;
         stream.sock.until = None;
-        while let Some(request) = read_request(&mut stream, REQUEST_BYTES_MAX)? {
+        let accepts = self.files.writers().is_ok();
+        let len_max = if accepts { WRITE_REQUEST_BYTES_MAX } else { REQUEST_BYTES_MAX };
+        while let Some(request) = read_request(&mut stream, len_max)? {
             match request {
                 Ok(request) => self.send(&mut stream, self.files.answer(&request))?,
                 // Where the next request would begin is not known.
@@ -200,8 +204,15 @@ fn read_request(
             "a request of {len} bytes, where at most {len_max} make sense"
         ))));
     }
-    let mut bytes = vec![0; len];
-    stream.read_exact(&mut bytes)?;
+    // The time of the whole request: a client that sends a byte now and then gets no more.
+    let until = stream.sock.until;
+    stream.sock.until = until.or_else(|| Some(Instant::now() + REQUEST_MAX));
+    let mut bytes = Vec::new();
+    let read = stream.take(len as u64).read_to_end(&mut bytes);
+    stream.sock.until = until;
+    if read? < len {
+        return Ok(None);
+    }
     Ok(Some(Request::decode(&bytes)))
 }
 

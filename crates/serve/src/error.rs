@@ -2,6 +2,7 @@
 
 use std::io;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 
 /// A result of the server.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -17,6 +18,12 @@ pub enum Error {
         "{0} can be reached from other machines, and each of them could read the memory of the VMs"
     )]
     Open(SocketAddr),
+    /// The server is to accept checkpoints, and has no token.
+    #[error("--allow-write without a token: every user of this machine could write to the store")]
+    OpenToWriters,
+    /// The server is to accept checkpoints for a store that is not in a directory of this host.
+    #[error("{}: a server accepts checkpoints only for a store in a directory of its own host", .0.display())]
+    NoDirectory(PathBuf),
     /// A file is not a certificate or key.
     #[error("{object}: {problem}")]
     Certificate {
@@ -45,6 +52,12 @@ impl Error {
                 "give it a token: (umask 077; head -c 24 /dev/urandom | base64 > TOKEN), keyframe serve --token-file TOKEN; or let it \
                  listen on 127.0.0.1"
                     .into()
+            }
+            Self::OpenToWriters => {
+                "give it a token: (umask 077; head -c 24 /dev/urandom | base64 > TOKEN), keyframe serve --allow-write --token-file TOKEN".into()
+            }
+            Self::NoDirectory(_) => {
+                "leave out --allow-write: the other hosts use the object storage itself; or serve a store in a directory".into()
             }
             Self::Certificate { .. } => {
                 "name a certificate and its key, as PEM, with --tls-cert and --tls-key; or neither: then one is made".into()

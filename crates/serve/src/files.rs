@@ -1,17 +1,18 @@
-//! Reads the files of one store for a server. No other file can be read.
+//! Answers requests from the files of one store. No other file can be read.
 //!
 //! A pack stays open for a while after a read, so that a client can read it to the end although a
 //! prune removes it. Invariants: at most [`OPEN_MAX`] packs are open. Whole files that are being
 //! read or sent take at most [`MEMORY_BYTES_MAX`] of memory, except that one larger file may be in
 //! progress alone. Files up to the length of a range do not count: a connection has one at a time.
 
+use crate::remote_writers::RemoteWriters;
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::Error;
-use keyframe_store_backend::layout::{PACKS, READ_FOLDERS, is_file};
-use keyframe_store_backend::served::StoreState;
+use keyframe_store_backend::layout::{PACKS, READ_FOLDERS, WRITERS, is_between_writers, is_file};
 use keyframe_store_backend::served::wire::{
     self, FileStat, HEAD_BYTES, KnownHash, LIST_BYTES_MAX, RANGE_BYTES_MAX, RefusalCode, Request,
 };
+use keyframe_store_backend::served::{StoreState, ToldWriter};
 use keyframe_store_backend::{Backend, FileStamp, ReadFile};
 use std::collections::HashMap;
 use std::io::ErrorKind;
@@ -31,16 +32,22 @@ const WAIT_MAX: Duration = Duration::from_secs(15);
 /// The answer to a request that the server does not refuse.
 #[derive(Debug)]
 pub enum Reply {
-    /// The requested bytes. `is_packed`: they are part of a pack, which is compressed already, so
-    /// the server sends them without compression. `share`: the memory that they take, to be kept
-    /// until they are sent; `None` for a short answer.
-    Data { bytes: Vec<u8>, is_packed: bool, share: Option<MemoryShare> },
+    /// The requested bytes.
+    Data {
+        /// The bytes.
+        bytes: Vec<u8>,
+        /// They are part of a pack, which is compressed already, so the server sends them without
+        /// compression.
+        is_packed: bool,
+        /// The memory that they take, to be kept until they are sent; `None` for a short answer.
+        share: Option<MemoryShare>,
+    },
     /// The client holds these bytes already: their hash is the one that it sent.
     Same,
 }
 
 /// The refusal of a request: a code for the client's program, and a text for its user.
-#[derive(Debug)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal(pub RefusalCode, pub String);
 
 impl From<Error> for Refusal {
@@ -53,6 +60,13 @@ impl From<Error> for Refusal {
             (_, Some(ErrorKind::UnexpectedEof)) => {
                 Self(RefusalCode::Ends, "the file ends before".into())
             }
+            (_, Some(ErrorKind::AlreadyExists)) => {
+                Self(RefusalCode::Exists, "the name is taken already".into())
+            }
+            (
+                Error::Io { source, .. },
+                Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge),
+            ) => Self(RefusalCode::Full, format!("the served store is full: {source}")),
             (Error::Damaged { problem, .. }, _) => Self(RefusalCode::TooLong, problem.clone()),
             (Error::Io { operation, source, .. }, _) => {
                 Self(RefusalCode::Failed, format!("the server could not {operation} it: {source}"))
@@ -69,6 +83,8 @@ pub struct ServedFiles {
     store: [u8; 16],
     open: Mutex<HashMap<String, Open>>,
     memory: Arc<Memory>,
+    /// The writers elsewhere; `None` if the server accepts no checkpoints.
+    writers: Option<Arc<RemoteWriters>>,
 }
 
 #[derive(Debug)]
@@ -81,7 +97,25 @@ struct Open {
 impl ServedFiles {
     /// Creates the files of the store with the id `store`, whose storage is `backend`.
     pub fn new(backend: Arc<dyn Backend>, store: [u8; 16]) -> Self {
-        Self { backend, store, open: Mutex::default(), memory: Arc::default() }
+        let (open, memory) = (Mutex::default(), Arc::default());
+        Self { backend, store, open, memory, writers: None }
+    }
+
+    /// Accepts checkpoints of `writers`.
+    #[must_use]
+    pub fn with_writers(self, writers: Arc<RemoteWriters>) -> Self {
+        Self { writers: Some(writers), ..self }
+    }
+
+    /// Returns the writers elsewhere. Refuses if the server accepts no checkpoints.
+    pub fn writers(&self) -> Result<&Arc<RemoteWriters>, Refusal> {
+        let said = "this server accepts no checkpoints";
+        self.writers.as_ref().ok_or_else(|| Refusal(RefusalCode::Denied, said.into()))
+    }
+
+    fn require_file(&self, name: &str) -> Result<(), Refusal> {
+        let is_between = self.writers.is_some() && is_between_writers(name);
+        if is_file(name) || is_between { Ok(()) } else { Err(strange()) }
     }
 
     /// Returns the answer to a request of a client whose token was checked. Refuses a request for a
@@ -116,15 +150,38 @@ impl ServedFiles {
                 let state = StoreState { holder, is_pruned, boot: self.backend.boot_id()? };
                 plain(serde_json::to_vec(&state).unwrap_or_default())
             }
+            Request::Join { writer, holder } => {
+                let granted = RemoteWriters::join(self.writers()?, *writer, holder)?;
+                plain(serde_json::to_vec(&granted).unwrap_or_default())
+            }
+            Request::Write { writer, sequence, act } => {
+                self.writers()?.write(writer, *sequence, act)?;
+                plain(Vec::new())
+            }
+            Request::Renew { writer, has_started } => {
+                self.writers()?.renew(writer, *has_started)?;
+                plain(Vec::new())
+            }
+            Request::Writers => {
+                self.writers()?;
+                let writers = self.backend.writers()?.into_iter().map(ToldWriter::from);
+                plain(serde_json::to_vec(&writers.collect::<Vec<_>>()).unwrap_or_default())
+            }
+            Request::Space => {
+                self.writers()?;
+                plain(wire::encode_space(self.backend.space()))
+            }
         }
     }
 
     fn list(&self, folder: &str) -> Result<Vec<u8>, Refusal> {
-        if !READ_FOLDERS.contains(&folder) {
+        let is_of_writers = self.writers.is_some() && folder == WRITERS;
+        if !READ_FOLDERS.contains(&folder) && !is_of_writers {
             return Err(strange());
         }
         let names = self.backend.list(folder)?;
-        let files = names.iter().filter(|name| is_file(&format!("{folder}/{name}")));
+        let is_shown = |name: &&String| self.require_file(&format!("{folder}/{name}")).is_ok();
+        let files = names.iter().filter(is_shown);
         let bytes = wire::encode_names(files.map(String::as_str));
         if bytes.len() as u64 > LIST_BYTES_MAX {
             return Err(Refusal(
@@ -141,7 +198,7 @@ impl ServedFiles {
         len_bytes_max: u64,
         known: Option<&KnownHash>,
     ) -> Result<Reply, Refusal> {
-        require_file(name)?;
+        self.require_file(name)?;
         if name.split_once('/').is_some_and(|(folder, _)| folder == PACKS) {
             return Err(Refusal(RefusalCode::Strange, "a pack is read by ranges".into()));
         }
@@ -164,7 +221,7 @@ impl ServedFiles {
     /// Returns the present state of a file, also if an older file of that name is open; `None` if
     /// the file does not exist.
     fn stat(&self, name: &str) -> Result<Option<FileStat>, Refusal> {
-        require_file(name)?;
+        self.require_file(name)?;
         let file = match self.backend.open(name) {
             Err(error) if error.io_kind() == Some(ErrorKind::NotFound) => return Ok(None),
             other => other?,
@@ -195,7 +252,7 @@ impl ServedFiles {
 
     /// Opens the file `name`. Refuses if its identity is not `identity`; 0 accepts any file.
     fn file(&self, name: &str, identity: u64) -> Result<Arc<dyn ReadFile>, Refusal> {
-        require_file(name)?;
+        self.require_file(name)?;
         let mut open = self.open.lock().ignore_poison();
         if let Some(known) = open.get_mut(name).filter(|known| known.identity == identity) {
             known.used = Instant::now();
@@ -224,10 +281,6 @@ fn strange() -> Refusal {
     Refusal(RefusalCode::Strange, "no name that a store's file has".into())
 }
 
-fn require_file(name: &str) -> Result<(), Refusal> {
-    if is_file(name) { Ok(()) } else { Err(strange()) }
-}
-
 /// The reply, or that the client holds its bytes already.
 fn unless_known(known: Option<&KnownHash>, reply: Reply) -> Reply {
     match (known, &reply) {
@@ -236,9 +289,9 @@ fn unless_known(known: Option<&KnownHash>, reply: Reply) -> Reply {
     }
 }
 
-/// What whole files may take.
+/// The memory that whole files take.
 #[derive(Debug, Default)]
-struct Memory {
+pub struct Memory {
     taken: Mutex<u64>,
     freed: Condvar,
 }
@@ -261,6 +314,17 @@ impl Memory {
             return Err(Refusal(RefusalCode::Failed, "the server has no memory for it now".into()));
         }
         *taken += bytes;
+        Ok(MemoryShare { memory: Arc::clone(self), bytes })
+    }
+
+    /// Takes memory without a wait. Refuses if there is none.
+    pub fn take_now(self: &Arc<Self>, bytes: u64) -> Result<MemoryShare, Refusal> {
+        let mut taken = self.taken.lock().ignore_poison();
+        let all = taken.saturating_add(bytes);
+        if all > MEMORY_BYTES_MAX {
+            return Err(Refusal(RefusalCode::Failed, "the server has no memory for it now".into()));
+        }
+        *taken = all;
         Ok(MemoryShare { memory: Arc::clone(self), bytes })
     }
 }

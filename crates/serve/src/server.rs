@@ -1,10 +1,12 @@
 //! The server: it listens, gives each connection a thread, and ends when it is told to.
 
 use crate::connection::Common;
-use crate::files::ServedFiles;
+use crate::files::{Refusal, ServedFiles};
+use crate::remote_writers::{RemoteWriterOptions, RemoteWriters};
 use crate::{Error, Result, ServerIdentity};
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend as backend;
+use keyframe_store_backend::served::wire::RefusalCode;
 use keyframe_store_backend::served::{Fingerprint, show_fingerprint};
 use keyframe_tls::server_config;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -36,6 +38,8 @@ pub struct ServerOptions {
     pub identity: ServerIdentity,
     /// The largest number of open connections. The server closes further ones at once.
     pub connections_max: usize,
+    /// The lease of writers elsewhere; `None` if the server accepts no checkpoints.
+    pub writers_lease: Option<Duration>,
 }
 
 /// The counts of a checkpoint server since its start.
@@ -80,12 +84,21 @@ impl Server {
     /// Binds a server for the store at `place`: a directory, or in object storage.
     ///
     /// Errors: [`Error::Open`] if other machines could reach the server without a token;
+    /// [`Error::OpenToWriters`] and [`Error::NoDirectory`] if it cannot accept checkpoints;
     /// [`Error::Store`] if there is no store; [`Error::Certificate`] if the certificate does not
     /// match its key; [`Error::Io`] if the server cannot listen.
     pub fn bind(place: &Path, options: ServerOptions) -> Result<Self> {
-        let ServerOptions { listen, token, identity, connections_max } = options;
+        let ServerOptions { listen, token, identity, connections_max, writers_lease } = options;
         if !listen.ip().is_loopback() && token.is_none() {
             return Err(Error::Open(listen));
+        }
+        if writers_lease.is_some() {
+            if token.is_none() {
+                return Err(Error::OpenToWriters);
+            }
+            if backend::is_remote(place) || backend::is_read_only(place) {
+                return Err(Error::NoDirectory(place.to_owned()));
+            }
         }
         let files = backend::open(place).map_err(keyframe_store::Error::from)?;
         let store = keyframe_store::id_on(&*files, place)?;
@@ -99,7 +112,10 @@ impl Server {
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
         let token = token.map(|token| blake3::hash(&token));
-        let (files, counts) = (ServedFiles::new(files, store), ServerCounts::default());
+        let (mut files, counts) = (ServedFiles::new(files, store), ServerCounts::default());
+        if let Some(lease) = writers_lease {
+            files = files.with_writers(Arc::new(RemoteWriters::new(of_directory(place, lease))));
+        }
         let common = Arc::new(Common { files, tls, token, counts });
         Ok(Self { listener, address, fingerprint, connections_max, common, open: Arc::default() })
     }
@@ -151,6 +167,9 @@ impl Server {
                 // No more descriptors, or a connection that went again: neither ends the others.
                 Err(_) => std::thread::sleep(Duration::from_millis(10)),
             }
+            if let Ok(writers) = self.common.files.writers() {
+                writers.expire();
+            }
             if tidied.elapsed() > TIDY_EVERY {
                 self.common.files.tidy();
                 tidied = Instant::now();
@@ -197,6 +216,28 @@ impl Server {
         while !self.open().is_empty() && began.elapsed() < END_MAX {
             std::thread::sleep(Duration::from_millis(5));
         }
+        if let Ok(writers) = self.common.files.writers() {
+            writers.end_all();
+        }
+    }
+}
+
+/// The writers elsewhere of the store in the directory `place`.
+fn of_directory(place: &Path, lease: Duration) -> RemoteWriterOptions {
+    let (to_open, to_settle) = (place.to_owned(), place.to_owned());
+    let began = Instant::now();
+    RemoteWriterOptions {
+        lease,
+        open: Box::new(move || Ok(backend::open(&to_open)?)),
+        settle: Box::new(move |files, slot| {
+            let settled = keyframe_store::settle_for(files.clone(), &to_settle, slot);
+            let torn = settled.map_err(|error| {
+                let fix = error.fix().map(|fix| format!("; {fix}")).unwrap_or_default();
+                Refusal(RefusalCode::Failed, format!("the store cannot be settled: {error}{fix}"))
+            })?;
+            Ok(torn.into_iter().map(|torn| (torn.id.0, torn.problem)).collect())
+        }),
+        clock: Box::new(move || u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX)),
     }
 }
 

@@ -23,6 +23,7 @@ fn options(listen: &str, token: Option<&str>) -> ServerOptions {
         token,
         identity: ServerIdentity::fresh().unwrap(),
         connections_max: 4,
+        writers_lease: None,
     }
 }
 

@@ -11,6 +11,7 @@ mod first_status;
 mod guest_end;
 mod inputs;
 mod lost_log;
+mod lost_place;
 mod outcome;
 mod report;
 mod rollback;
@@ -459,6 +460,7 @@ impl<'a> Engine<'a> {
             }
             (None, _) => 0,
         };
+        self.regain_place()?;
         for _ in 0..CAPTURES_MAX {
             if let Some(shortage) = self.copying.memory.limit(self.copying.cycle.pool()) {
                 self.tell(&Event::MemoryShort(shortage));

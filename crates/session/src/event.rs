@@ -88,6 +88,9 @@ pub enum Event {
     MemoryShort(MemoryShortage),
     /// RAM was plugged or unplugged, or a disk was given another size: a new run has begun.
     NewRun,
+    /// The checkpoint server had given the run's place away; the run has another one, and begins
+    /// anew.
+    PlaceRegained,
     /// The machine was changed, and the next checkpoint's command line makes the changed one.
     MachineFollowed {
         /// The changes.
@@ -215,7 +218,7 @@ pub enum Event {
     DurabilityIgnored {
         /// The requested durability.
         asked: Durability,
-        /// True if the store is in object storage.
+        /// True if the store is on another host, or in object storage.
         is_remote: bool,
     },
     /// QEMU would not have survived this process's death while its memory was attached to.

@@ -299,6 +299,7 @@ pub fn lock(
         ..Tuning::default()
     };
     if options.keep_within.is_some() {
+        store.require_prunable().map_err(|e| Error::store(store.path(), e))?;
         tuning.pack_bytes_max = flight_recorder::PACK_BYTES_MAX;
     }
     let owner = format!("keyframe {command}, VM {name}");

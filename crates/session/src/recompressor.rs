@@ -74,7 +74,7 @@ impl Recompressor {
         let off = if options.keep_within.is_some() {
             Some("what --keep-within keeps is soon gone")
         } else {
-            store.is_remote().then_some("the store is in object storage")
+            store.is_remote().then_some("the store is on another host")
         };
         let shown = Shown { status: Arc::clone(status), off: off.map(String::from) };
         shown.change(|_| {});

@@ -146,6 +146,9 @@ pub struct StoreSink {
     pub(crate) rehearsal: Option<Rehearsal>,
     /// The number of rollbacks that the newest sealed checkpoint includes.
     went_back: u64,
+    /// The checkpoint whose disks the first checkpoint of the run begins with; `None` if there is
+    /// none, and after that one is sealed.
+    disks_of: Option<CheckpointId>,
     /// The id of this boot of the host; `None` if the kernel does not show it.
     boot: Option<String>,
 }
@@ -161,7 +164,19 @@ impl StoreSink {
     ) -> Self {
         let boot = boot_id();
         let (recording, rehearsal) = (None, None);
-        Self { run, machines, fault, origin, recording, rehearsal, went_back: 0, boot }
+        let (went_back, disks_of) = (0, None);
+        Self { run, machines, fault, origin, recording, rehearsal, went_back, disks_of, boot }
+    }
+
+    /// Lets the first checkpoint of the run begin with the disks of checkpoint `id`, in place of
+    /// those that an earlier run knew.
+    pub(crate) fn await_disks(&mut self, id: Option<CheckpointId>) {
+        self.disks_of = id;
+    }
+
+    /// Returns the checkpoint with whose disks the run still has to begin; `None` if it has begun.
+    pub(crate) fn awaited_disks(&self) -> Option<CheckpointId> {
+        self.disks_of
     }
 
     /// Closes the run's pack. Returns the state of the disks at the last sealed checkpoint. Error:
@@ -220,9 +235,10 @@ impl CheckpointSink for StoreSink {
         let parent = label.parent.filter(|(_, times)| *times > self.went_back);
         let storing_disks = Instant::now();
         if let Some(cut) = &label.cut {
-            if let Some((parent, _)) = parent {
-                // The overlay is a new one over that checkpoint.
-                self.run.put_disks_of(parent)?;
+            // After a rollback, the overlay is a new one over that checkpoint. A failed seal undoes
+            // this, so the next one does it again.
+            if let Some(of) = parent.map(|(parent, _)| parent).or(self.disks_of) {
+                self.run.put_disks_of(of)?;
             }
             let fault = self.fault.as_ref();
             cut.put(&mut self.run, &mut || Self::strike(fault))?;
@@ -271,6 +287,7 @@ impl CheckpointSink for StoreSink {
             device_state: &captured.device_state,
             tag: label.tag.as_deref(),
         })?;
+        self.disks_of = None;
         if let Some((_, times)) = parent {
             self.went_back = times;
         }

@@ -175,6 +175,11 @@ pub trait WriterSlot: LockGuard {
     /// Shows `state` to other processes, in place of what was said before. Keeps at most
     /// [`STATE_BYTES_MAX`] bytes. The state need not survive power loss. Error: the medium fails.
     fn tell(&self, state: &[u8]) -> Result<()>;
+    /// Returns true if the process is no writer any more: its lease has ended. It can only become a
+    /// writer anew. By default a place stays as long as its guard.
+    fn is_lost(&self) -> bool {
+        false
+    }
 }
 
 /// The most bytes that a writer can say about itself.
@@ -187,12 +192,23 @@ pub struct StartingWriter {
     pub slot: Box<dyn WriterSlot>,
     /// Keeps other writers from starting, until it is dropped.
     pub start: Box<dyn LockGuard>,
+    /// The files as this writer alone may write them, if it needs another backend for that. A
+    /// writer whose place is lost then cannot write through the place of a later one.
+    pub files: Option<Arc<dyn Backend>>,
+    /// Checkpoints that were set aside by a server that has settled what writers left that have
+    /// ended, each with its problem. `None` if the process settles that itself.
+    pub settled: Option<Vec<(u64, String)>>,
 }
 
 impl StartingWriter {
     /// Returns the only writer of a store, which holds `lock`.
     pub fn alone(lock: Box<dyn LockGuard>) -> Self {
-        Self { slot: Box::new(AloneSlot { _lock: lock }), start: Box::new(NoLock) }
+        Self::new(Box::new(AloneSlot { _lock: lock }), Box::new(NoLock))
+    }
+
+    /// Returns a writer in the place `slot`, which settles itself what others left.
+    pub fn new(slot: Box<dyn WriterSlot>, start: Box<dyn LockGuard>) -> Self {
+        Self { slot, start, files: None, settled: None }
     }
 }
 
@@ -316,7 +332,8 @@ pub fn is_remote(place: &Path) -> bool {
     s3::is_url(place) || served::is_url(place)
 }
 
-/// Returns true if `place` can only be read: a store behind a checkpoint server, or a bundle.
+/// Returns true if `place` holds no data of this host: a store behind a checkpoint server, or a
+/// bundle.
 pub fn is_read_only(place: &Path) -> bool {
     served::is_url(place) || archive::is_archive(place)
 }

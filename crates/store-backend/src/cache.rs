@@ -93,10 +93,11 @@ pub struct PieceCache {
     added_bytes: AtomicU64,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct MemoryCache {
     pieces: VecDeque<(PieceKey, Arc<Vec<u8>>)>,
     held_bytes: usize,
+    bytes_max: usize,
 }
 
 impl MemoryCache {
@@ -111,6 +112,14 @@ impl MemoryCache {
         self.held_bytes += bytes.len();
         self.pieces.push_back((key, bytes));
     }
+
+    /// Drops what was used longest ago, until the limit is kept.
+    fn drop_oldest(&mut self) {
+        while self.held_bytes > self.bytes_max && self.pieces.len() > 1 {
+            let Some((_, oldest)) = self.pieces.pop_front() else { break };
+            self.held_bytes -= oldest.len();
+        }
+    }
 }
 
 impl PieceCache {
@@ -123,7 +132,16 @@ impl PieceCache {
         // Earlier processes may have left too many files, so the first piece counts as a reason to
         // list them.
         let added_bytes = AtomicU64::new(limits.disk_bytes_max);
-        Self { folder, limits, memory: Mutex::default(), added_bytes }
+        let bytes_max = limits.memory_bytes_max;
+        let memory = MemoryCache { pieces: VecDeque::new(), held_bytes: 0, bytes_max };
+        Self { folder, limits, memory: Mutex::new(memory), added_bytes }
+    }
+
+    /// Keeps at most `bytes_max` bytes in memory from now on, if that is less than before.
+    pub fn limit_memory(&self, bytes_max: usize) {
+        let mut memory = self.memory.lock().ignore_poison();
+        memory.bytes_max = memory.bytes_max.min(bytes_max);
+        memory.drop_oldest();
     }
 
     /// Returns the piece with this key; `None` if the cache does not hold it.
@@ -149,10 +167,7 @@ impl PieceCache {
         let mut memory = self.memory.lock().ignore_poison();
         memory.take(key);
         memory.add(key, bytes.clone());
-        while memory.held_bytes > self.limits.memory_bytes_max && memory.pieces.len() > 1 {
-            let Some((_, oldest)) = memory.pieces.pop_front() else { break };
-            memory.held_bytes -= oldest.len();
-        }
+        memory.drop_oldest();
     }
 
     fn path(&self, key: PieceKey) -> Option<PathBuf> {
@@ -273,6 +288,9 @@ mod tests {
         }
         cache.put(key("a"), &Arc::new(vec![1; 30 << 10]));
         assert!(cache.memory.lock().unwrap().held_bytes <= LIMITS.memory_bytes_max);
+        cache.limit_memory(31 << 10);
+        cache.limit_memory(1 << 20);
+        assert!(cache.memory.lock().unwrap().held_bytes <= 31 << 10);
     }
 
     #[test]

@@ -80,7 +80,11 @@ impl Backend for EncryptedBackend {
     }
 
     fn join(&self, holder: &str) -> Result<StartingWriter> {
-        self.below.join(holder)
+        let mut joined = self.below.join(holder)?;
+        joined.files = joined.files.map(|below| -> Arc<dyn Backend> {
+            Arc::new(Self { below, cipher: Arc::clone(&self.cipher) })
+        });
+        Ok(joined)
     }
 
     fn writers(&self) -> Result<Vec<WriterEntry>> {

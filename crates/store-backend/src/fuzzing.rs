@@ -82,5 +82,8 @@ pub fn served_answer(bytes: &[u8]) {
         wire::decode_names(&bytes),
         wire::decode_stats(&bytes, usize::from(*asked)),
         wire::decode_welcome(&bytes),
+        wire::decode_space(&bytes),
+        serde_json::from_slice::<Vec<crate::served::ToldWriter>>(&bytes),
+        serde_json::from_slice::<crate::served::GrantedPlace>(&bytes),
     );
 }

@@ -126,6 +126,27 @@ pub fn is_file(name: &str) -> bool {
     }
 }
 
+/// The file in which a prune tells the writers which packs it removes.
+pub const MOVES: &str = "moves";
+/// The mark of checkpoints of writers that have ended, which may not be durable.
+pub const UNSYNCED: &str = "unsynced";
+/// The mark of unfinished packs of writers that have ended, which may not be durable.
+pub const UNSYNCED_PACKS: &str = "unsynced.packs";
+/// The endings of the names of a writer's own marks, after the name of its slot.
+pub const MARK_ENDINGS: [&str; 2] = [".unsynced", ".packs"];
+
+/// Returns the slot whose mark the file `name` is; `None` if it is no such name.
+pub fn parse_mark(name: &str) -> Option<u32> {
+    let file = name.strip_prefix(WRITERS)?.strip_prefix('/')?;
+    MARK_ENDINGS.iter().find_map(|ending| parse_writer(file.strip_suffix(ending)?))
+}
+
+/// Returns true if `name` is a file that writers read to go on beside each other. No such name
+/// leads out of the store.
+pub fn is_between_writers(name: &str) -> bool {
+    [MOVES, UNSYNCED, UNSYNCED_PACKS].contains(&name) || parse_mark(name).is_some()
+}
+
 /// Returns the name, with its folder, of the file of a bundle whose content has the BLAKE3 hash `hash`
 /// (64 hexadecimal digits).
 pub fn bundled_file(hash: &str) -> String {
@@ -186,6 +207,12 @@ mod tests {
         }
         for other in ["files/../lock", "files/", "files/0a", "worksets/0000000001.wset", "lock"] {
             assert!(!is_archived(other), "{other}");
+        }
+        for between in ["moves", "unsynced", "unsynced.packs", "writers/07.packs"] {
+            assert!(is_between_writers(between) && !is_file(between), "{between}");
+        }
+        for other in ["writers/07", "writers/7.packs", "writers/../07.packs", "writers/start"] {
+            assert!(!is_between_writers(other), "{other}");
         }
         for bad in [
             "",

@@ -219,7 +219,7 @@ impl Backend for LocalBackend {
         let start = wait_for_lock(&slots.folder.join(START), holder)?;
         let slot = slots.take(&self.temporaries.token, holder, lock)?;
         self.clear_temporaries(&slots.texts()?)?;
-        Ok(StartingWriter { slot: Box::new(slot), start: Box::new(start) })
+        Ok(StartingWriter::new(Box::new(slot), Box::new(start)))
     }
 
     fn writers(&self) -> Result<Vec<WriterEntry>> {

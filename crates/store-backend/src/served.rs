@@ -1,4 +1,4 @@
-//! A store behind a checkpoint server (`keyframe serve`), read-only: `kf://HOST:PORT`.
+//! A store behind a checkpoint server (`keyframe serve`): `kf://HOST:PORT`.
 //!
 //! ```text
 //!   small file ─▶ request with the hash of the cached copy ─▶ "same", or the file, compressed
@@ -12,7 +12,7 @@
 //! asks again for the length of packs only after it has read something else.
 //!
 //! Invariants:
-//! - Nothing is written.
+//! - Only a writer writes (`writer`), through the place that the server has given to it.
 //! - A cached piece is used only if the server confirms it: by the stamp of the file, if the piece
 //!   came from this very server, or by the hash of the piece.
 //! - Lengths are checked before memory is allocated.
@@ -25,14 +25,19 @@ mod client;
 mod connection;
 mod file;
 pub mod wire;
+mod writer;
 
 pub use address::{DEFAULT_PORT, TOKEN_VARIABLE, is_url, read_token, show_fingerprint};
 pub use keyframe_tls::{Fingerprint, fingerprint};
+pub use writer::{GrantedPlace, ToldWriter};
 
 use crate::backend::read_whole;
 use crate::cache::{self, CacheLimits, PieceCache, PieceKey};
 use crate::layout::{CHECKPOINTS, MAPS, PACKS, READ_FOLDERS};
-use crate::{AppendFile, Backend, Error, LockGuard, ReadFile, RemoteFailure, Result};
+use crate::{
+    AppendFile, Backend, Error, LockGuard, ReadFile, RemoteFailure, Result, Space, StartingWriter,
+    WriterEntry,
+};
 use address::ServerAddress;
 use client::ServeClient;
 use file::{PackStats, ServedFile};
@@ -159,6 +164,22 @@ impl ServedBackend {
         Err(read_only(&self.shared.client.describe(name), operation))
     }
 
+    /// Lists a folder. To a writer, the server also lists the marks of writers.
+    fn list_any(&self, folder: &str) -> Result<Vec<String>> {
+        let client = &self.shared.client;
+        let names = match client.ask("list", folder, Request::List { folder: folder.to_owned() })? {
+            Answer::Data(bytes) => wire::decode_names(&bytes)
+                .map_err(|problem| client.strange("list", folder, &problem))?,
+            _ => return Err(client.strange("list", folder, "no file names")),
+        };
+        self.shared.bump_generation();
+        if folder == PACKS {
+            // A caller that lists packs opens them next. Then one request asks for all of them.
+            self.shared.stats.lock().ignore_poison().expect(&names);
+        }
+        Ok(names)
+    }
+
     fn state(&self) -> Result<StoreState> {
         let client = &self.shared.client;
         match client.ask("look at", "lock", Request::State)? {
@@ -171,11 +192,16 @@ impl ServedBackend {
 
 /// The error of an attempt to write to a served store.
 pub(crate) fn read_only(object: &str, operation: &'static str) -> Error {
-    let problem = "a served store is read-only".to_owned();
-    let fix = "do this on the machine where the store is, or copy the checkpoints into a store of \
-               your own: keyframe copy --to STORE";
-    Error::read_only(object, operation, RemoteFailure { problem, fix: Some(fix.into()) })
+    let problem = "a served store is read-only for this".to_owned();
+    Error::read_only(object, operation, RemoteFailure { problem, fix: Some(READ_ONLY_FIX.into()) })
 }
+
+/// What a user can do in place of something that no client of a server can do.
+const READ_ONLY_FIX: &str = "do this on the machine where the store is, or copy the checkpoints into a store of your own: keyframe \
+    copy --to STORE";
+/// What a user can do where a server accepts no checkpoints.
+const DENIED_FIX: &str = "start the server with keyframe serve --allow-write, write on the machine where the store is, or write to a \
+    store of your own";
 
 fn io_error(
     object: String,
@@ -204,8 +230,42 @@ impl Backend for ServedBackend {
         self.refuse("lock", "write to")
     }
 
+    fn join(&self, holder: &str) -> Result<StartingWriter> {
+        writer::join(self, holder)
+    }
+
+    fn writers(&self) -> Result<Vec<WriterEntry>> {
+        let client = &self.shared.client;
+        let entries = match client.ask_answer("look at", "lock", Request::Writers)? {
+            Answer::Data(bytes) => serde_json::from_slice::<Vec<ToldWriter>>(&bytes)
+                .map_err(|e| client.strange("look at", "lock", &e.to_string()))?
+                .into_iter()
+                .map(WriterEntry::from)
+                .collect(),
+            // A server that accepts no checkpoints tells no more than the texts.
+            Answer::Refused(wire::RefusalCode::Denied, _) => {
+                let entry = |holder| WriterEntry { slot: None, lives: true, holder, state: None };
+                self.lock_holder()?.map(entry).into_iter().collect()
+            }
+            Answer::Refused(code, said) => {
+                return Err(client.refused("look at", "lock", code, &said));
+            }
+            Answer::Same => return Err(client.strange("look at", "lock", "no writers")),
+        };
+        // Packs may have grown, or were cut, before the writers said so.
+        self.shared.bump_generation();
+        Ok(entries)
+    }
+
     fn lock_prune(&self, _holder: &str) -> Result<Box<dyn LockGuard>> {
         self.refuse("prune.lock", "prune")
+    }
+
+    fn space(&self) -> Option<Space> {
+        match self.shared.client.ask_answer("look at", "", Request::Space).ok()? {
+            Answer::Data(bytes) => wire::decode_space(&bytes).ok()?,
+            _ => None,
+        }
     }
 
     fn lock_holder(&self) -> Result<Option<String>> {
@@ -237,18 +297,11 @@ impl Backend for ServedBackend {
             // The server sends no other folder.
             return Ok(Vec::new());
         }
-        let client = &self.shared.client;
-        let names = match client.ask("list", folder, Request::List { folder: folder.to_owned() })? {
-            Answer::Data(bytes) => wire::decode_names(&bytes)
-                .map_err(|problem| client.strange("list", folder, &problem))?,
-            _ => return Err(client.strange("list", folder, "no file names")),
-        };
-        self.shared.bump_generation();
-        if folder == PACKS {
-            // A caller that lists packs opens them next. Then one request asks for all of them.
-            self.shared.stats.lock().ignore_poison().expect(&names);
+        if !READ_FOLDERS.contains(&folder) {
+            // The server sends no other folder to readers.
+            return Ok(Vec::new());
         }
-        Ok(names)
+        self.list_any(folder)
     }
 
     fn remove(&self, name: &str) -> Result<()> {
@@ -286,9 +339,23 @@ impl Backend for ServedBackend {
     }
 }
 
+/// A server in the process of its client, for tests.
+#[cfg(any(test, feature = "testing"))]
+pub trait DirectServer: Send + Sync + std::fmt::Debug {
+    /// Answers a request. Error: the request or its answer is lost.
+    fn answer(&self, request: &Request) -> io::Result<Answer>;
+}
+
 /// For tests.
 #[cfg(any(test, feature = "testing"))]
 impl ServedBackend {
+    /// Returns the store behind a server in this process. Leases are not renewed by themselves.
+    pub fn of_direct(server: Arc<dyn DirectServer>) -> Self {
+        let url = format!("kf://test?fingerprint={}", "00".repeat(32));
+        let address = ServerAddress::parse(Path::new(&url), &|_| None).expect("an address");
+        Self::over(ServeClient::of_direct(address, server), None)
+    }
+
     /// Makes requests fail after `patience` without an answer. To be called before the backend is
     /// used.
     pub fn hasten(&mut self, patience: std::time::Duration) {

@@ -80,6 +80,21 @@ impl DiskMap {
         record.into_iter().chain(zero).min()
     }
 
+    /// Returns the same disks behind `to_pages` pages of RAM, where they lie behind `from_pages` pages
+    /// of it here.
+    #[must_use]
+    pub fn behind(&self, from_pages: u64, to_pages: u64) -> Self {
+        let mut moved = Self::default();
+        // No block lies before the RAM's end.
+        let place = |block: u64| block.saturating_sub(from_pages).saturating_add(to_pages);
+        let all = PageRange::new(PageIndex(0), SPACE_PAGES_MAX);
+        for (block, record) in self.records.range(all) {
+            moved.records.set(PageIndex(place(block.0)), record);
+        }
+        moved.zeros.extend(self.zeros.iter().map(|range| place(range.start)..place(range.end)));
+        moved
+    }
+
     /// Returns the number of blocks that were written.
     pub fn known_blocks(&self) -> u64 {
         self.records.nonzero_pages() + count_blocks(&self.zeros)
@@ -153,6 +168,21 @@ impl DiskMap {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn disks_move_with_the_end_of_ram() {
+        let mut map = DiskMap::default();
+        let record = PageRef::new(3, 100);
+        map.set(PageIndex(12), record);
+        map.set_zero(PageRange::new(PageIndex(14), 3));
+        for (from, to, first) in [(10, 10, 12), (10, 15, 17), (10, 2, 4)] {
+            let moved = map.behind(from, to);
+            assert_eq!(moved.get(PageIndex(first)), Some(record));
+            assert_eq!(moved.get(PageIndex(first + 1)), None);
+            assert_eq!(moved.get(PageIndex(first + 4)), Some(PageRef::ZERO));
+            assert_eq!(moved.known_blocks(), map.known_blocks());
+        }
+    }
     use proptest::prelude::*;
 
     proptest! {

@@ -244,7 +244,7 @@ impl Copy<'_> {
         let mut ram = self.source.load(id)?;
         let origin = origin_of(self.source, id, &ram.meta);
         // In object storage, this is the only writer.
-        if !self.target.is_remote() {
+        if self.writer.is_shared() {
             self.there.look(self.target)?;
         }
         if let Some(to) = self.there.get(&origin, Some(ram.meta.taken_at)) {

@@ -31,16 +31,14 @@
 use crate::durability_kind::Durability;
 use crate::open_store::OpenStore;
 use crate::{Error, Result};
-use keyframe_store_backend::layout;
+use keyframe_store_backend::layout::{self, UNSYNCED, UNSYNCED_PACKS};
 use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
 
-const UNSYNCED: &str = "unsynced";
-const UNSYNCED_PACKS: &str = "unsynced.packs";
 /// The endings of the names of a writer's marks, after that of its slot.
-const OF_SLOT: &str = ".unsynced";
-const PACKS_OF_SLOT: &str = ".packs";
+const OF_SLOT: &str = layout::MARK_ENDINGS[0];
+const PACKS_OF_SLOT: &str = layout::MARK_ENDINGS[1];
 const UNSYNCED_BYTES_MAX: u64 = 4096;
 /// How long a writer that starts waits for a sync that another one makes, and how often it looks.
 const ATTEMPT_WAIT: Duration = if cfg!(test) { Duration::ZERO } else { Duration::from_secs(10) };
@@ -68,6 +66,12 @@ pub struct TornCheckpoint {
     pub id: CheckpointId,
     /// What is wrong with it.
     pub problem: String,
+}
+
+impl From<(u64, String)> for TornCheckpoint {
+    fn from((id, problem): (u64, String)) -> Self {
+        Self { id: CheckpointId(id), problem }
+    }
 }
 
 /// The times of syncs, for a writer that does not sync each checkpoint.

@@ -100,6 +100,15 @@ pub enum Error {
         /// The holder, as the lock file describes it.
         holder: String,
     },
+    /// A writer of an encrypted store ended before all was durable, which needs the store's key to
+    /// be looked at.
+    #[error(
+        "{object}: a writer ended before all that it wrote was durable, and the store is encrypted"
+    )]
+    Unsettled {
+        /// The store.
+        object: String,
+    },
     /// The checkpoint is the newest, and a run at work builds upon it.
     #[error(
         "checkpoint {id} is the newest, and a run builds upon it: {holder} writes to the store"
@@ -269,6 +278,9 @@ impl Error {
             }
             Self::Locked { .. } => {
                 "wait until that writer ends (keyframe status), or use another store"
+            }
+            Self::Unsettled { .. } => {
+                "settle it on the host where the store is, with its key: keyframe check --repair"
             }
             Self::InUse { .. } => "keep the newest, or stop the run first (keyframe stop)",
             Self::Unreadable { source, .. } => {

@@ -73,6 +73,15 @@ impl OpenStore {
 }
 
 impl Store {
+    /// Checks that a process on this host can prune the store. Error: the store is behind a
+    /// checkpoint server.
+    pub fn require_prunable(&self) -> Result<()> {
+        if keyframe_store_backend::served::is_url(self.path()) {
+            return self.inner().lock_prune().map(drop);
+        }
+        Ok(())
+    }
+
     /// Returns the descriptions of the processes that write to the store, for messages. Returns
     /// `None` if none does. Error: the locks cannot be read.
     pub fn lock_holder(&self) -> Result<Option<String>> {

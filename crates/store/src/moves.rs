@@ -14,11 +14,11 @@
 use crate::Result;
 use crate::open_store::OpenStore;
 use keyframe_bytes::hex::to_hex;
+use keyframe_store_backend::layout::MOVES;
 use keyframe_store_format::moves::{GENERATION_AT, Generation, MOVES_BYTES_MAX, Moves};
 use std::io::ErrorKind;
 use std::time::Duration;
 
-const MOVES: &str = "moves";
 const SEEN: &str = "moves.seen";
 
 /// The tries to write on a full disk, and the time between two.

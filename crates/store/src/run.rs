@@ -13,6 +13,7 @@
 //! Invariants: a checkpoint file is written only after everything that it needs is durable. The
 //! epochs of a run count its sealed checkpoints.
 
+mod disk_state;
 mod follow;
 mod progress;
 mod puts;
@@ -20,6 +21,7 @@ mod puts;
 use crate::chain::Chain;
 use crate::open_store::OpenStore;
 use crate::pack_writer::{PageInput, Placed, PlacedBlock};
+pub use crate::run::disk_state::DiskState;
 use crate::run::progress::RunProgress;
 pub use crate::run::puts::PutOutcome;
 use crate::sealed::Sealed;
@@ -33,7 +35,6 @@ use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::{is_remote, layout};
 use keyframe_store_format::checkpoint::{self, DeviceSection};
 use keyframe_store_format::composed::PARTS;
-use keyframe_store_format::disk_map::DiskMap;
 use keyframe_store_format::disk_meta::{
     BaseMeta, DiskCounts, DiskMeta, SectorCounts, blocks_of, space_pages,
 };
@@ -120,10 +121,6 @@ struct PutMap {
     written: Result<()>,
 }
 
-/// The known content of the disks of a run, for [`crate::Writer::begin_run_with`] of another run.
-#[derive(Clone, Debug, Default)]
-pub struct DiskState(pub(crate) DiskMap);
-
 /// One run of a VM, being written. It keeps the writer's place in the store. Dropping it without
 /// [`Run::finish`] loses nothing sealed.
 #[derive(Debug)]
@@ -167,7 +164,7 @@ impl Run {
             disks,
             epoch: Epoch(0),
             chain: Chain::new(chain_base, ram_pages),
-            progress: RunProgress::new(ram_pages, state.0),
+            progress: RunProgress::new(ram_pages, state.behind(ram_pages)),
             origin: None,
             broken: false,
         }
@@ -294,10 +291,10 @@ impl Run {
     }
 
     /// Gives the checkpoint in progress the disks of checkpoint `id` of this store. Later puts
-    /// change them. The next map is a complete one.
+    /// change them. The next map is a complete one. That checkpoint may have other RAM.
     ///
-    /// Errors: [`Error::LayoutChanged`] if that checkpoint has other RAM blocks or disks; it does
-    /// not exist, or cannot be read.
+    /// Errors: [`Error::LayoutChanged`] if that checkpoint has other disks; it does not exist, or
+    /// cannot be read.
     pub fn put_disks_of(&mut self, id: CheckpointId) -> Result<()> {
         let meta = self.inner.read_checkpoint(id)?.meta;
         let same = |(a, b): (&DiskMeta, &DiskMeta)| {
@@ -305,10 +302,11 @@ impl Run {
         };
         let same_disks =
             meta.disks.len() == self.disks.len() && meta.disks.iter().zip(&self.disks).all(same);
-        if !same_disks || !meta.ram.same_space(&self.ram) {
+        if !same_disks {
             return Err(Error::LayoutChanged { run: self.id(), epoch: self.epoch.0 });
         }
-        let mut map = self.inner.read_maps(&meta)?.1;
+        let map = self.inner.read_maps(&meta)?.1;
+        let mut map = map.behind(meta.ram.len_pages(), self.ram.len_pages());
         // A prune at work may not have rewritten this map yet.
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
         let records = map.records().collect();
@@ -401,7 +399,7 @@ impl Run {
     /// the run does both at the next seal. Does nothing in object storage, where each look is a
     /// request. Error: the store cannot be written.
     pub fn follow_prune(&mut self) -> Result<()> {
-        if is_remote(&self.inner.path) {
+        if is_remote(&self.inner.path) && !self.inner.is_shared() {
             return Ok(());
         }
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
@@ -425,6 +423,9 @@ impl Run {
         self.progress.undo();
         if let Ok(session) = self.session() {
             session.packs.return_space();
+            if session.packs.is_lost() {
+                session.packs.free_memory();
+            }
             // The steps of the next checkpoint are its own.
             session.packs.take_times();
         }
@@ -435,7 +436,7 @@ impl Run {
     /// the same disks. Forgets the puts since then.
     pub fn disk_state(&mut self) -> DiskState {
         self.abandon();
-        DiskState(self.progress.disk_map.clone())
+        DiskState::new(self.progress.disk_map.clone(), self.ram.len_pages())
     }
 
     /// Returns the size of the writer's deduplication index. Error: [`Error::RunOpen`], only while

@@ -34,7 +34,12 @@ const SPACE_PAGES_MAX: u64 = 1 << 32;
 pub struct Writer {
     /// Holds the place among the writers.
     inner: Arc<OpenStore>,
+    /// The store without this writer's place, to begin anew.
+    store: Arc<OpenStore>,
+    owner: String,
     slot: Slot,
+    /// As asked for.
+    asked: Tuning,
     tuning: Tuning,
     torn: Vec<TornCheckpoint>,
     doubt: Option<CheckpointId>,
@@ -53,22 +58,34 @@ impl Store {
     /// packs. Errors: those of [`Store::lock_writer`].
     pub fn lock_writer_tuned(&self, owner: &str, tuning: Tuning) -> Result<Writer> {
         let joined = self.inner().backend.join(&encode_holder(owner)).map_err(with_named_holder)?;
-        Writer::start(self.inner(), joined, tuning)
+        Writer::start(self.inner(), owner, joined, tuning)
     }
 
     /// Becomes the only writer. Error: [`Error::Locked`] if there is a writer.
     pub(crate) fn lock_alone(&self, owner: &str) -> Result<Writer> {
         let lock = self.inner().backend.lock(&encode_holder(owner)).map_err(with_named_holder)?;
-        Writer::start(self.inner(), StartingWriter::alone(lock), Tuning::default())
+        Writer::start(self.inner(), owner, StartingWriter::alone(lock), Tuning::default())
     }
 }
 
 impl Writer {
-    fn start(store: &OpenStore, joined: StartingWriter, tuning: Tuning) -> Result<Self> {
+    fn start(
+        store: &OpenStore,
+        owner: &str,
+        joined: StartingWriter,
+        asked: Tuning,
+    ) -> Result<Self> {
+        let tuning = asked;
         let tuning = Tuning { pack_bytes_max: tuning.pack_bytes_max.min(1 << 39), ..tuning };
-        let StartingWriter { slot, start } = joined;
-        let inner = store.with_slot(OwnSlot::new(slot));
-        let torn = inner.settle()?;
+        let StartingWriter { slot, start, files, settled } = joined;
+        let mut inner = store.with_slot(OwnSlot::new(slot));
+        if let Some(files) = files {
+            inner = inner.with_backend(files.into());
+        }
+        let torn = match settled {
+            Some(torn) => torn.into_iter().map(TornCheckpoint::from).collect(),
+            None => inner.settle()?,
+        };
         let doubt = inner.in_doubt()?;
         // A writer may have died between the rename of a checkpoint and the sync of the folder. A
         // checkpoint that was seen as sealed must stay.
@@ -102,7 +119,30 @@ impl Writer {
             // it may have lost what other writers have not synced.
             inner.sync_and_mark(CheckpointId(next_checkpoint))?;
         }
-        Ok(Self { inner, slot: Arc::new(Mutex::new(Some(session))), tuning, torn, doubt })
+        let slot = Arc::new(Mutex::new(Some(session)));
+        let (store, owner) = (store.with_backend(store.backend.clone()), owner.to_owned());
+        Ok(Self { inner, store, owner, slot, asked, tuning, torn, doubt })
+    }
+
+    /// Returns true if this process is no writer any more: no request of it has reached the
+    /// checkpoint server for the time of its lease, or the server was restarted. Nothing can be
+    /// sealed with this writer any more; [`Self::again`] makes another one. What was sealed stays.
+    /// A writer of a directory keeps its place until it is dropped.
+    pub fn is_lost(&self) -> bool {
+        self.inner.own_slot.as_ref().is_some_and(|own| own.is_lost())
+    }
+
+    /// Returns true if other processes may write to the store at the same time.
+    pub(crate) fn is_shared(&self) -> bool {
+        self.inner.is_shared()
+    }
+
+    /// Becomes a writer of the same store once more, with the same owner and limits, and returns
+    /// it. Errors: those of [`Store::lock_writer`].
+    pub fn again(&self) -> Result<Self> {
+        let holder = encode_holder(&self.owner);
+        let joined = self.store.backend.join(&holder).map_err(with_named_holder)?;
+        Self::start(&self.store, &self.owner, joined, self.asked)
     }
 
     /// Returns the time at which the writer's checkpoints become durable: as requested, or with

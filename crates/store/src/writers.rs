@@ -79,6 +79,11 @@ impl OwnSlot {
         self.slot.number()
     }
 
+    /// Returns true if the place is lost: its lease has ended.
+    pub fn is_lost(&self) -> bool {
+        self.slot.is_lost()
+    }
+
     /// Changes what the writer says. Error: others cannot be told.
     pub fn tell(&self, change: impl FnOnce(&mut WriterState)) -> Result<()> {
         let mut said = self.said.lock().ignore_poison();

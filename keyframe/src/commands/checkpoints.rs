@@ -87,7 +87,7 @@ pub struct Checkpoints {
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     keep_within: Option<Duration>,
     /// Whether the run recompresses packs that it does not write to any more, at the lowest
-    /// priority; never with --keep-within or in object storage
+    /// priority; never with --keep-within or on another host
     #[arg(long, value_enum, default_value = "never", value_name = "WHEN")]
     recompress: keyframe_session::Recompress,
     /// Do not load the first checkpoint into a second QEMU, which never runs, to find out whether

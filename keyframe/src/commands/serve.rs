@@ -1,4 +1,4 @@
-//! `keyframe serve`: a store, for other machines to read; and the dashboard, for people.
+//! `keyframe serve`: a store, for other machines to read and to write to; and the dashboard, for people.
 
 mod dashboard;
 
@@ -25,6 +25,11 @@ Clients on other machines need a token, from --token-file or KEYFRAME_TOKEN. All
 the server makes at its first start and keeps, or with --tls-cert and --tls-key (then KEYFRAME_SERVE_CA names the authority on
 the client's side). The server ends at Ctrl-C or SIGTERM. It needs no key to serve an encrypted store; its clients do.
 
+With --allow-write, all who have the token can also add checkpoints: run, attach, record, copy --to and import take the address in
+place of a store, many at a time, beside those that write to the directory on this host. Each deduplicates against all. A writer
+whose host is cut off or stopped for longer than --writer-lease loses its place, and others go on without it; it begins anew when
+it comes back. Forget, prune, tag and repair on this host, with the directory. A client can remove no checkpoint of another one.
+
 The dashboard is a page for the browser. It shows all running VMs with their checkpoints as they come, the checkpoints of STORE and
 of the stores that the VMs write to, recordings and analyses. Without STORE only the dashboard is served. Its API is at /api/v1
 (described in /api/v1/openapi.json), its metrics for Prometheus at /metrics. Reading needs no token on the loopback, and needs one
@@ -38,7 +43,9 @@ Examples:
   (umask 077; head -c 24 /dev/urandom | base64 > TOKEN)
   keyframe serve S --listen 0.0.0.0:7420 --token-file TOKEN
   export KEYFRAME_TOKEN_FILE=TOKEN KEYFRAME_SERVE_FINGERPRINT=...     # on a node, with what serve said
-  keyframe restore --store kf://head:7420 latest --lazy"
+  keyframe restore --store kf://head:7420 latest --lazy
+  keyframe serve S --allow-write --listen 0.0.0.0:7420 --token-file TOKEN     # one store for all hosts
+  keyframe run --store kf://head:7420 --interval 1s -- qemu-system-x86_64 ... # on each of them"
 )]
 pub struct Serve {
     /// The store's directory, or s3://BUCKET/PREFIX
@@ -59,6 +66,12 @@ pub struct Serve {
     /// Connections at the same time, at most
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     connections: u32,
+    /// Accept checkpoints from clients that show the token; STORE must be a directory
+    #[arg(long, requires = "store")]
+    allow_write: bool,
+    /// The time without a sign of a writing client after which others go on without it
+    #[arg(long, value_name = "SECONDS", default_value_t = 30, value_parser = clap::value_parser!(u64).range(2..=3600))]
+    writer_lease: u64,
     /// Print JSON lines: the address at the start, the bytes sent at the end
     #[arg(long)]
     json: bool,
@@ -75,6 +88,8 @@ struct Listening {
     #[serde(skip_serializing_if = "Option::is_none")]
     fingerprint: Option<String>,
     needs_token: bool,
+    /// Clients can add checkpoints.
+    allows_write: bool,
     /// The dashboard.
     #[serde(skip_serializing_if = "Option::is_none")]
     http: Option<String>,
@@ -108,6 +123,7 @@ impl Serve {
             url: served.as_ref().map(|served| format!("kf://{}", served.server.address())),
             fingerprint: served.as_ref().map(|served| served.server.fingerprint()),
             needs_token,
+            allows_write: self.allow_write,
             http,
         };
         self.tell(&listening, served.as_ref())?;
@@ -134,8 +150,13 @@ impl Serve {
         let identity = self.identity(store)?;
         let is_own = identity.is_own;
         let listen = self.address()?;
-        let options =
-            ServerOptions { listen, token, identity, connections_max: self.connections as usize };
+        let options = ServerOptions {
+            listen,
+            token,
+            identity,
+            connections_max: self.connections as usize,
+            writers_lease: self.allow_write.then(|| Duration::from_secs(self.writer_lease)),
+        };
         let server = Server::bind(store, options).map_err(|e| failure(&e, store))?;
         Ok(OfStore { server, store, is_own })
     }
@@ -188,6 +209,9 @@ impl Serve {
             ))?;
             if listening.needs_token {
                 output::print_line("and KEYFRAME_TOKEN, or KEYFRAME_TOKEN_FILE")?;
+            }
+            if listening.allows_write {
+                output::print_line("clients can add checkpoints")?;
             }
         }
         match &listening.http {

@@ -321,9 +321,9 @@ mod tests {
             (status.recorder.clone(), status.recompressor.clone())
         );
         status.recompressor = Some(RecompressorStatus {
-            off: Some("the store is in object storage".into()),
+            off: Some("the store is on another host".into()),
             ..Default::default()
         });
-        assert!(text(&status).contains("recompress  not: the store is in object storage"));
+        assert!(text(&status).contains("recompress  not: the store is on another host"));
     }
 }

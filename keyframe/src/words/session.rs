@@ -37,6 +37,9 @@ fn rehearsal(event: &Event) -> Option<(Importance, String)> {
     })
 }
 
+const NEW_RUN: &str = "RAM or a disk was plugged in or out, or a disk resized: a new run begins";
+const PLACE_REGAINED: &str = "the checkpoint server had given this run's place away: a new run begins, with a complete checkpoint";
+
 /// The line for `event`, and its importance. `None` if the event has no line.
 pub fn line(event: &Event) -> Option<(Importance, String)> {
     let said = match event {
@@ -58,10 +61,8 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
         Event::Rehearsed { .. } | Event::NotRehearsed { .. } | Event::RehearsalFailed { .. } => {
             return rehearsal(event);
         }
-        Event::NewRun => {
-            let text = "RAM or a disk was plugged in or out, or a disk resized: a new run begins";
-            (Usual, text.into())
-        }
+        Event::NewRun => (Usual, NEW_RUN.into()),
+        Event::PlaceRegained => (Usual, PLACE_REGAINED.into()),
         Event::MachineFollowed { changes } => {
             let changes: Vec<_> = changes.iter().map(ToString::to_string).collect();
             (Usual, format!("{}: a restore makes the changed machine", changes.join(", ")))
@@ -342,15 +343,18 @@ fn greeting(start: &SessionStart) -> String {
     )
 }
 
-fn growth(store: &Path, free_bytes: Option<u64>, keep_within: Option<Duration>) -> String {
+fn growth(path: &Path, free_bytes: Option<u64>, keep_within: Option<Duration>) -> String {
     let free =
         free_bytes.map_or_else(String::new, |free| format!(" ({} free)", output::bytes(free)));
-    let store = store.display();
+    let store = path.display();
     match keep_within {
         Some(within) => {
             let within = humantime::format_duration(within);
             format!("{store} grows to what the checkpoints of the last {within} hold{free}")
         }
+        None if keyframe_store::backend::served::is_url(path) => format!(
+            "{store} grows with each checkpoint until its disk is full{free}; forget and prune on its host"
+        ),
         None => format!(
             "{store} grows with each checkpoint until its disk is full{free}; bound it with --keep-within TIME"
         ),
@@ -384,7 +388,7 @@ pub(super) fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
 
 fn durability_ignored(is_remote: bool) -> String {
     let why = if is_remote {
-        "objects in object storage are durable at once"
+        "what goes to another host, or to object storage, is durable at once"
     } else {
         "the store's file system cannot hold writes back"
     };

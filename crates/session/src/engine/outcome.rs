@@ -10,7 +10,7 @@ use crate::error::error_chain;
 use crate::event::shared;
 use crate::rehearsal::NotRestorable;
 use keyframe_capture::EncodeError;
-use keyframe_store::DiskState;
+use keyframe_store::{CheckpointId, DiskState};
 use keyframe_units::duration_ns;
 use std::io;
 
@@ -176,7 +176,20 @@ impl Engine<'_> {
     /// blocks, or the disks if `has_other_disks` is true, differ from those before.
     pub(super) fn begin_anew(&mut self, has_other_disks: bool) -> Result<()> {
         let sink = self.end_encoding()?;
+        let disks_of = sink.awaited_disks();
         let known = sink.finish().map_err(|e| Error::store(self.store.path(), e))?;
+        self.begin_run(known, disks_of, has_other_disks, &Event::NewRun)
+    }
+
+    /// Begins a run after the former one has ended: with the disks `known`, or those of checkpoint
+    /// `disks_of`, unless `has_other_disks` is true. Then tells `event`.
+    pub(super) fn begin_run(
+        &mut self,
+        known: DiskState,
+        disks_of: Option<CheckpointId>,
+        has_other_disks: bool,
+        event: &Event,
+    ) -> Result<()> {
         self.copying.cycle.untrack();
         self.copying.strategies.untrack();
         let is_group = self.machines.is_group();
@@ -193,6 +206,7 @@ impl Engine<'_> {
         let metas = disks.map_or_else(Vec::new, |disks| disks.metas().to_vec());
         let has_other_disks = has_other_disks || disks.is_some_and(|disks| disks.takes_new_run());
         let known = if has_other_disks { DiskState::default() } else { known };
+        let disks_of = disks_of.filter(|_| !has_other_disks && !metas.is_empty());
         let run = self
             .writer
             .begin_run_with(&self.name, &self.copying.layout, metas, known)
@@ -201,13 +215,14 @@ impl Engine<'_> {
             disks.began_run();
         }
         let fault = self.options.fault.clone();
-        let sink = StoreSink::new(run, self.meta.clone(), fault, self.newest);
+        let mut sink = StoreSink::new(run, self.meta.clone(), fault, self.newest);
+        sink.await_disks(disks_of);
         self.followed = None;
         let (inbox, status) = (self.inbox_sender.clone(), Arc::clone(&self.status));
         let space_pages = self.copying.layout.len_pages();
         let observer = Arc::clone(&self.encoder_observer);
         self.encoding = Some(encode(sink, space_pages, inbox, status, observer)?);
-        self.tell(&Event::NewRun);
+        self.tell(event);
         Ok(())
     }
 

@@ -46,6 +46,15 @@ pub enum CheckpointError {
     /// The process that connects the members of a group has ended. QEMU does not connect again.
     #[error("{}; the network between the VMs is dead until they are started again", error_chain(.0))]
     NoNetwork(CaptureError),
+    /// The run has lost its place in a served store, and has no other one yet.
+    #[error("the run has lost its place among the writers of the store, and has no other one yet")]
+    NoPlace(#[source] keyframe_store::Error),
+    /// A recording has lost its place in a served store.
+    #[error(
+        "the recording has lost its place among the writers of the store: it ends with its last \
+         checkpoint"
+    )]
+    PlaceLost,
     /// The encoder or the store failed.
     #[error(transparent)]
     Encode(keyframe_capture::EncodeError),

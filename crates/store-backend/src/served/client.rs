@@ -6,7 +6,8 @@
 //! ```
 //!
 //! Retries end if no answer has come for 8 s; for 1 s if this process never reached the server; at
-//! once if an earlier request waited in vain. All requests only read, so repeating them is safe.
+//! once if an earlier request waited in vain. Repeating a request is safe: it only reads, or it has a
+//! number that the server carries out once (`writer`).
 
 use super::address::ServerAddress;
 use super::connection::{self, ANCHOR_BYTES, ClientTls, Connection, ConnectionError};
@@ -43,6 +44,11 @@ pub struct ServeClient {
     /// A request waited in vain: the next ones fail at once, until the server answers again.
     is_gone: AtomicBool,
     patience: Duration,
+    /// Whether the leases of writers are renewed on a thread.
+    pub renews_leases: bool,
+    /// A server in this process, in place of one at the address.
+    #[cfg(any(test, feature = "testing"))]
+    direct: Option<std::sync::Arc<dyn super::DirectServer>>,
 }
 
 impl ServeClient {
@@ -56,7 +62,35 @@ impl ServeClient {
             has_met: AtomicBool::new(false),
             is_gone: AtomicBool::new(false),
             patience: PATIENCE,
+            renews_leases: true,
+            #[cfg(any(test, feature = "testing"))]
+            direct: None,
         }
+    }
+
+    /// Makes a client of a server in this process.
+    #[cfg(any(test, feature = "testing"))]
+    pub fn of_direct(
+        address: ServerAddress,
+        server: std::sync::Arc<dyn super::DirectServer>,
+    ) -> Self {
+        Self { direct: Some(server), renews_leases: false, ..Self::new(address) }
+    }
+
+    /// Passes requests to the server in this process, if it is one.
+    #[cfg(any(test, feature = "testing"))]
+    fn ask_directly(
+        &self,
+        operation: &'static str,
+        requests: &[Request],
+        sink: &mut dyn FnMut(usize, Answer) -> Result<()>,
+    ) -> Option<Result<()>> {
+        let server = self.direct.as_ref()?;
+        let mut each = requests.iter().enumerate();
+        Some(each.try_for_each(|(number, request)| {
+            let answer = server.answer(request).map_err(|e| self.unreached(operation, &e))?;
+            sink(number, answer)
+        }))
     }
 
     /// Shortens the patience.
@@ -99,16 +133,26 @@ impl ServeClient {
     /// Sends one request and returns its answer. `operation` and `name` are for the text of an
     /// error. Errors: the server refuses, cannot be reached, or sends an invalid answer.
     pub fn ask(&self, operation: &'static str, name: &str, request: Request) -> Result<Answer> {
+        match self.ask_answer(operation, name, request)? {
+            Answer::Refused(code, said) => Err(self.refused(operation, name, code, &said)),
+            answer => Ok(answer),
+        }
+    }
+
+    /// Sends one request and returns its answer, also a refusal. Errors: the server cannot be
+    /// reached, or sends an invalid answer.
+    pub fn ask_answer(
+        &self,
+        operation: &'static str,
+        name: &str,
+        request: Request,
+    ) -> Result<Answer> {
         let mut found = None;
         self.ask_all(operation, &[request], &mut |_, answer| {
             found = Some(answer);
             Ok(())
         })?;
-        match found {
-            Some(Answer::Refused(code, said)) => Err(self.refused(operation, name, code, &said)),
-            Some(answer) => Ok(answer),
-            None => Err(self.strange(operation, name, "no answer")),
-        }
+        found.ok_or_else(|| self.strange(operation, name, "no answer"))
     }
 
     /// Sends many requests. Passes each answer to `sink` with the index of its request, in rising
@@ -120,6 +164,10 @@ impl ServeClient {
         requests: &[Request],
         sink: &mut dyn FnMut(usize, Answer) -> Result<()>,
     ) -> Result<()> {
+        #[cfg(any(test, feature = "testing"))]
+        if let Some(answered) = self.ask_directly(operation, requests, sink) {
+            return answered;
+        }
         let mut done = 0;
         let mut last_came = Instant::now();
         let mut pause = PAUSE_FIRST;
@@ -213,7 +261,20 @@ impl ServeClient {
                 io::ErrorKind::InvalidInput,
                 Some("use the same version of keyframe on both sides".into()),
             ),
-            RefusalCode::None | RefusalCode::Failed => {
+            RefusalCode::Full => (
+                io::ErrorKind::StorageFull,
+                Some(
+                    "free some space on the server's host; sealed checkpoints are unharmed".into(),
+                ),
+            ),
+            RefusalCode::Exists => (io::ErrorKind::AlreadyExists, None),
+            RefusalCode::Denied => {
+                (io::ErrorKind::ReadOnlyFilesystem, Some(super::DENIED_FIX.into()))
+            }
+            RefusalCode::Busy | RefusalCode::Locked => {
+                (io::ErrorKind::ResourceBusy, Some("try again later".into()))
+            }
+            RefusalCode::None | RefusalCode::Failed | RefusalCode::Ended => {
                 (io::ErrorKind::Other, Some("check the store on the server: keyframe check".into()))
             }
         };
@@ -230,8 +291,9 @@ impl ServeClient {
             kind => kind,
         };
         let problem = format!("no answer from the checkpoint server: {error}");
-        let fix = "check that keyframe serve runs there and that the network is up, then run the \
-                   command again; everything received so far is cached";
+        let fix = "check that keyframe serve runs there and that the network is up; a run goes on by \
+                   itself, any other command has to be run again (everything received so far is \
+                   cached)";
         io_error(
             self.address.name.clone(),
             operation,

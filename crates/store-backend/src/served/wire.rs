@@ -13,13 +13,15 @@ mod answer;
 mod name;
 mod payload;
 mod request;
+mod write;
 
 pub use answer::{Answer, AnswerEncoding, AnswerHead, AnswerKind, RefusalCode};
 pub use payload::{
-    FileStat, decode_names, decode_stats, decode_welcome, encode_names, encode_stats,
-    encode_welcome,
+    FileStat, decode_names, decode_space, decode_stats, decode_welcome, encode_names, encode_space,
+    encode_stats, encode_welcome,
 };
 pub use request::Request;
+pub use write::{WriteAct, WriterId};
 
 /// The version of the protocol of checkpoint servers.
 pub const VERSION: u16 = 1;
@@ -27,6 +29,14 @@ pub const VERSION: u16 = 1;
 pub const MAGIC: [u8; 8] = *b"KFSERVE\n";
 /// The largest length of a request, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 32 << 10;
+/// The most bytes of a file that one act of a writer carries.
+pub const WRITE_BYTES_MAX: usize = 1 << 20;
+/// The largest length of a request to a server that accepts checkpoints, in bytes.
+pub const WRITE_REQUEST_BYTES_MAX: usize = WRITE_BYTES_MAX + (1 << 10);
+/// The most names in one act of a writer.
+pub const NAMES_PER_ACT_MAX: usize = 1000;
+/// The longest text with which a writer describes itself, in bytes.
+pub const HOLDER_BYTES_MAX: usize = 2048;
 /// The longest request of a client that has not shown its token yet, in bytes.
 pub const HELLO_BYTES_MAX: usize = 1 << 10;
 /// The largest length of a token, in bytes.

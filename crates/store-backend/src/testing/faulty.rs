@@ -266,7 +266,7 @@ impl Backend for FaultyBackend {
         state.clear_temporaries();
         drop(state);
         let start = StartGuard { state: self.state.clone(), process: Arc::clone(&self.process) };
-        Ok(StartingWriter { slot, start: Box::new(start) })
+        Ok(StartingWriter::new(slot, Box::new(start)))
     }
 
     fn writers(&self) -> Result<Vec<WriterEntry>> {

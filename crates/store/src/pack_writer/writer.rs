@@ -228,6 +228,18 @@ impl PackWriter {
         written
     }
 
+    /// Returns true if the writer has lost its place: see [`crate::Writer::is_lost`].
+    pub fn is_lost(&self) -> bool {
+        self.inner.own_slot.as_ref().is_some_and(|own| own.is_lost())
+    }
+
+    /// Frees the memory of the index and of the bases: the writer has lost its place, so nothing is
+    /// put any more.
+    pub fn free_memory(&mut self) {
+        self.index = Index::new(0, None);
+        self.forget_relations();
+    }
+
     /// Returns the size of the index.
     pub fn index_use(&self) -> IndexUse {
         self.index.usage()
@@ -270,7 +282,7 @@ impl PackWriter {
     pub(super) fn create(&mut self) -> Result<OpenPack> {
         let mut taken = 0;
         let (number, name, mut file) = loop {
-            if !is_remote(&self.inner.path) {
+            if self.inner.is_shared() || !is_remote(&self.inner.path) {
                 // Others may have created and removed higher ones.
                 self.next_pack = self.next_pack.max(self.inner.newest_pack()? + 1);
             }

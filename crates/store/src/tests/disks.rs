@@ -250,3 +250,37 @@ fn a_base_is_that_of_the_checkpoint_that_it_was_set_for() {
     };
     assert_eq!((blank(first), blank(second)), (vec![false, false], vec![false, true]));
 }
+
+/// RAM is plugged in or out, and the next run goes on with the same disks: their blocks follow the RAM.
+#[test]
+fn disks_stay_the_same_if_ram_grows_or_shrinks() {
+    let medium = FaultyBackend::default();
+    let store = init_on(&medium).unwrap();
+    let mut writer = store.lock_writer_tuned("test", TINY).unwrap();
+    let begin = |writer: &mut crate::Writer, pages: u64, state| {
+        writer.begin_run_with("vm", &layout(pages), disk_metas(), state).unwrap()
+    };
+    let mut disks: Disks = vec![None; 80];
+    let mut run = begin(&mut writer, RAM_PAGES, DiskState::default());
+    for (block, number) in [(0, 101), (49, 103), (50, 105), (79, 107)] {
+        let (disk, at) = place(block);
+        run.put_block(disk, at, &content(number)).unwrap();
+        disks[block as usize] = Some(number);
+    }
+    run.put_zero_blocks(0, 20, 5).unwrap();
+    disks[20..25].fill(Some(0));
+    let first = seal(&mut run, RAM_PAGES).unwrap().id;
+    for pages in [RAM_PAGES + 5, RAM_PAGES - 3] {
+        let state = run.disk_state();
+        run.finish().unwrap();
+        run = begin(&mut writer, pages, state);
+        let sealed = seal(&mut run, pages).unwrap().id;
+        assert_disks(&store, sealed, &disks);
+        // The same from a checkpoint with other RAM.
+        run.put_disks_of(first).unwrap();
+        let again = seal(&mut run, pages).unwrap().id;
+        assert_disks(&store, again, &disks);
+    }
+    run.finish().unwrap();
+    assert_clean(&store);
+}

@@ -24,8 +24,8 @@ use zeroize::Zeroizing;
 const SECRET: &str = "a secret of the test's";
 
 /// A server of a store in this process; it ends when it is dropped.
-struct Running {
-    address: SocketAddr,
+pub struct Running {
+    pub address: SocketAddr,
     fingerprint: String,
     server: Arc<Server>,
     stop: Arc<AtomicBool>,
@@ -38,8 +38,18 @@ impl Running {
     }
 
     fn at(store: &Path, listen: SocketAddr, identity: ServerIdentity) -> Self {
+        Self::with(store, listen, identity, None)
+    }
+
+    /// Also accepts checkpoints, if there is a lease for writers.
+    pub fn with(
+        store: &Path,
+        listen: SocketAddr,
+        identity: ServerIdentity,
+        writers_lease: Option<Duration>,
+    ) -> Self {
         let token = Some(Zeroizing::new(SECRET.as_bytes().to_vec()));
-        let options = ServerOptions { listen, token, identity, connections_max: 64 };
+        let options = ServerOptions { listen, token, identity, connections_max: 64, writers_lease };
         let server = Arc::new(Server::bind(store, options).unwrap());
         let stop = Arc::new(AtomicBool::new(false));
         let (running, until) = (server.clone(), stop.clone());
@@ -58,11 +68,11 @@ impl Running {
     }
 
     /// As a process of the node whose cache is in that directory sees it.
-    fn client(&self, cache: &Path) -> ServedBackend {
+    pub fn client(&self, cache: &Path) -> ServedBackend {
         client(self.address, &self.fingerprint, SECRET, cache)
     }
 
-    fn store(&self, cache: &Path) -> Store {
+    pub fn store(&self, cache: &Path) -> Store {
         Store::open_on(Arc::new(self.client(cache)), Path::new("kf://test")).unwrap()
     }
 }
@@ -163,7 +173,7 @@ impl Backend for Mixed {
     }
 }
 
-fn init(dir: &Path) -> PathBuf {
+pub fn init(dir: &Path) -> PathBuf {
     let place = dir.join("store");
     Store::init(&place).unwrap();
     place

@@ -56,10 +56,22 @@ pub enum RefusalCode {
     TooLong,
     /// The server's own storage failed.
     Failed,
+    /// The server's medium is full.
+    Full,
+    /// The name is taken already.
+    Exists,
+    /// The writer has no place in the store: its lease has ended, or the server has been restarted.
+    Ended,
+    /// The server accepts no checkpoints, or not what this one asks for.
+    Denied,
+    /// Another writer starts; the client asks again.
+    Busy,
+    /// A process has the store for itself. The text describes it.
+    Locked,
 }
 
 impl RefusalCode {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 13] = [
         Self::None,
         Self::NotFound,
         Self::Ends,
@@ -67,6 +79,12 @@ impl RefusalCode {
         Self::Strange,
         Self::TooLong,
         Self::Failed,
+        Self::Full,
+        Self::Exists,
+        Self::Ended,
+        Self::Denied,
+        Self::Busy,
+        Self::Locked,
     ];
 
     fn number(self) -> u16 {

@@ -2,6 +2,7 @@
 
 use super::name::{put_name, read_name};
 use super::{HEAD_BYTES, LIST_BYTES_MAX, MAGIC, VERSION};
+use crate::Space;
 use keyframe_bytes::ByteReader;
 
 /// The shortest file name of a store besides tags, that of a pack, with its length before it.
@@ -77,6 +78,22 @@ pub fn decode_stats(bytes: &[u8], count: usize) -> Result<Vec<Option<FileStat>>,
         stats.push(Some(FileStat { identity, modified, len_bytes, head }));
     }
     if reader.is_empty() { Ok(stats) } else { Err("more file states than requested".into()) }
+}
+
+/// Encodes the space of a medium; `None` if the medium does not tell.
+pub fn encode_space(space: Option<Space>) -> Vec<u8> {
+    let numbers = space.into_iter().flat_map(|space| [space.total_bytes, space.free_bytes]);
+    numbers.flat_map(u64::to_le_bytes).collect()
+}
+
+/// Decodes the space of a medium. Error, as a text: the bytes are too few or too many.
+pub fn decode_space(bytes: &[u8]) -> Result<Option<Space>, String> {
+    let mut reader = ByteReader::new(bytes);
+    if reader.is_empty() {
+        return Ok(None);
+    }
+    let space = Space { total_bytes: reader.u64_le()?, free_bytes: reader.u64_le()? };
+    if reader.is_empty() { Ok(Some(space)) } else { Err("bytes after the space".into()) }
 }
 
 /// Encodes file names, each after its length in one byte. Cuts a name of more than 255 bytes.

@@ -1,9 +1,10 @@
 //! The requests of a client and their encoding.
 
 use super::name::{put_name, read_name};
+use super::write::read_flag;
 use super::{
-    HEAD_BYTES, KnownHash, LIST_BYTES_MAX, MAGIC, RANGE_BYTES_MAX, STATS_MAX, TOKEN_BYTES_MAX,
-    VERSION,
+    HEAD_BYTES, HOLDER_BYTES_MAX, KnownHash, LIST_BYTES_MAX, MAGIC, RANGE_BYTES_MAX, STATS_MAX,
+    TOKEN_BYTES_MAX, VERSION, WriteAct, WriterId,
 };
 use keyframe_bytes::ByteReader;
 
@@ -50,6 +51,34 @@ pub enum Request {
     },
     /// Asks which processes write and prune, and for the boot id of the server's machine.
     State,
+    /// Asks for a place among the writers of the store. The client repeats it until the server has
+    /// granted or refused one.
+    Join {
+        /// A random number that the client has chosen for this writer.
+        writer: WriterId,
+        /// The text with which the writer describes itself.
+        holder: String,
+    },
+    /// Does something as a writer.
+    Write {
+        /// The writer.
+        writer: WriterId,
+        /// The number of the act: higher than that of each act before.
+        sequence: u64,
+        /// The act.
+        act: WriteAct,
+    },
+    /// Renews the lease of a writer's place.
+    Renew {
+        /// The writer.
+        writer: WriterId,
+        /// True if it has started: others may start.
+        has_started: bool,
+    },
+    /// Asks what each writer says about itself.
+    Writers,
+    /// Asks for the size and the free space of the medium.
+    Space,
 }
 
 const HELLO: u8 = 1;
@@ -58,6 +87,13 @@ const FILE: u8 = 3;
 const STAT: u8 = 4;
 const RANGE: u8 = 5;
 const STATE: u8 = 6;
+const JOIN: u8 = 7;
+const WRITE: u8 = 8;
+const RENEW: u8 = 9;
+const WRITERS: u8 = 10;
+const SPACE: u8 = 11;
+/// The longest answer to a writer: it has no bytes of files.
+const TO_WRITER_BYTES_MAX: u64 = 64 << 10;
 
 impl Request {
     /// Appends the encoded request, with its length first.
@@ -98,6 +134,25 @@ impl Request {
                 put_known(out, known.as_ref());
             }
             Self::State => out.push(STATE),
+            Self::Join { writer, holder } => {
+                out.push(JOIN);
+                out.extend(writer);
+                out.extend((holder.len() as u16).to_le_bytes());
+                out.extend(holder.as_bytes());
+            }
+            Self::Write { writer, sequence, act } => {
+                out.push(WRITE);
+                out.extend(writer);
+                out.extend(sequence.to_le_bytes());
+                act.encode(out);
+            }
+            Self::Renew { writer, has_started } => {
+                out.push(RENEW);
+                out.extend(writer);
+                out.push(u8::from(*has_started));
+            }
+            Self::Writers => out.push(WRITERS),
+            Self::Space => out.push(SPACE),
         }
         let len = (out.len() - start - 4) as u32;
         if let Some(place) = out.get_mut(start..start + 4) {
@@ -159,6 +214,23 @@ impl Request {
                 Self::Range { name, identity, offset, len_bytes, known: known(reader)? }
             }
             [STATE] => Self::State,
+            [JOIN] => {
+                let writer = reader.array()?;
+                let len = usize::from(reader.u16_le()?);
+                if len > HOLDER_BYTES_MAX {
+                    return Err(format!("a description of {len} bytes"));
+                }
+                let holder = String::from_utf8(reader.take(len)?.to_vec());
+                let holder = holder.map_err(|_| "a description that is not text")?;
+                Self::Join { writer, holder }
+            }
+            [WRITE] => {
+                let (writer, sequence) = (reader.array()?, reader.u64_le()?);
+                Self::Write { writer, sequence, act: WriteAct::parse(reader)? }
+            }
+            [RENEW] => Self::Renew { writer: reader.array()?, has_started: read_flag(reader)? },
+            [WRITERS] => Self::Writers,
+            [SPACE] => Self::Space,
             [kind] => return Err(format!("kind {kind}")),
         })
     }
@@ -166,7 +238,10 @@ impl Request {
     /// Returns the longest answer to this request that a client accepts, in bytes after decoding.
     pub fn answer_bytes_max(&self) -> u64 {
         match self {
-            Self::Hello { .. } | Self::List { .. } | Self::State => LIST_BYTES_MAX,
+            Self::Hello { .. } | Self::List { .. } | Self::State | Self::Writers => LIST_BYTES_MAX,
+            Self::Join { .. } | Self::Write { .. } | Self::Renew { .. } | Self::Space => {
+                TO_WRITER_BYTES_MAX
+            }
             Self::File { len_bytes_max, .. } => *len_bytes_max,
             Self::Stat { names } => names.len() as u64 * (32 + HEAD_BYTES as u64),
             Self::Range { len_bytes, .. } => u64::from(*len_bytes),

@@ -23,7 +23,34 @@ fn requests() -> Vec<Request> {
             known: None,
         },
         Request::State,
+        Request::Join { writer: [1; 16], holder: "me".into() },
+        Request::Renew { writer: [1; 16], has_started: true },
+        Request::Writers,
+        Request::Space,
     ]
+    .into_iter()
+    .chain(acts().map(|act| Request::Write { writer: [2; 16], sequence: 1 << 40, act }))
+    .collect()
+}
+
+fn acts() -> impl Iterator<Item = WriteAct> {
+    let name = || "packs/00000001.pack".to_owned();
+    [
+        WriteAct::Started,
+        WriteAct::Tell { state: b"{}".to_vec() },
+        WriteAct::Create { name: name() },
+        WriteAct::Append { name: name(), offset: 1 << 33, bytes: vec![1, 2] },
+        WriteAct::SyncOpen { name: name() },
+        WriteAct::Truncate { name: name(), len_bytes: 7 },
+        WriteAct::Close { name: name() },
+        WriteAct::Stage { offset: 0, bytes: vec![3] },
+        WriteAct::Put { name: "tags/a".into(), is_new: true, staged: 1, bytes: Vec::new() },
+        WriteAct::Remove { name: name() },
+        WriteAct::RemoveAll { folder: "packs".into(), names: vec!["00000001.pack".into()] },
+        WriteAct::Sync { name: name() },
+        WriteAct::Leave,
+    ]
+    .into_iter()
 }
 
 #[test]
@@ -56,6 +83,24 @@ fn bounds_are_kept() {
     bytes.clear();
     range.encode(&mut bytes);
     assert!(Request::decode(&bytes[4..]).is_err());
+    let append = |len: usize| {
+        let (name, bytes) = ("x".repeat(255), vec![0; len]);
+        let act = WriteAct::Append { name, offset: 0, bytes };
+        let mut encoded = Vec::new();
+        Request::Write { writer: [0; 16], sequence: 1, act }.encode(&mut encoded);
+        encoded
+    };
+    let longest = append(WRITE_BYTES_MAX);
+    assert!(longest.len() - 4 <= WRITE_REQUEST_BYTES_MAX && Request::decode(&longest[4..]).is_ok());
+    assert!(Request::decode(&append(WRITE_BYTES_MAX + 1)[4..]).is_err());
+}
+
+#[test]
+fn the_space_comes_back() {
+    for space in [None, Some(crate::Space { total_bytes: 1 << 40, free_bytes: 7 })] {
+        assert_eq!(decode_space(&encode_space(space)), Ok(space));
+    }
+    assert!(decode_space(&[0; 9]).is_err() && decode_space(&[0; 24]).is_err());
 }
 
 fn answer(head: AnswerHead, body: &[u8], most: u64) -> io::Result<(Answer, u64)> {

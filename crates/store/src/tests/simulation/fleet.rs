@@ -7,6 +7,8 @@
 //!             or a look: what is sealed can be read, and what would be after a power loss at this instant
 //!           a process: killed at some operation │ its sync fails │ the disk is full
 //!           between two acts: power loss, which ends all processes
+//!           a third of the writers is elsewhere, behind a checkpoint server (`served`): messages and answers are lost or come
+//!             twice; its lease ends while it stands still, and it comes back late
 //! ```
 //!
 //! A process that is interrupted stands still while others work: it holds its place in the store
@@ -17,7 +19,9 @@
 //! number is given twice, unless power loss has freed it.
 
 mod look;
+mod served;
 
+use super::super::direct_server::DirectWriters;
 use super::super::observed::{ObservedMedium, Observer};
 use super::super::{TINY, encrypted, init_on, layout, on, request};
 use super::world::{BLOCKS, Fact, Guest, Image, RAM_PAGES, change, disk, put};
@@ -29,6 +33,7 @@ use crate::{
 use keyframe_locks::IgnorePoison;
 use keyframe_store_backend::testing::{FaultyBackend, SeededRandom};
 use keyframe_units::CheckpointId;
+use served::OfServer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::Path;
@@ -46,7 +51,7 @@ const PRUNE_WAIT: Duration = Duration::from_micros(400);
 const LOOKS_MAX: u32 = 30;
 
 /// What must have come for the seeds to have tested anything.
-const MUST_COME: [&str; 16] = [
+const MUST_COME: [&str; 19] = [
     "two starts at once",
     "sealed",
     "seal failed",
@@ -63,6 +68,9 @@ const MUST_COME: [&str; 16] = [
     "taken by power loss",
     "failed sync",
     "full disk",
+    "writer elsewhere",
+    "message or answer lost",
+    "late writer refused",
 ];
 
 /// A writer with its run.
@@ -70,6 +78,8 @@ struct Member {
     /// Counts the processes that were writers.
     serial: u64,
     medium: FaultyBackend,
+    /// The connection to its server, if it is elsewhere.
+    elsewhere: Option<OfServer>,
     writer: Option<Writer>,
     run: Option<Run>,
     guest: Guest,
@@ -91,6 +101,8 @@ struct Known {
 struct Fleet {
     medium: Mutex<FaultyBackend>,
     members: Vec<Mutex<Option<Member>>>,
+    /// The servers of writers elsewhere.
+    servers: Mutex<Vec<Arc<DirectWriters>>>,
     known: Mutex<Known>,
     chance: Mutex<SeededRandom>,
     depth: AtomicU32,
@@ -145,6 +157,7 @@ impl Fleet {
         Arc::new(Self {
             medium: Mutex::new(medium),
             members: (0..members).map(|_| Mutex::default()).collect(),
+            servers: Mutex::default(),
             known: Mutex::default(),
             chance: Mutex::new(chance),
             depth: AtomicU32::new(0),
@@ -204,9 +217,10 @@ impl Fleet {
     /// An act of some process that does not stand still.
     fn act(self: &Arc<Self>) {
         self.depth.fetch_add(1, Ordering::Relaxed);
-        match self.below(12) {
-            0..2 => self.forget(),
-            2..4 => self.prune(),
+        match self.below(25) {
+            0..4 => self.forget(),
+            4..8 => self.prune(),
+            8 => self.end_a_lease(),
             _ => {
                 let at = self.below(self.members.len() as u64) as usize;
                 if let Some(mut member) = self.members.get(at).and_then(idle) {
@@ -233,12 +247,15 @@ impl Fleet {
             1 => {
                 let followed = at_work.run.as_mut().map_or(Ok(()), Run::follow_prune);
                 if let Err(error) = followed {
-                    assert!(self.is_due(&error, &at_work.medium), "follow: {error}");
+                    assert!(self.may_fail(&error, at_work), "follow: {error}");
                     at_work.guest.owed = true;
                     at_work.run.as_mut().map(Run::abandon);
                 }
             }
             _ => self.seal(at_work),
+        }
+        if member.as_mut().is_some_and(|member| self.is_late(member)) {
+            *member = None;
         }
         if member.as_ref().is_some_and(|member| member.medium.is_dead()) {
             self.came("killed", 1);
@@ -253,8 +270,15 @@ impl Fleet {
         if self.below(8) == 0 {
             medium.kill_in(self.below(40));
         }
-        let tuning = random_tuning(&mut |end| self.below(end));
-        let begun = self.open(&medium).and_then(|store| {
+        let mut tuning = random_tuning(&mut |end| self.below(end));
+        let (elsewhere, opened) = if self.below(3) == 0 {
+            tuning.durability = Durability::Checkpoint;
+            let (elsewhere, opened) = self.open_elsewhere(&medium);
+            (Some(elsewhere), opened)
+        } else {
+            (None, self.open(&medium))
+        };
+        let begun = opened.and_then(|store| {
             // It settles what dead writers left. Those that die meanwhile are left to the next one.
             let before = self.living();
             let sealed = locked(&self.known).facts.keys().copied().collect::<BTreeSet<_>>();
@@ -282,7 +306,9 @@ impl Fleet {
             }
             Err(error) => {
                 self.tell(format!("a writer does not start: {error}"));
-                assert!(self.is_due(&error, &medium), "start: {error}");
+                // Its lease may have ended, or its server cannot settle what others left.
+                let is_due = elsewhere.is_some() || self.is_due(&error, &medium);
+                assert!(is_due, "start: {error}");
                 return None;
             }
         };
@@ -291,7 +317,9 @@ impl Fleet {
         let mut image: Image = vec![Some(0); RAM_PAGES];
         image.resize(RAM_PAGES + if has_disk { BLOCKS } else { 0 }, None);
         let guest = Guest { image, owed: false };
-        Some(Member { serial, medium, writer: Some(writer), run: Some(run), guest, tuning })
+        self.came("writer elsewhere", u64::from(elsewhere.is_some()));
+        let (writer, run) = (Some(writer), Some(run));
+        Some(Member { serial, medium, elsewhere, writer, run, guest, tuning })
     }
 
     /// The writers that have not ended. One that stands still has not.
@@ -309,10 +337,13 @@ impl Fleet {
     }
 
     fn end(self: &Arc<Self>, member: Option<Member>) {
-        let Some(Member { serial, medium, writer, run, tuning, .. }) = member else { return };
+        let Some(mut member) = member else { return };
+        let (serial, tuning) = (member.serial, member.tuning);
         self.tell(format!("writer {serial} ends"));
-        let finished = run.map_or(Ok(()), Run::finish);
-        drop(writer);
+        let finished = member.run.take().map_or(Ok(()), Run::finish);
+        let is_due = finished.as_ref().err().is_some_and(|error| self.may_fail(error, &member));
+        let medium = member.medium.clone();
+        drop(member);
         let doubt = on(&locked(&self.medium)).and_then(|store| store.inner().in_doubt());
         let is_marked = tuning.durability != Durability::Checkpoint && medium.is_dead();
         match (finished, doubt) {
@@ -323,7 +354,7 @@ impl Fleet {
                     self.know_durable(serial, doubt);
                 }
             }
-            (Err(error), _) => assert!(self.is_due(&error, &medium), "end: {error}"),
+            (Err(error), _) => assert!(is_due, "end: {error}"),
             _ => {}
         }
     }
@@ -337,7 +368,9 @@ impl Fleet {
     }
 
     fn seal(self: &Arc<Self>, member: &mut Member) {
-        let Member { serial, medium, run: Some(run), guest, tuning, .. } = member else { return };
+        // Messages that were lost before are no reason.
+        let _ = member.elsewhere.as_ref().map(OfServer::was_disturbed);
+        let Member { serial, run: Some(run), guest, tuning, .. } = &mut *member else { return };
         let mut next = guest.image.clone();
         change(&mut locked(&self.chance), &mut next);
         locked(&self.known).strangers.push(next.clone());
@@ -349,9 +382,9 @@ impl Fleet {
             Err(error) => {
                 self.came("seal failed", 1);
                 self.tell(format!("writer {serial}: {error}"));
-                assert!(self.is_due(&error, medium), "seal: {error}");
                 *guest = Guest { image: next, owed: true };
                 run.abandon();
+                assert!(self.may_fail(&error, member), "seal: {error}");
             }
             Ok(sealed) => {
                 self.tell(format!("writer {serial} sealed {}", sealed.id));
