@@ -305,8 +305,8 @@ impl Run {
         if !same_disks {
             return Err(Error::LayoutChanged { run: self.id(), epoch: self.epoch.0 });
         }
-        let map = self.inner.read_maps(&meta)?.1;
-        let mut map = map.behind(meta.ram.len_pages(), self.ram.len_pages());
+        let (there, here) = (meta.ram.len_pages(), self.ram.len_pages());
+        let mut map = self.inner.read_maps(&meta)?.1.behind(there, here);
         // A prune at work may not have rewritten this map yet.
         let session = self.session.as_deref_mut().ok_or(Error::RunOpen)?;
         let records = map.records().collect();
@@ -423,9 +423,7 @@ impl Run {
         self.progress.undo();
         if let Ok(session) = self.session() {
             session.packs.return_space();
-            if session.packs.is_lost() {
-                session.packs.free_memory();
-            }
+            session.packs.free_memory_if_lost();
             // The steps of the next checkpoint are its own.
             session.packs.take_times();
         }

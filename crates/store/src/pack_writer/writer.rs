@@ -229,15 +229,17 @@ impl PackWriter {
     }
 
     /// Returns true if the writer has lost its place: see [`crate::Writer::is_lost`].
-    pub fn is_lost(&self) -> bool {
+    fn is_lost(&self) -> bool {
         self.inner.own_slot.as_ref().is_some_and(|own| own.is_lost())
     }
 
-    /// Frees the memory of the index and of the bases: the writer has lost its place, so nothing is
-    /// put any more.
-    pub fn free_memory(&mut self) {
-        self.index = Index::new(0, None);
-        self.forget_relations();
+    /// Frees the memory of the index and of the bases if the writer has lost its place: then nothing
+    /// is put any more.
+    pub fn free_memory_if_lost(&mut self) {
+        if self.is_lost() {
+            self.index = Index::new(0, None);
+            self.forget_relations();
+        }
     }
 
     /// Returns the size of the index.
