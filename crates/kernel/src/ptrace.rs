@@ -84,6 +84,7 @@ unsafe impl Plain for libc::user_regs_struct {}
 unsafe impl Plain for libc::siginfo_t {}
 
 /// A thread that this thread traces.
+#[derive(Clone, Copy)]
 pub(crate) struct Tracee<'p> {
     process: &'p Process,
     thread_bound: PhantomData<*mut ()>,
@@ -99,6 +100,24 @@ impl<'p> Tracee<'p> {
         let seized = tracee
             .seize_with(OPTION_SYSCALL_GOOD | OPTION_SUSPEND_SECCOMP)
             .or_else(|_| tracee.seize_with(OPTION_SYSCALL_GOOD));
+        tracee.seized(seized)
+    }
+
+    /// Begins to trace as [`Self::seize`] does, but only if the kernel suspends the seccomp filter.
+    /// Errors: those of [`Self::seize`]; [`Error::SeccompStays`] if the filter cannot be suspended.
+    pub fn seize_unfiltered(process: &'p Process) -> Result<Self> {
+        let tracee = Self { process, thread_bound: PhantomData };
+        let Err(source) = tracee.seize_with(OPTION_SYSCALL_GOOD | OPTION_SUSPEND_SECCOMP) else {
+            return Ok(tracee);
+        };
+        // Without the option the kernel says whether it is the option that it refuses. The end of
+        // this thread ends the tracing.
+        tracee.seize_with(OPTION_SYSCALL_GOOD).or_else(|_| tracee.seized(Err(source)).map(drop))?;
+        Err(Error::SeccompStays { pid: process.pid() })
+    }
+
+    fn seized(self, seized: io::Result<()>) -> Result<Self> {
+        let (tracee, process) = (self, self.process);
         let Err(source) = seized else { return Ok(tracee) };
         process.ensure_alive("attach")?;
         let other =

@@ -3,13 +3,12 @@
 use crate::restore::lazy::Lazy;
 use crate::restore::{self, Plan, RestoreOptions, Restored};
 use crate::vm::Origin;
-use crate::watchdog::Watchdog;
 use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm, WritableNode};
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
     Ability, AuditFinding, Capabilities, ForeignOperation, GuestEnd, LazyLoading, Lineage,
-    PauseWatchdog, PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
+    PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
     Restorer, Resumer, RollbackTarget, RunState, SavedPause, StopOutcome, VmEvent, VmExit,
     VmOrigin, Vmm, VmmError, VmmErrorKind,
 };
@@ -18,8 +17,6 @@ use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long the watchdog gets to resume a VM whose monitor does not answer the engine.
-const RESCUE_TIME: Duration = Duration::from_millis(300);
 /// How long a new connection to the monitor may take.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -269,34 +266,6 @@ fn vm_event(event: &QmpEvent, left_out: &[WritableNode]) -> Option<VmEvent> {
             Some(VmEvent::GuestFailed(GuestEnd::WatchdogExpired))
         }
         _ => None,
-    }
-}
-
-impl PauseWatchdog for Watchdog {
-    fn arm(&mut self, limit: Duration) -> Result<(), VmmError> {
-        Ok(self.arm(limit)?)
-    }
-
-    fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError> {
-        Ok(self.arm_for_pipe(limit)?)
-    }
-
-    fn disarm(&mut self) -> Result<bool, VmmError> {
-        Ok(self.disarm()?.0)
-    }
-
-    fn forbid_running(&mut self) -> Result<bool, VmmError> {
-        Ok(self.between()?.0)
-    }
-
-    fn resume_now(&mut self) {
-        if self.fire_now().is_ok() {
-            std::thread::sleep(RESCUE_TIME);
-        }
-    }
-
-    fn end(self: Box<Self>) {
-        (*self).end();
     }
 }
 

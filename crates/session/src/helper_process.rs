@@ -54,6 +54,11 @@ pub fn run_if_asked() {
 /// One word alone is the path of QEMU's monitor socket. Error: the words are invalid, or the VM
 /// cannot be resumed.
 pub fn watch(words: &[OsString]) -> Result<()> {
+    if words.first().is_some_and(|word| word == keyframe_firecracker::watchdog::WORD) {
+        let watched =
+            keyframe_firecracker::watchdog::run(words, std::io::stdin(), std::io::stdout());
+        return Ok(watched.map_err(keyframe_vmm::VmmError::from)?);
+    }
     let watched = match words {
         [path] => Watched::by_monitor(path.into()),
         words => Watched::parse(words)?,

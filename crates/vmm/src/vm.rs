@@ -8,6 +8,8 @@ use keyframe_units::RamLayout;
 use std::any::Any;
 use std::fmt;
 use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::Duration;
 
@@ -159,6 +161,12 @@ pub trait Vmm: Send {
     /// the VMM refuses or does not answer.
     fn audit(&mut self) -> Result<Vec<AuditFinding>, VmmError>;
 
+    /// Returns the files that the guest can only read, which [`Vmm::spec`] does not describe: the
+    /// name of each drive, and its path. Error: the VMM refuses or does not answer.
+    fn read_only_media(&mut self) -> Result<Vec<(String, PathBuf)>, VmmError> {
+        Ok(Vec::new())
+    }
+
     /// Returns the RAM blocks with their addresses in the VMM's process, in page order. Error: the
     /// VMM refuses or does not answer.
     fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError>;
@@ -175,6 +183,12 @@ pub trait Vmm: Send {
     /// for disks with direct I/O. Error: the VMM refuses or does not answer.
     fn pins_ram(&mut self) -> Result<bool, VmmError> {
         Ok(false)
+    }
+
+    /// Returns true if the VMM's seccomp filter ends or traps its threads for a system call that
+    /// the VMM itself never makes. Such a VMM may be attached to only while the filter is suspended.
+    fn traps_unknown_calls(&self) -> bool {
+        false
     }
 
     /// Returns the results of [`Vmm::ram_layout`] and [`Vmm::discards_ram`], in one request if the
@@ -329,6 +343,12 @@ pub trait Vmm: Send {
     /// Leaves the guest running together with everything that it needs from this process. Returns
     /// the VMM's process id.
     fn leave_running(self: Box<Self>) -> u32;
+
+    /// Returns a copy of the connection to the VMM's monitor, which tests break; `None` if there is
+    /// none.
+    fn monitor_connection(&self) -> Option<OwnedFd> {
+        None
+    }
 
     /// Returns the VM as its driver's own type, for abilities of one VMM only (recording, for
     /// example).

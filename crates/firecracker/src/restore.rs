@@ -1,0 +1,339 @@
+//! Starts VMs from checkpoints.
+//!
+//! ```text
+//!   checkpoint ─▶ RAM: memfd, sealed ◀── mapped privately ── Firecracker 1   its own: the pages that it wrote
+//!              └▶ device state: memfd ◀── mapped privately ── Firecracker 2
+//! ```
+//!
+//! Firecracker inherits both files and opens them below its own `/proc/self/fd`. Afterwards it needs
+//! neither this process nor the files.
+
+use crate::api::MemoryBackend;
+use crate::attach::command_line;
+use crate::config::VmConfig;
+use crate::identity::Identity;
+use crate::launch::wait_for_api;
+use crate::process::Lifetime;
+use crate::state_file::{check, memfd};
+use crate::vm::{FirecrackerVm, Parts};
+use crate::{Error, Result, capabilities, ram};
+use keyframe_kernel::memfd_filler::MemfdFiller;
+use keyframe_machine::{Lineage, MachineSpec, RamSource, VmmKind};
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
+use keyframe_vmm::{
+    Ability, Capabilities, PlanOptions, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
+    Restorer, Unsupported, Vmm, VmmError, VmOrigin,
+};
+use rustix::fs::{SealFlags, fcntl_add_seals};
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Instant;
+
+/// Pages that are read at once: 16 MiB.
+const PIECE_PAGES: u64 = 4096;
+
+/// Restores checkpoints of Firecracker's VMs.
+#[derive(Clone, Debug, Default)]
+pub struct FirecrackerRestorer;
+
+/// The RAM of a checkpoint, filled once, from which any number of VMs start.
+#[derive(Debug)]
+pub struct SharedRam {
+    file: File,
+    layout: RamLayout,
+    /// How long the filling took, in nanoseconds.
+    pub filled_ns: u64,
+}
+
+impl SharedRam {
+    /// Fills memory with the RAM of `layout` from `source`. Errors: the source cannot be read; no
+    /// memory for the RAM.
+    pub fn fill(layout: &RamLayout, source: &dyn RamSource) -> Result<Self> {
+        let began = Instant::now();
+        let file = memfd("keyframe-ram")?;
+        let operation = "make the memory of the VM";
+        file.set_len(layout.len_bytes()).map_err(Error::io(operation))?;
+        fill(&file, layout, source).map_err(Error::io("load the RAM of the checkpoint"))?;
+        // The clones share it: none may change it.
+        let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        fcntl_add_seals(&file, seals).map_err(Error::io("seal the memory of the VM"))?;
+        Ok(Self { file, layout: layout.clone(), filled_ns: elapsed_ns(began) })
+    }
+}
+
+fn fill(file: &File, layout: &RamLayout, source: &dyn RamSource) -> io::Result<()> {
+    // A mapped file cannot be sealed, so the filler ends with this function.
+    let filler = MemfdFiller::over(file.as_fd(), layout.len_bytes()).ok();
+    let pages = layout.len_pages();
+    let mut next = 0;
+    while next < pages {
+        let range = PageRange::new(PageIndex(next), PIECE_PAGES.min(pages - next));
+        source.read(range, &mut |page, content| {
+            if page < range.first || page >= range.end() {
+                return Err(io::Error::other("the source gave a page that was not asked for"));
+            }
+            let offset = page.0 * PAGE_BYTES as u64;
+            match &filler {
+                Some(filler) => filler.place(offset, content).map(drop).map_err(io::Error::other),
+                None => file.write_all_at(content, offset),
+            }
+        })?;
+        next += range.len_pages;
+    }
+    Ok(())
+}
+
+/// A restore that is ready to start.
+#[derive(Debug)]
+pub struct Plan {
+    binary: PathBuf,
+    machine: MachineSpec,
+    ram: RamLayout,
+    arguments: Vec<OsString>,
+    socket: Option<PathBuf>,
+    paused: bool,
+    lineage: Option<Lineage>,
+    log: Option<PathBuf>,
+    output: Option<PathBuf>,
+    notes: Vec<String>,
+}
+
+impl Plan {
+    /// Checks that `source` can be restored on this host, and plans the restore. Errors: it is the
+    /// checkpoint of another VMM; the binary is another version, or cannot be run; a drive's file
+    /// is missing.
+    pub fn new(source: RestoreSource, options: PlanOptions) -> Result<Self> {
+        let RestoreSource { machine, ram } = source;
+        let refuse = |problem: String, fix: &str| Error::Restore { problem, fix: fix.into() };
+        if machine.vmm != VmmKind::Firecracker {
+            return Err(refuse(
+                format!("the checkpoint is of a VM of {}", machine.vmm),
+                "restore it with its VMM",
+            ));
+        }
+        let binary = options.binary.unwrap_or_else(|| machine.binary().to_owned());
+        let identity = Identity::of_binary(&binary).map_err(|error| {
+            refuse(
+                format!("the checkpoint's Firecracker cannot be run: {error}"),
+                "name another binary of the same version: --vmm PATH",
+            )
+        })?;
+        let mut notes = Vec::new();
+        if identity.version != machine.vmm_version {
+            return Err(refuse(
+                format!(
+                    "{} is Firecracker {}, and the checkpoint was taken with {}",
+                    binary.display(),
+                    identity.version,
+                    machine.vmm_version
+                ),
+                "name a binary of the checkpoint's version: --vmm PATH",
+            ));
+        }
+        if identity.blake3 != machine.binary_blake3 {
+            notes.push(format!(
+                "{} is another build of Firecracker {} than the checkpoint's",
+                binary.display(),
+                identity.version
+            ));
+        }
+        let config = machine.vmm_config.as_deref().and_then(|text| VmConfig::parse(text).ok());
+        let config = config.ok_or_else(|| {
+            refuse(
+                "the checkpoint does not hold the configuration of its VM".into(),
+                "restore another checkpoint",
+            )
+        })?;
+        if ram.len_bytes() != ram::regions(config.machine.mem_size_mib).iter().map(|r| r.len_bytes).sum::<u64>() {
+            return Err(refuse(
+                "the checkpoint's RAM is not that of its configuration".into(),
+                "restore another checkpoint",
+            ));
+        }
+        let directory = machine.directory();
+        for drive in &config.drives {
+            let path = drive.path_on_host.as_ref().map(|path| directory.join(path));
+            if let Some(path) = path.filter(|path| !path.exists()) {
+                return Err(refuse(
+                    format!("the file of drive {} is missing: {}", drive.drive_id, path.display()),
+                    "put it back",
+                ));
+            }
+        }
+        Ok(Self {
+            binary,
+            machine,
+            ram,
+            arguments: options.arguments,
+            socket: None,
+            paused: options.paused,
+            lineage: options.lineage,
+            log: options.log,
+            output: None,
+            notes,
+        })
+    }
+
+    /// Has the VM's API at `socket`, in place of a socket in a directory that is removed with the
+    /// VM.
+    #[must_use]
+    pub fn at_socket(self, socket: PathBuf) -> Self {
+        Self { socket: Some(socket), ..self }
+    }
+
+    /// Has the VM write its output to the file `output`, and read no input.
+    #[must_use]
+    pub fn to_file(self, output: PathBuf) -> Self {
+        Self { output: Some(output), ..self }
+    }
+
+    /// Starts Firecracker and loads the VM, whose RAM is `shared`. Returns the VM, and the
+    /// nanoseconds until it ran. Errors: Firecracker cannot be started, or does not load the state.
+    /// No process is left then.
+    pub fn start_shared(self, shared: &SharedRam, device_state: &[u8]) -> Result<(FirecrackerVm, u64)> {
+        let began = Instant::now();
+        if shared.layout != self.ram {
+            return Err(Error::Restore {
+                problem: "the RAM is that of another checkpoint".into(),
+                fix: "restore the checkpoint by itself".into(),
+            });
+        }
+        check(device_state)?;
+        let state = memfd("keyframe-device-state")?;
+        state.write_all_at(device_state, 0).map_err(Error::io("hand over the device state"))?;
+        let (lifetime, socket, folder) = self.spawn(&[&state, &shared.file])?;
+        let paused = self.paused;
+        let memory = inherited(&shared.file);
+        let mut vm = self.loaded(lifetime, &socket, folder, &inherited(&state), &memory)?;
+        if !paused {
+            vm.api().resume().inspect_err(|_| {
+                let _ = vm.lifetime().kill();
+            })?;
+        }
+        Ok((vm, elapsed_ns(began)))
+    }
+
+    fn spawn(&self, files: &[&File]) -> Result<(Lifetime, PathBuf, Option<tempfile::TempDir>)> {
+        let (socket, folder) = match &self.socket {
+            Some(socket) => (socket.clone(), None),
+            None => {
+                let folder = tempfile::Builder::new().prefix("keyframe-vm-").tempdir();
+                let folder = folder.map_err(Error::io("make a directory for the API's socket"))?;
+                (folder.path().join("api.sock"), Some(folder))
+            }
+        };
+        let mut command = Command::new(&self.binary);
+        command.arg("--api-sock").arg(&socket).args(&self.arguments);
+        let directory = self.machine.directory();
+        if directory.is_dir() {
+            command.current_dir(directory);
+        }
+        if let Some(output) = &self.output {
+            let file = File::options().create(true).append(true).open(output);
+            let file = file.map_err(Error::io(format!("open {}", output.display())))?;
+            command.stdin(Stdio::null()).stdout(file);
+        }
+        if let Some(log) = &self.log {
+            let file = File::options().create(true).append(true).open(log);
+            let file = file.map_err(Error::io(format!("open {}", log.display())))?;
+            // Firecracker writes its messages to standard output, among those of the guest.
+            command.stdin(Stdio::null());
+            command.stdout(file.try_clone().map_err(Error::io("copy a descriptor"))?).stderr(file);
+        }
+        Ok((Lifetime::start(&mut command, files)?, socket, folder))
+    }
+
+    fn loaded(
+        self,
+        mut lifetime: Lifetime,
+        socket: &Path,
+        folder: Option<tempfile::TempDir>,
+        state: &Path,
+        memory: &Path,
+    ) -> Result<FirecrackerVm> {
+        let load = |lifetime: &mut Lifetime| {
+            let mut api = wait_for_api(lifetime, socket)?;
+            api.load(state, MemoryBackend::File(memory)).map_err(|error| match error {
+                Error::Refused { message, .. } => Error::NotLoaded { message },
+                error => error,
+            })?;
+            let command = command_line(lifetime.process().pid())?;
+            Ok((api, command))
+        };
+        let loaded = load(&mut lifetime);
+        let (api, command) = match loaded {
+            Ok(loaded) => loaded,
+            Err(error) => {
+                let _ = lifetime.kill();
+                return Err(error);
+            }
+        };
+        let pid = lifetime.process().pid();
+        let parts = Parts {
+            api,
+            origin: VmOrigin::Restored,
+            lineage: self.lineage,
+            identity: Identity::of_process(pid, &self.machine.vmm_version)?,
+            command,
+            directory: self.machine.directory(),
+            folder,
+            lifetime,
+        };
+        FirecrackerVm::new(parts)
+    }
+}
+
+/// The path by which a child opens `file`, which it has inherited.
+fn inherited(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+impl Restorer for FirecrackerRestorer {
+    fn capabilities(&self) -> Capabilities {
+        capabilities()
+    }
+
+    fn plan(
+        &self,
+        source: RestoreSource,
+        options: PlanOptions,
+    ) -> Result<Box<dyn RestorePlan>, VmmError> {
+        Ok(Box::new(Plan::new(source, options)?))
+    }
+}
+
+impl RestorePlan for Plan {
+    fn binary(&self) -> &Path {
+        &self.binary
+    }
+
+    fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    fn start(
+        self: Box<Self>,
+        ram: RestoreRam<'_>,
+        device_state: &[u8],
+    ) -> Result<RestoredVm, VmmError> {
+        let RestoreRam::Eager(source) = ram else {
+            return Err(Unsupported {
+                vmm: VmmKind::Firecracker,
+                ability: Ability::LazyRestore,
+                reason: "its RAM is loaded by File".into(),
+                fix: "leave out --lazy".into(),
+            }
+            .into());
+        };
+        let shared = SharedRam::fill(&self.ram, source)?;
+        let filled_ns = Some(shared.filled_ns);
+        let (vm, ready_ns) = self.start_shared(&shared, device_state)?;
+        let ready_ns = ready_ns + shared.filled_ns;
+        Ok(RestoredVm { vm: Box::new(vm) as Box<dyn Vmm>, loading: None, ready_ns, filled_ns })
+    }
+}
