@@ -103,7 +103,8 @@ pub fn audit(config: &VmConfig, version: &str) -> Vec<AuditFinding> {
     if config.mmds.is_some() {
         findings.push(AuditFinding {
             subject: "the metadata service (MMDS)".into(),
-            reason: "Firecracker does not save its contents: those of a restored VM are empty".into(),
+            reason: "Firecracker does not save its contents: those of a restored VM are empty"
+                .into(),
             fix: "fill it again after a restore (PUT /mmds)".into(),
             severity: Severity::Warning,
         });
@@ -137,11 +138,20 @@ mod tests {
     fn devices_that_act_by_themselves_are_refused() {
         let card = json!([{ "iface_id": "eth0", "host_dev_name": "tap0" }]);
         assert_eq!(refused("network-interfaces", &card), ["network card eth0"]);
-        assert_eq!(refused("vsock", &json!({ "guest_cid": 3, "uds_path": "v" })), ["the vsock device"]);
+        assert_eq!(
+            refused("vsock", &json!({ "guest_cid": 3, "uds_path": "v" })),
+            ["the vsock device"]
+        );
         assert_eq!(refused("balloon", &json!({ "amount_mib": 1 })), ["the balloon"]);
-        assert_eq!(refused("machine-config", &json!({
-            "vcpu_count": 1, "mem_size_mib": 128, "huge_pages": "2M",
-        })), ["huge pages"]);
+        assert_eq!(
+            refused(
+                "machine-config",
+                &json!({
+                    "vcpu_count": 1, "mem_size_mib": 128, "huge_pages": "2M",
+                })
+            ),
+            ["huge pages"]
+        );
         let limited = json!({ "rate_limiter": { "bandwidth": { "size": 1 } } });
         assert_eq!(refused("entropy", &limited).len(), 1);
         assert!(refused("entropy", &json!({ "rate_limiter": null })).is_empty());

@@ -115,6 +115,9 @@ pub enum Error {
         /// What the user can do.
         fix: String,
     },
+    /// The user asked for an end.
+    #[error("interrupted: no VM was left running")]
+    Interrupted,
     /// An interface of the kernel failed.
     #[error(transparent)]
     Kernel(#[from] keyframe_kernel::Error),
@@ -132,9 +135,9 @@ impl Error {
     /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
-            Self::Attach { fix, .. } | Self::CommandLine { fix, .. } | Self::Restore { fix, .. } => {
-                fix.clone()
-            }
+            Self::Attach { fix, .. }
+            | Self::CommandLine { fix, .. }
+            | Self::Restore { fix, .. } => fix.clone(),
             Self::Gone { .. } => {
                 "start Firecracker with --api-sock, and name that socket; it must not be removed \
                  while Keyframe uses it"

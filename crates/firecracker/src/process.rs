@@ -24,7 +24,10 @@ const SECRETS: [&str; 4] =
 /// Held while descriptors are inheritable, so that no other Firecracker inherits them.
 static STARTING: Mutex<()> = Mutex::new(());
 
-fn inheriting(descriptors: &[&File], spawn: impl FnOnce() -> io::Result<Child>) -> io::Result<Child> {
+fn inheriting(
+    descriptors: &[&File],
+    spawn: impl FnOnce() -> io::Result<Child>,
+) -> io::Result<Child> {
     let set = |flags: FdFlags| {
         descriptors.iter().try_for_each(|file| fcntl_setfd(file, flags).map_err(io::Error::from))
     };
@@ -121,9 +124,9 @@ impl Lifetime {
             .map_err(|e| Error::io(operation)(io::Error::from(e)))
             .and(process)
             .inspect_err(|_| {
-                let _ = child.kill();
-                let _ = child.wait();
-            })?;
+            let _ = child.kill();
+            let _ = child.wait();
+        })?;
         Ok(Self { process, child: Some(child) })
     }
 

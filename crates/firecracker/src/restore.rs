@@ -21,8 +21,8 @@ use keyframe_kernel::memfd_filler::MemfdFiller;
 use keyframe_machine::{Lineage, MachineSpec, RamSource, VmmKind};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vmm::{
-    Ability, Capabilities, PlanOptions, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
-    Restorer, Unsupported, Vmm, VmmError, VmOrigin,
+    Ability, Capabilities, CloneRequest, PlanOptions, RestorePlan, RestoreRam, RestoreSource,
+    RestoredVm, Restorer, Unsupported, VmOrigin, Vmm, VmmError,
 };
 use rustix::fs::{SealFlags, fcntl_add_seals};
 use std::ffi::OsString;
@@ -32,6 +32,7 @@ use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 /// Pages that are read at once: 16 MiB.
@@ -89,9 +90,9 @@ fn fill(file: &File, layout: &RamLayout, source: &dyn RamSource) -> io::Result<(
 }
 
 /// A restore that is ready to start.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Plan {
-    binary: PathBuf,
+    identity: Identity,
     machine: MachineSpec,
     ram: RamLayout,
     arguments: Vec<OsString>,
@@ -149,7 +150,9 @@ impl Plan {
                 "restore another checkpoint",
             )
         })?;
-        if ram.len_bytes() != ram::regions(config.machine.mem_size_mib).iter().map(|r| r.len_bytes).sum::<u64>() {
+        if ram.len_bytes()
+            != ram::regions(config.machine.mem_size_mib).iter().map(|r| r.len_bytes).sum::<u64>()
+        {
             return Err(refuse(
                 "the checkpoint's RAM is not that of its configuration".into(),
                 "restore another checkpoint",
@@ -166,7 +169,7 @@ impl Plan {
             }
         }
         Ok(Self {
-            binary,
+            identity,
             machine,
             ram,
             arguments: options.arguments,
@@ -195,7 +198,11 @@ impl Plan {
     /// Starts Firecracker and loads the VM, whose RAM is `shared`. Returns the VM, and the
     /// nanoseconds until it ran. Errors: Firecracker cannot be started, or does not load the state.
     /// No process is left then.
-    pub fn start_shared(self, shared: &SharedRam, device_state: &[u8]) -> Result<(FirecrackerVm, u64)> {
+    pub fn start_shared(
+        self,
+        shared: &SharedRam,
+        device_state: &[u8],
+    ) -> Result<(FirecrackerVm, u64)> {
         let began = Instant::now();
         if shared.layout != self.ram {
             return Err(Error::Restore {
@@ -227,7 +234,7 @@ impl Plan {
                 (folder.path().join("api.sock"), Some(folder))
             }
         };
-        let mut command = Command::new(&self.binary);
+        let mut command = Command::new(&self.identity.path);
         command.arg("--api-sock").arg(&socket).args(&self.arguments);
         let directory = self.machine.directory();
         if directory.is_dir() {
@@ -273,12 +280,11 @@ impl Plan {
                 return Err(error);
             }
         };
-        let pid = lifetime.process().pid();
         let parts = Parts {
             api,
             origin: VmOrigin::Restored,
             lineage: self.lineage,
-            identity: Identity::of_process(pid, &self.machine.vmm_version)?,
+            identity: self.identity,
             command,
             directory: self.machine.directory(),
             folder,
@@ -305,11 +311,38 @@ impl Restorer for FirecrackerRestorer {
     ) -> Result<Box<dyn RestorePlan>, VmmError> {
         Ok(Box::new(Plan::new(source, options)?))
     }
+
+    fn start_clones(&self, request: CloneRequest<'_>) -> Result<Vec<RestoredVm>, VmmError> {
+        let CloneRequest { source, options, directories, ram, device_state, interrupted } = request;
+        let plan = Plan::new(source, PlanOptions { paused: true, log: None, ..options })?;
+        let shared = SharedRam::fill(&plan.ram, ram)?;
+        let mut clones: Vec<RestoredVm> = Vec::with_capacity(directories.len());
+        for directory in directories {
+            let own = plan.clone().at_socket(directory.join("api.sock"));
+            let started = if interrupted.load(Ordering::Relaxed) {
+                Err(Error::Interrupted)
+            } else {
+                own.to_file(directory.join("console.log")).start_shared(&shared, device_state)
+            };
+            match started {
+                Ok((vm, ready_ns)) => {
+                    let vm = Box::new(vm) as Box<dyn Vmm>;
+                    clones.push(RestoredVm { vm, loading: None, ready_ns, filled_ns: None });
+                }
+                Err(error) => {
+                    // It is the first error that is told.
+                    clones.iter_mut().for_each(|clone| drop(clone.vm.end()));
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(clones)
+    }
 }
 
 impl RestorePlan for Plan {
     fn binary(&self) -> &Path {
-        &self.binary
+        &self.identity.path
     }
 
     fn notes(&self) -> &[String] {

@@ -76,7 +76,8 @@ impl StateFile {
         let operation = || format!("make the file {} for the device state", ours.display());
         // One that a killed engine left.
         let _ = std::fs::remove_file(&ours);
-        let flags = OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let flags =
+            OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let file = rustix::fs::open(&ours, flags, Mode::RUSR | Mode::WUSR)
             .map_err(Error::io(operation()))?;
         let (uid, gid) = owner(pid)?;
@@ -86,7 +87,8 @@ impl StateFile {
             ours: Some(ours.clone()),
             method: SaveMethod::WithoutMemory,
         };
-        std::os::unix::fs::fchown(&made.file, Some(uid), Some(gid)).map_err(Error::io(operation()))?;
+        std::os::unix::fs::fchown(&made.file, Some(uid), Some(gid))
+            .map_err(Error::io(operation()))?;
         Ok(made)
     }
 
@@ -173,8 +175,11 @@ pub fn check(state: &[u8]) -> Result<()> {
 
 /// An empty file in memory.
 pub fn memfd(name: &str) -> Result<File> {
-    let made: Result<OwnedFd, _> = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
-    Ok(made.map_err(|e| Error::io(format!("make the file {name} in memory"))(io::Error::from(e)))?.into())
+    let made: Result<OwnedFd, _> =
+        memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING);
+    Ok(made
+        .map_err(|e| Error::io(format!("make the file {name} in memory"))(io::Error::from(e)))?
+        .into())
 }
 
 /// The path by which another process of this user opens `file`, as long as this process has it.

@@ -40,7 +40,8 @@ impl VcpuThreads {
     /// of them; the kernel does not show what it counts.
     pub fn find(pid: u32, count: u32) -> Result<Self> {
         let operation = || format!("look at the threads of process {pid}");
-        let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).map_err(Error::io(operation()))?;
+        let tasks =
+            std::fs::read_dir(format!("/proc/{pid}/task")).map_err(Error::io(operation()))?;
         let mut files = Vec::new();
         for task in tasks {
             let task = task.map_err(Error::io(operation()))?.path();
@@ -66,7 +67,11 @@ impl VcpuThreads {
 
     /// Returns what the kernel has counted so far. Error: the process has ended.
     pub fn reading(&self) -> Result<Reading> {
-        self.files.iter().map(|(schedstat, _)| self.read(schedstat)).collect::<Result<_>>().map(Reading)
+        self.files
+            .iter()
+            .map(|(schedstat, _)| self.read(schedstat))
+            .collect::<Result<_>>()
+            .map(Reading)
     }
 
     /// Waits until all threads sleep, as they do in a pause. Returns what the kernel has counted

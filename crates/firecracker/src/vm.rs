@@ -160,7 +160,9 @@ impl FirecrackerVm {
 
     /// The RAM blocks. Firecracker's VMs keep the RAM that they were started with.
     pub(crate) fn layout(&self) -> Result<RamLayout, LayoutError> {
-        RamLayout::new(ram::regions(self.config.machine.mem_size_mib).iter().map(ram::block).collect())
+        RamLayout::new(
+            ram::regions(self.config.machine.mem_size_mib).iter().map(ram::block).collect(),
+        )
     }
 
     pub(crate) fn state(&mut self) -> Result<RunState> {

@@ -19,9 +19,7 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
 fn of(vm: &FirecrackerVm, error: Error) -> VmmError {
     let is_alive = std::path::Path::new(&format!("/proc/{}", vm.process_id())).exists();
     match (is_alive, error) {
-        (false, error @ Error::Io { .. }) => {
-            VmmError::new(VmmErrorKind::MonitorLost, error, None)
-        }
+        (false, error @ Error::Io { .. }) => VmmError::new(VmmErrorKind::MonitorLost, error, None),
         (_, error) => error.into(),
     }
 }
@@ -131,6 +129,10 @@ impl Vmm for FirecrackerVm {
 
     fn leave_running(self: Box<Self>) -> u32 {
         self.leave()
+    }
+
+    fn monitor_socket(&self) -> Option<PathBuf> {
+        Some(self.api_socket())
     }
 
     fn monitor_connection(&self) -> Option<OwnedFd> {

@@ -109,7 +109,8 @@ mod tests {
 
     #[test]
     fn words_that_say_nothing_to_watch_are_refused() {
-        for words in [&[][..], &["firecracker"], &["firecracker", "x", "/s"], &["other", "1", "/s"]] {
+        for words in [&[][..], &["firecracker"], &["firecracker", "x", "/s"], &["other", "1", "/s"]]
+        {
             let words: Vec<OsString> = words.iter().map(OsString::from).collect();
             let (commands, _orders) = std::io::pipe().unwrap();
             assert!(run(&words, commands, std::io::sink()).is_err(), "{words:?}");

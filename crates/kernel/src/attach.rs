@@ -147,11 +147,7 @@ pub(crate) fn in_session_with<T: Send>(
     })
 }
 
-fn run_session(
-    process: &Process,
-    gadgets: Gadgets,
-    filter: Filter,
-) -> Result<InjectedUserfaultfd> {
+fn run_session(process: &Process, gadgets: Gadgets, filter: Filter) -> Result<InjectedUserfaultfd> {
     let mut hijack = Hijack::stop(process, gadgets, SESSION_MAX, filter)?;
     let made = open_userfaultfd(&mut hijack);
     let undone = hijack.restore();
@@ -541,7 +537,8 @@ mod tests {
             Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat");
         let process = Process::open(child.id()).unwrap();
         let gadgets = Gadgets::without_way_back(&process).unwrap();
-        let attached: Vec<_> = (0..20).map(|_| run_session(&process, gadgets, Filter::MaySuspend).unwrap()).collect();
+        let attached: Vec<_> =
+            (0..20).map(|_| run_session(&process, gadgets, Filter::MaySuspend).unwrap()).collect();
         assert!(attached.iter().all(|attached| !attached.guarded));
         drop(child.stdin.take());
         assert!(child.wait().unwrap().success(), "it ends of itself");

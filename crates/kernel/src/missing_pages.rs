@@ -291,8 +291,7 @@ impl MissingPages {
     /// process is complete all the same.
     pub fn release(&self) -> Result<()> {
         // A process that opened the descriptor itself may have a filter that knows no other calls.
-        let filter =
-            if self.theirs.is_some() { Filter::MaySuspend } else { Filter::MustSuspend };
+        let filter = if self.theirs.is_some() { Filter::MaySuspend } else { Filter::MustSuspend };
         in_session_with(&self.process, filter, |hijack| {
             if let Some(theirs) = self.theirs {
                 hijack.call_with("close", libc::SYS_close, [theirs, 0, 0, 0, 0])?;

@@ -74,7 +74,11 @@ impl Watchdog {
     /// Has the watchdog end the pause for which it was armed last. Error: the watchdog has ended or
     /// does not answer.
     pub fn fire_now(&mut self) -> Result<(), Error> {
-        if self.is_for_saved_pause { self.arm_for_saved_pause(Duration::ZERO) } else { self.arm(Duration::ZERO) }
+        if self.is_for_saved_pause {
+            self.arm_for_saved_pause(Duration::ZERO)
+        } else {
+            self.arm(Duration::ZERO)
+        }
     }
 
     /// Stops watching. Call it after the VM runs. Returns whether the watchdog has resumed the VM since

@@ -371,7 +371,8 @@ impl<V: Rescuer, R: Read + AsFd, W: Write> Runner<V, R, W> {
             }
             std::thread::sleep(LOOK_EVERY);
         }
-        let problem = "the VM was left in the middle of a rollback, and does not answer; end its VMM";
+        let problem =
+            "the VM was left in the middle of a rollback, and does not answer; end its VMM";
         Err(Error::Problem { problem: problem.into() }.into())
     }
 

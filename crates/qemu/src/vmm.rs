@@ -8,9 +8,9 @@ use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
     Ability, AuditFinding, Capabilities, ForeignOperation, GuestEnd, LazyLoading, Lineage,
-    PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
-    Restorer, Resumer, RollbackTarget, RunState, SavedPause, StopOutcome, VmEvent, VmExit,
-    VmOrigin, Vmm, VmmError, VmmErrorKind,
+    PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
+    RollbackTarget, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError,
+    VmmErrorKind,
 };
 use std::any::Any;
 use std::fs::File;

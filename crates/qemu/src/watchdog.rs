@@ -5,9 +5,9 @@ mod watched;
 pub use keyframe_pause_watchdog::{Fired, Watchdog};
 pub use watched::{Watched, WatchedMonitor};
 
-use crate::{Error, Result};
 #[cfg(test)]
 use crate::EndHold;
+use crate::{Error, Result};
 #[cfg(test)]
 use keyframe_pause_watchdog::LOOK_EVERY;
 use std::io::{Read, Write};
@@ -18,9 +18,7 @@ use watched::QemuRescuer;
 impl From<keyframe_pause_watchdog::Error> for Error {
     fn from(error: keyframe_pause_watchdog::Error) -> Self {
         match error {
-            keyframe_pause_watchdog::Error::Io { operation, source } => {
-                Self::io(operation)(source)
-            }
+            keyframe_pause_watchdog::Error::Io { operation, source } => Self::io(operation)(source),
             keyframe_pause_watchdog::Error::Problem { problem } => Self::Watchdog { problem },
             keyframe_pause_watchdog::Error::PutDown => Self::PutDown,
         }

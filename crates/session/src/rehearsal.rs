@@ -84,7 +84,13 @@ impl Rehearsal {
     pub fn of(&self, id: CheckpointId) -> Result<(), NotRestorable> {
         let began = Instant::now();
         match self.outcome(id)? {
-            Outcome::Loaded => self.events.event(&Event::Rehearsed { took_ns: elapsed_ns(began) }),
+            Outcome::Loaded => {
+                let vmm = match &self.rehearser {
+                    Rehearser::Qemu => VmmKind::Qemu,
+                    Rehearser::Restorer(restorer) => restorer.capabilities().vmm(),
+                };
+                self.events.event(&Event::Rehearsed { vmm, took_ns: elapsed_ns(began) });
+            }
             Outcome::Omitted(reason) => self.events.event(&Event::NotRehearsed { reason }),
             Outcome::Doubtful(error) => {
                 self.events.event(&Event::RehearsalFailed { error: shared(error) });
@@ -142,8 +148,7 @@ fn by_restorer(
     log: &Path,
 ) -> Result<Outcome, NotRestorable> {
     let vmm = restorer.capabilities().vmm();
-    let options =
-        PlanOptions { paused: true, log: Some(log.into()), ..PlanOptions::default() };
+    let options = PlanOptions { paused: true, log: Some(log.into()), ..PlanOptions::default() };
     let source = source_of(&loaded.meta.machine, &loaded.meta.ram);
     let restored = restorer
         .plan(source, options)

@@ -344,6 +344,11 @@ pub trait Vmm: Send {
     /// the VMM's process id.
     fn leave_running(self: Box<Self>) -> u32;
 
+    /// Returns the socket of the monitor that users may connect to; `None` if there is none.
+    fn monitor_socket(&self) -> Option<PathBuf> {
+        None
+    }
+
     /// Returns a copy of the connection to the VMM's monitor, which tests break; `None` if there is
     /// none.
     fn monitor_connection(&self) -> Option<OwnedFd> {
