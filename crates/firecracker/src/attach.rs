@@ -6,7 +6,7 @@ use crate::process::Lifetime;
 use crate::vm::{FirecrackerVm, Parts};
 use crate::{Error, Result};
 use keyframe_vmm::VmOrigin;
-use rustix::net::sockopt::socket_peercred;
+use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use std::path::{Path, PathBuf};
 
 impl FirecrackerVm {
@@ -24,8 +24,8 @@ impl FirecrackerVm {
         let socket = std::path::absolute(socket)
             .map_err(Error::io(format!("find the socket {}", socket.display())))?;
         let mut api = Api::connect(&socket)?;
-        let peer = api.descriptor().and_then(|api| socket_peercred(api).ok());
-        let served_by = peer.map(|peer| peer.pid.as_raw_nonzero().get().cast_unsigned());
+        let peer = api.descriptor().and_then(|api| getsockopt(&api, PeerCredentials).ok());
+        let served_by = peer.and_then(|peer| u32::try_from(peer.pid()).ok());
         let instance = api.instance()?;
         if instance.app_name != "Firecracker" {
             return Err(refuse(
@@ -33,7 +33,8 @@ impl FirecrackerVm {
                 "name the socket of Firecracker's API (--api-sock)",
             ));
         }
-        if let Some(other) = served_by.filter(|other| *other != pid) {
+        // The kernel tells 0 for a process of a namespace that is not below this one.
+        if let Some(other) = served_by.filter(|other| *other != pid && *other != 0) {
             return Err(refuse(
                 format!("the API at {} is that of process {other}", socket.display()),
                 "name the process and the socket of one Firecracker",

@@ -99,6 +99,15 @@ pub enum Error {
         /// What Firecracker says.
         message: String,
     },
+    /// Firecracker passed no userfaultfd with which its RAM can be loaded.
+    #[error("Firecracker's userfaultfd: {problem}")]
+    Uffd {
+        /// What is wrong.
+        problem: String,
+    },
+    /// The RAM of a restored VM cannot be loaded.
+    #[error(transparent)]
+    RamLoading(#[from] keyframe_ram_loading::Error),
     /// Firecracker has ended.
     #[error("Firecracker ended with {status} {when}")]
     Exited {

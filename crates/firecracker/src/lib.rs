@@ -34,6 +34,7 @@ mod process;
 pub mod ram;
 pub mod restore;
 pub mod state_file;
+mod uffd;
 pub mod vcpus;
 mod vm;
 mod vmm;

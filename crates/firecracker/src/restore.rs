@@ -1,39 +1,49 @@
 //! Starts VMs from checkpoints.
 //!
 //! ```text
+//!   at once, and clones:
 //!   checkpoint ─▶ RAM: memfd, sealed ◀── mapped privately ── Firecracker 1   its own: the pages that it wrote
 //!              └▶ device state: memfd ◀── mapped privately ── Firecracker 2
 //! ```
 //!
+//! Lazily ([`Plan::start_lazy`]) Firecracker gets no file of RAM. It passes a userfaultfd, through
+//! which each page comes when the VM touches it.
+//!
 //! Firecracker inherits both files and opens them below its own `/proc/self/fd`. Afterwards it needs
 //! neither this process nor the files.
 
-use crate::api::MemoryBackend;
+use crate::api::{Api, MemoryBackend};
 use crate::attach::command_line;
 use crate::config::VmConfig;
 use crate::identity::Identity;
 use crate::launch::wait_for_api;
 use crate::process::Lifetime;
 use crate::state_file::{check, memfd};
+use crate::uffd::Receiver;
 use crate::vm::{FirecrackerVm, Parts};
 use crate::{Error, Result, capabilities, ram};
+use keyframe_kernel::child_setup::kill_with_parent;
 use keyframe_kernel::memfd_filler::MemfdFiller;
 use keyframe_machine::{Lineage, MachineSpec, RamSource, VmmKind};
+use keyframe_ram_loading::{Lazy, PageRun, check_within, pieces};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vmm::{
-    Ability, Capabilities, CloneRequest, PlanOptions, RestorePlan, RestoreRam, RestoreSource,
-    RestoredVm, Restorer, Unsupported, VmOrigin, Vmm, VmmError,
+    Capabilities, CloneRequest, LazyLoading, PlanOptions, RestorePlan, RestoreRam, RestoreSource,
+    RestoredVm, Restorer, SharedRamSource, VmOrigin, Vmm, VmmError,
 };
 use rustix::fs::{SealFlags, fcntl_add_seals};
+use rustix::process::{Signal, pidfd_send_signal};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::FileExt;
+use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
+use tempfile::TempDir;
 
 /// Pages that are read at once: 16 MiB.
 const PIECE_PAGES: u64 = 4096;
@@ -70,21 +80,18 @@ impl SharedRam {
 fn fill(file: &File, layout: &RamLayout, source: &dyn RamSource) -> io::Result<()> {
     // A mapped file cannot be sealed, so the filler ends with this function.
     let filler = MemfdFiller::over(file.as_fd(), layout.len_bytes()).ok();
-    let pages = layout.len_pages();
-    let mut next = 0;
-    while next < pages {
-        let range = PageRange::new(PageIndex(next), PIECE_PAGES.min(pages - next));
-        source.read(range, &mut |page, content| {
-            if page < range.first || page >= range.end() {
-                return Err(io::Error::other("the source gave a page that was not asked for"));
-            }
-            let offset = page.0 * PAGE_BYTES as u64;
-            match &filler {
-                Some(filler) => filler.place(offset, content).map(drop).map_err(io::Error::other),
-                None => file.write_all_at(content, offset),
-            }
+    let write = |offset: u64, bytes: &[u8]| match &filler {
+        // All pages are empty, so all are placed.
+        Some(filler) => filler.place(offset, bytes).map(drop).map_err(io::Error::other),
+        None => file.write_all_at(bytes, offset),
+    };
+    for piece in pieces(PageRange::new(PageIndex(0), layout.len_pages()), PIECE_PAGES) {
+        let mut run = PageRun::new(&write);
+        source.read(piece, &mut |page, content| {
+            check_within(page, piece)?;
+            run.put(page.0 * PAGE_BYTES as u64, content)
         })?;
-        next += range.len_pages;
+        run.flush()?;
     }
     Ok(())
 }
@@ -210,76 +217,96 @@ impl Plan {
                 fix: "restore the checkpoint by itself".into(),
             });
         }
-        check(device_state)?;
-        let state = memfd("keyframe-device-state")?;
-        state.write_all_at(device_state, 0).map_err(Error::io("hand over the device state"))?;
-        let (lifetime, socket, folder) = self.spawn(&[&state, &shared.file])?;
-        let paused = self.paused;
+        let state = state_file(device_state)?;
+        let mut place = Place::new(self.socket.clone())?;
+        let mut lifetime = self.spawn(&place.socket, &[&state, &shared.file], &|_| ())?;
         let memory = inherited(&shared.file);
-        let mut vm = self.loaded(lifetime, &socket, folder, &inherited(&state), &memory)?;
-        if !paused {
-            vm.api().resume().inspect_err(|_| {
-                let _ = vm.lifetime().kill();
-            })?;
-        }
+        let loaded =
+            load(&mut lifetime, &place.socket, &inherited(&state), MemoryBackend::File(&memory));
+        let vm = self.finish(lifetime, loaded, place.folder.take())?;
         Ok((vm, elapsed_ns(began)))
     }
 
-    fn spawn(&self, files: &[&File]) -> Result<(Lifetime, PathBuf, Option<tempfile::TempDir>)> {
-        let (socket, folder) = match &self.socket {
-            Some(socket) => (socket.clone(), None),
-            None => {
-                let folder = tempfile::Builder::new().prefix("keyframe-vm-").tempdir();
-                let folder = folder.map_err(Error::io("make a directory for the API's socket"))?;
-                (folder.path().join("api.sock"), Some(folder))
-            }
+    /// Starts Firecracker and loads the VM, whose RAM is loaded from `source` as the VM touches it.
+    /// Returns the VM, the loading of its RAM, and the nanoseconds until it ran. The calling thread
+    /// must live until the loading has settled. Errors: those of [`Plan::start_shared`].
+    pub fn start_lazy(
+        self,
+        source: SharedRamSource,
+        device_state: &[u8],
+    ) -> Result<(FirecrackerVm, Lazy, u64)> {
+        let began = Instant::now();
+        let state = state_file(device_state)?;
+        let mut place = Place::new(self.socket.clone())?;
+        let folder = tempfile::Builder::new().prefix("keyframe-uffd-").tempdir();
+        let folder = folder.map_err(Error::io("make a directory for a socket"))?;
+        let socket = folder.path().join("uffd.sock");
+        let receiver = Receiver::listen(&socket)?;
+        let mut lifetime = self.spawn(&place.socket, &[&state], &kill_with_parent)?;
+        let process = lifetime.process().try_clone()?;
+        let given_up = AtomicBool::new(false);
+        let (loaded, loading) = std::thread::scope(|scope| {
+            // Firecracker touches RAM while it loads the VM, and waits for it.
+            let serving = scope.spawn(|| {
+                let (missing, places) = receiver.receive(&process, &self.ram, &given_up)?;
+                Ok(Lazy::start(missing, places, source, began)?)
+            });
+            let backend = MemoryBackend::Uffd(&socket);
+            let loaded = load(&mut lifetime, &place.socket, &inherited(&state), backend);
+            given_up.store(loaded.is_err(), Ordering::Relaxed);
+            let loading: Result<Lazy> = serving.join().unwrap_or_else(|panic| resume_unwind(panic));
+            (loaded, loading)
+        });
+        // If Firecracker does not load the state, it is its reason that counts.
+        let (loaded, loading) = match (loaded, loading) {
+            (Ok(loaded), Ok(loading)) => (Ok(loaded), Some(loading)),
+            (Ok(_), Err(error)) | (Err(error), _) => (Err(error), None),
         };
+        let mut vm = self.finish(lifetime, loaded, place.folder.take())?;
+        let mut loading = loading.ok_or(Error::Interrupted)?;
+        loading.prefetch().inspect_err(|_| drop(vm.lifetime().kill()))?;
+        Ok((vm, loading, elapsed_ns(began)))
+    }
+
+    fn spawn(
+        &self,
+        socket: &Path,
+        files: &[&File],
+        prepare: &dyn Fn(&mut Command),
+    ) -> Result<Lifetime> {
         let mut command = Command::new(&self.identity.path);
-        command.arg("--api-sock").arg(&socket).args(&self.arguments);
+        command.arg("--api-sock").arg(socket).args(&self.arguments);
         let directory = self.machine.directory();
         if directory.is_dir() {
             command.current_dir(directory);
         }
-        if let Some(output) = &self.output {
+        if let Some(output) = self.output.as_ref().or(self.log.as_ref()) {
             let file = File::options().create(true).append(true).open(output);
             let file = file.map_err(Error::io(format!("open {}", output.display())))?;
-            command.stdin(Stdio::null()).stdout(file);
-        }
-        if let Some(log) = &self.log {
-            let file = File::options().create(true).append(true).open(log);
-            let file = file.map_err(Error::io(format!("open {}", log.display())))?;
-            // Firecracker writes its messages to standard output, among those of the guest.
             command.stdin(Stdio::null());
-            command.stdout(file.try_clone().map_err(Error::io("copy a descriptor"))?).stderr(file);
+            if self.log.is_some() {
+                command.stderr(file.try_clone().map_err(Error::io("copy a descriptor"))?);
+            }
+            // Firecracker writes its messages to standard output, among those of the guest.
+            command.stdout(file);
         }
-        Ok((Lifetime::start(&mut command, files)?, socket, folder))
+        prepare(&mut command);
+        Lifetime::start(&mut command, files)
     }
 
-    fn loaded(
+    /// Takes control of the VM that was `loaded`, and lets it run unless it is to stay paused. Ends
+    /// Firecracker after an error.
+    fn finish(
         self,
         mut lifetime: Lifetime,
-        socket: &Path,
-        folder: Option<tempfile::TempDir>,
-        state: &Path,
-        memory: &Path,
+        loaded: Result<Api>,
+        folder: Option<TempDir>,
     ) -> Result<FirecrackerVm> {
-        let load = |lifetime: &mut Lifetime| {
-            let mut api = wait_for_api(lifetime, socket)?;
-            api.load(state, MemoryBackend::File(memory)).map_err(|error| match error {
-                Error::Refused { message, .. } => Error::NotLoaded { message },
-                error => error,
-            })?;
-            let command = command_line(lifetime.process().pid())?;
-            Ok((api, command))
-        };
-        let loaded = load(&mut lifetime);
-        let (api, command) = match loaded {
-            Ok(loaded) => loaded,
-            Err(error) => {
-                let _ = lifetime.kill();
-                return Err(error);
-            }
-        };
+        let command = loaded
+            .and_then(|api| Ok((api, command_line(lifetime.process().pid())?)))
+            .inspect_err(|_| drop(lifetime.kill()));
+        let (api, command) = command?;
+        let process = lifetime.process().try_clone()?;
         let parts = Parts {
             api,
             origin: VmOrigin::Restored,
@@ -290,8 +317,56 @@ impl Plan {
             folder,
             lifetime,
         };
-        FirecrackerVm::new(parts)
+        let kill = |_: &Error| {
+            let _ = pidfd_send_signal(process.pidfd(), Signal::KILL);
+        };
+        let mut vm = FirecrackerVm::new(parts).inspect_err(kill)?;
+        if !self.paused {
+            vm.api().resume().inspect_err(|_| drop(vm.lifetime().kill()))?;
+        }
+        Ok(vm)
     }
+}
+
+/// Where the API of a restored VM is.
+struct Place {
+    socket: PathBuf,
+    /// The directory of the socket, if it is removed with the VM.
+    folder: Option<TempDir>,
+}
+
+impl Place {
+    fn new(socket: Option<PathBuf>) -> Result<Self> {
+        if let Some(socket) = socket {
+            return Ok(Self { socket, folder: None });
+        }
+        let folder = tempfile::Builder::new().prefix("keyframe-vm-").tempdir();
+        let folder = folder.map_err(Error::io("make a directory for the API's socket"))?;
+        Ok(Self { socket: folder.path().join("api.sock"), folder: Some(folder) })
+    }
+}
+
+/// The device state as a file.
+fn state_file(device_state: &[u8]) -> Result<File> {
+    check(device_state)?;
+    let state = memfd("keyframe-device-state")?;
+    state.write_all_at(device_state, 0).map_err(Error::io("hand over the device state"))?;
+    Ok(state)
+}
+
+/// Has the Firecracker that was just started load a VM.
+fn load(
+    lifetime: &mut Lifetime,
+    socket: &Path,
+    state: &Path,
+    memory: MemoryBackend<'_>,
+) -> Result<Api> {
+    let mut api = wait_for_api(lifetime, socket)?;
+    api.load(state, memory).map_err(|error| match error {
+        Error::Refused { message, .. } => Error::NotLoaded { message },
+        error => error,
+    })?;
+    Ok(api)
 }
 
 /// The path by which a child opens `file`, which it has inherited.
@@ -354,14 +429,13 @@ impl RestorePlan for Plan {
         ram: RestoreRam<'_>,
         device_state: &[u8],
     ) -> Result<RestoredVm, VmmError> {
-        let RestoreRam::Eager(source) = ram else {
-            return Err(Unsupported {
-                vmm: VmmKind::Firecracker,
-                ability: Ability::LazyRestore,
-                reason: "its RAM is loaded by File".into(),
-                fix: "leave out --lazy".into(),
+        let source = match ram {
+            RestoreRam::Eager(source) => source,
+            RestoreRam::Lazy(source) => {
+                let (vm, loading, ready_ns) = self.start_lazy(source, device_state)?;
+                let (vm, loading) = (Box::new(vm), Some(Box::new(loading) as Box<dyn LazyLoading>));
+                return Ok(RestoredVm { vm, loading, ready_ns, filled_ns: None });
             }
-            .into());
         };
         let shared = SharedRam::fill(&self.ram, source)?;
         let filled_ns = Some(shared.filled_ns);

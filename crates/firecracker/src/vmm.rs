@@ -124,6 +124,10 @@ impl Vmm for FirecrackerVm {
         if self.lifetime().wait(Duration::ZERO)?.is_none() {
             self.lifetime().kill()?;
         }
+        if self.came_by() == VmOrigin::Launched {
+            // Firecracker does not start where a socket is left.
+            let _ = std::fs::remove_file(self.api_socket());
+        }
         Ok(())
     }
 

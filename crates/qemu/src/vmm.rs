@@ -1,6 +1,5 @@
 //! QEMU behind the traits of crate `vmm`: a running VM, the watchdog of its pauses, and restores.
 
-use crate::restore::lazy::Lazy;
 use crate::restore::{self, Plan, RestoreOptions, Restored};
 use crate::vm::Origin;
 use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm, WritableNode};
@@ -8,7 +7,7 @@ use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
     Ability, AuditFinding, Capabilities, ForeignOperation, GuestEnd, LazyLoading, Lineage,
-    PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
+    PlanOptions, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
     RollbackTarget, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm, VmmError,
     VmmErrorKind,
 };
@@ -320,16 +319,6 @@ impl From<Restored> for RestoredVm {
         let (vm, lazy) = restored.into_parts();
         let loading = lazy.map(|lazy| Box::new(lazy) as Box<dyn LazyLoading>);
         Self { vm: Box::new(vm), loading, ready_ns, filled_ns }
-    }
-}
-
-impl LazyLoading for Lazy {
-    fn residency(&self) -> Residency {
-        self.residency()
-    }
-
-    fn settle(&mut self) -> Result<(), VmmError> {
-        Ok(self.settle()?)
     }
 }
 

@@ -283,7 +283,7 @@ pub trait Vmm: Send {
     /// of the VM's user is in the way. Changes nothing. Error: the reason why it cannot.
     fn check_rollback(&mut self, device_state: &[u8]) -> Result<(), VmmError> {
         let _ = device_state;
-        Ok(())
+        Ok(self.capabilities().require(Ability::Rollback)?)
     }
 
     /// Returns true if the VM of a checkpoint with `device_state` stood still although no client had
