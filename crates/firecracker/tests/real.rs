@@ -41,6 +41,7 @@ impl Running {
         let dir = tempfile::tempdir().unwrap();
         let config = serde_json::json!({
             "boot-source": { "kernel_image_path": guest.join("payload.elf"), "boot_args": "" },
+            "drives": [],
             "machine-config": { "vcpu_count": 1, "mem_size_mib": 64 },
         });
         std::fs::write(dir.path().join("vm.json"), config.to_string()).unwrap();
