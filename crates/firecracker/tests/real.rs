@@ -140,7 +140,11 @@ fn devices_are_saved_without_ram_and_with_it_and_both_states_load() {
         let (mut restored, _) =
             plan(&source, running.dir.path()).start_shared(&shared, &state).unwrap();
         assert_eq!(restored.run_state().unwrap(), RunState::Paused);
-        assert!(Copied::of(&mut restored).0 == ram.0, "{method:?}: another RAM");
+        // As it loads a VM, Firecracker writes a new generation id (VMGenID) into one page.
+        let now = Copied::of(&mut restored);
+        let pairs = now.0.chunks_exact(PAGE_BYTES).zip(ram.0.chunks_exact(PAGE_BYTES));
+        let differing = pairs.filter(|(now, then)| now != then).count();
+        assert!(differing <= 1, "{method:?}: {differing} pages of another RAM");
         restored.end().unwrap();
         running.prints_more();
     }
