@@ -68,7 +68,7 @@ fn a_restored_vm_goes_on_exactly_from_an_audited_checkpoint() {
     let shown = env.ok(&["show", "--store", &env.store(), "latest"]);
     assert!(shown.contains("Firecracker 1."), "{shown}");
     env.ok(&["check", "--read-data", "--store", &env.store()]);
-    let export = ["export", "--store", &env.store(), "latest", "-o", "vm.raw"];
+    let export = ["export", "--store", &env.store(), "latest", "--format", "raw", "-o", "vm.raw"];
     env.refused(&export, 1, &["device state of Firecracker", "restore"]);
     env.ok(&["diff", "--store", &env.store(), "1", "2"]);
 }
