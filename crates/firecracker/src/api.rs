@@ -189,14 +189,16 @@ impl Api {
     }
 }
 
+/// The body of an answer that refuses.
+#[derive(Deserialize)]
+struct Fault {
+    fault_message: String,
+}
+
 /// The answer, if it says that the request was carried out.
 fn accepted(operation: &str, answer: Answer) -> Result<Answer> {
     if (200..300).contains(&answer.status) {
         return Ok(answer);
-    }
-    #[derive(Deserialize)]
-    struct Fault {
-        fault_message: String,
     }
     let message = match serde_json::from_slice::<Fault>(&answer.body) {
         Ok(fault) => fault.fault_message,

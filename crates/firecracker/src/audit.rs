@@ -100,6 +100,13 @@ pub fn audit(config: &VmConfig, version: &str) -> Vec<AuditFinding> {
             );
         }
     }
+    findings.extend(warnings(config, version));
+    findings
+}
+
+/// What may prevent exact checkpoints, or restores.
+fn warnings(config: &VmConfig, version: &str) -> Vec<AuditFinding> {
+    let mut findings = Vec::new();
     if config.mmds.is_some() {
         findings.push(AuditFinding {
             subject: "the metadata service (MMDS)".into(),

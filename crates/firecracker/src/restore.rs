@@ -406,7 +406,9 @@ impl Restorer for FirecrackerRestorer {
                 }
                 Err(error) => {
                     // It is the first error that is told.
-                    clones.iter_mut().for_each(|clone| drop(clone.vm.end()));
+                    for clone in &mut clones {
+                        let _ = clone.vm.end();
+                    }
                     return Err(error.into());
                 }
             }

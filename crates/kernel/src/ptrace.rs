@@ -84,7 +84,6 @@ unsafe impl Plain for libc::user_regs_struct {}
 unsafe impl Plain for libc::siginfo_t {}
 
 /// A thread that this thread traces.
-#[derive(Clone, Copy)]
 pub(crate) struct Tracee<'p> {
     process: &'p Process,
     thread_bound: PhantomData<*mut ()>,
@@ -110,14 +109,17 @@ impl<'p> Tracee<'p> {
         let Err(source) = tracee.seize_with(OPTION_SYSCALL_GOOD | OPTION_SUSPEND_SECCOMP) else {
             return Ok(tracee);
         };
-        // Without the option the kernel says whether it is the option that it refuses. The end of
-        // this thread ends the tracing.
-        tracee.seize_with(OPTION_SYSCALL_GOOD).or_else(|_| tracee.seized(Err(source)).map(drop))?;
+        // If it traces without the option, it is the option that the kernel refuses. The end of this
+        // thread ends the tracing.
+        if tracee.seize_with(OPTION_SYSCALL_GOOD).is_err() {
+            return tracee.seized(Err(source));
+        }
         Err(Error::SeccompStays { pid: process.pid() })
     }
 
     fn seized(self, seized: io::Result<()>) -> Result<Self> {
-        let (tracee, process) = (self, self.process);
+        let process = self.process;
+        let tracee = self;
         let Err(source) = seized else { return Ok(tracee) };
         process.ensure_alive("attach")?;
         let other =
