@@ -50,6 +50,7 @@ pub mod take;
 pub mod top;
 pub mod unlock;
 pub mod verify;
+pub mod vmms;
 pub mod watchdog;
 pub mod witness;
 pub mod work;

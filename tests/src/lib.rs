@@ -13,6 +13,7 @@ mod echo;
 mod exact;
 mod external_vm;
 pub mod fault_trial;
+pub mod firecracker;
 mod hash;
 pub mod helpers;
 mod http;
@@ -51,6 +52,7 @@ pub use exact::{
     take_audited_checkpoints,
 };
 pub use external_vm::{ExternalVm, Traces};
+pub use firecracker::FirecrackerGuest;
 pub use hash::{HashLine, Sequence, hash_lines};
 pub use http::Http;
 pub use huge::HugePages;

@@ -26,6 +26,7 @@ mod encrypt;
 mod exact;
 mod export;
 mod faults;
+mod firecracker;
 mod forget;
 mod generated_vms;
 mod goto;

@@ -90,7 +90,23 @@ pub struct InjectedUserfaultfd {
 /// ([`Error::Injected`]); it does not stop within 2 s, or exits. After an error the process runs
 /// on.
 pub fn inject_userfaultfd(process: &Process) -> Result<InjectedUserfaultfd> {
-    on_a_thread(process, || run_session(process, Gadgets::find(process)?))
+    on_a_thread(process, || run_session(process, Gadgets::find(process)?, Filter::MaySuspend))
+}
+
+/// Injects as [`inject_userfaultfd`] does into a process whose seccomp filter would end it for the
+/// call. Errors: those of [`inject_userfaultfd`]; [`Error::SeccompStays`] if the filter cannot be
+/// suspended. The process has made no call then.
+pub fn inject_userfaultfd_unfiltered(process: &Process) -> Result<InjectedUserfaultfd> {
+    on_a_thread(process, || run_session(process, Gadgets::find(process)?, Filter::MustSuspend))
+}
+
+/// What is done about the seccomp filter of the process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Filter {
+    /// It is suspended if the kernel permits that.
+    MaySuspend,
+    /// It is suspended, or the session fails.
+    MustSuspend,
 }
 
 /// Runs a session in a new thread. When that thread ends, the kernel releases the process, also
@@ -112,9 +128,18 @@ pub(crate) fn in_session<T: Send>(
     process: &Process,
     calls: impl FnOnce(&mut Hijack<'_>) -> Result<T> + Send,
 ) -> Result<T> {
+    in_session_with(process, Filter::MaySuspend, calls)
+}
+
+/// Does as [`in_session`], with `filter` for the seccomp filter of the process.
+pub(crate) fn in_session_with<T: Send>(
+    process: &Process,
+    filter: Filter,
+    calls: impl FnOnce(&mut Hijack<'_>) -> Result<T> + Send,
+) -> Result<T> {
     on_a_thread(process, || {
         let gadgets = Gadgets::find(process)?;
-        let mut hijack = Hijack::stop(process, gadgets, SESSION_MAX)?;
+        let mut hijack = Hijack::stop(process, gadgets, SESSION_MAX, filter)?;
         let made = calls(&mut hijack);
         let undone = hijack.restore();
         let made = made?;
@@ -122,8 +147,8 @@ pub(crate) fn in_session<T: Send>(
     })
 }
 
-fn run_session(process: &Process, gadgets: Gadgets) -> Result<InjectedUserfaultfd> {
-    let mut hijack = Hijack::stop(process, gadgets, SESSION_MAX)?;
+fn run_session(process: &Process, gadgets: Gadgets, filter: Filter) -> Result<InjectedUserfaultfd> {
+    let mut hijack = Hijack::stop(process, gadgets, SESSION_MAX, filter)?;
     let made = open_userfaultfd(&mut hijack);
     let undone = hijack.restore();
     let stopped_ns = hijack.stopped_ns();
@@ -258,11 +283,19 @@ impl<'p> Hijack<'p> {
     /// A thread may be in a wait that only Keyframe could restore (see
     /// [`signal_frame::is_beyond_return`]). Such a thread is released and stopped again, until it
     /// has left the wait, for at most [`PATIENCE`].
-    pub(crate) fn stop(process: &'p Process, gadgets: Gadgets, longest: Duration) -> Result<Self> {
+    pub(crate) fn stop(
+        process: &'p Process,
+        gadgets: Gadgets,
+        longest: Duration,
+        filter: Filter,
+    ) -> Result<Self> {
         let patient_until = Instant::now() + PATIENCE;
         let mut pause = PAUSE_MIN;
         loop {
-            let tracee = Tracee::seize(process)?;
+            let tracee = match filter {
+                Filter::MaySuspend => Tracee::seize(process)?,
+                Filter::MustSuspend => Tracee::seize_unfiltered(process)?,
+            };
             let begun = Instant::now();
             let deadline = begun + longest;
             tracee.interrupt()?;
@@ -504,7 +537,8 @@ mod tests {
             Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat");
         let process = Process::open(child.id()).unwrap();
         let gadgets = Gadgets::without_way_back(&process).unwrap();
-        let attached: Vec<_> = (0..20).map(|_| run_session(&process, gadgets).unwrap()).collect();
+        let attached: Vec<_> =
+            (0..20).map(|_| run_session(&process, gadgets, Filter::MaySuspend).unwrap()).collect();
         assert!(attached.iter().all(|attached| !attached.guarded));
         drop(child.stdin.take());
         assert!(child.wait().unwrap().success(), "it ends of itself");
@@ -528,13 +562,13 @@ mod tests {
         };
         let before = read();
         let gadgets = Gadgets::find(&process).unwrap();
-        assert!(run_session(&process, gadgets).unwrap().guarded);
+        assert!(run_session(&process, gadgets, Filter::MaySuspend).unwrap().guarded);
         assert!(read() == before, "after a guarded session");
         in_session(&process, |hijack| write_memory(&process, hijack.free_word(), &[0xee; 8]))
             .unwrap();
         assert!(read() == before, "after a session that used the free word");
         let gadgets = Gadgets::without_way_back(&process).unwrap();
-        let mut hijack = Hijack::stop(&process, gadgets, SESSION_MAX).unwrap();
+        let mut hijack = Hijack::stop(&process, gadgets, SESSION_MAX, Filter::MaySuspend).unwrap();
         write_memory(&process, hijack.free_word(), &[0xee; 8]).unwrap();
         assert!(read() != before, "the word is among the bytes compared");
         hijack.restore().unwrap();

@@ -105,6 +105,15 @@ pub enum Error {
         /// The process id of the tracer.
         tracer: u32,
     },
+    /// The seccomp filter of the target cannot be suspended, and would end it for an unknown call.
+    #[error(
+        "process {pid}: attach: its seccomp filter cannot be suspended, and would end it for a \
+         system call that it does not know"
+    )]
+    SeccompStays {
+        /// Its process id.
+        pid: u32,
+    },
     /// The kernel refused one step of the attachment.
     #[error("process {pid}: attach: {operation}: {source}")]
     Attach {
@@ -339,6 +348,9 @@ impl Error {
             Self::Traced { tracer, .. } => {
                 format!("end the tracer, process {tracer} (a debugger or strace), or detach it, then try again")
             }
+            Self::SeccompStays { .. } => "run keyframe as root or with CAP_SYS_ADMIN, outside of a sandbox with a seccomp filter of its \
+                 own, on a kernel with CONFIG_CHECKPOINT_RESTORE"
+                .into(),
             Self::Attach { source, .. } if denied(source) => {
                 "run keyframe as root or with CAP_SYS_PTRACE; as the same user, set kernel.yama.ptrace_scope=0".into()
             }

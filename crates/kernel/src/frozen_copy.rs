@@ -35,7 +35,7 @@
 //! cannot be queried). Of private file memory the pages that the target has written are frozen; the
 //! others are read from the file.
 
-use crate::attach::{Hijack, SESSION_MAX, call_registers};
+use crate::attach::{Filter, Hijack, SESSION_MAX, call_registers};
 use crate::gadgets::Gadgets;
 use crate::maps::covering;
 use crate::ptrace::{Stop, Tracee};
@@ -307,7 +307,7 @@ fn keep(
 /// Makes the target create the child. Returns the time for which the target was stopped, in
 /// nanoseconds.
 fn fork_off(target: &Process, gadgets: Gadgets, hidden: &[HostRange]) -> Result<(Born, u64)> {
-    let mut hijack = Hijack::stop(target, gadgets, FORK_MAX)?;
+    let mut hijack = Hijack::stop(target, gadgets, FORK_MAX, Filter::MaySuspend)?;
     sweep(&mut hijack);
     let made = make_child(&mut hijack, hidden);
     let undone = hijack.restore();
@@ -426,7 +426,7 @@ fn reap(target: &Process, gadgets: Gadgets, born: Born) -> Result<()> {
         if !target.is_alive() {
             return Ok(());
         }
-        let mut hijack = Hijack::stop(target, gadgets, SESSION_MAX)?;
+        let mut hijack = Hijack::stop(target, gadgets, SESSION_MAX, Filter::MaySuspend)?;
         let answer = hijack.call_with("wait4", libc::SYS_wait4, [born.theirs, 0, options, 0, 0]);
         hijack.restore()?;
         match answer {

@@ -24,7 +24,7 @@
 //! private memory and huge pages (the memory is a memfd of ours).
 
 use crate::abi::{self, MESSAGE_BYTES, Message};
-use crate::attach::{Hijack, in_session};
+use crate::attach::{Filter, Hijack, in_session, in_session_with};
 use crate::mapped_range;
 use crate::{Error, Process, Result, read_memory};
 use keyframe_units::{HostRange, HostVirt, PAGE_BYTES};
@@ -44,8 +44,9 @@ const AGAIN_MAX: u32 = 10_000;
 pub struct MissingPages {
     process: Process,
     uffd: OwnedFd,
-    /// The number of the process's own descriptor.
-    theirs: u64,
+    /// The number of the process's own descriptor, which is closed at the release. `None` if the
+    /// process opened it itself: it keeps it then.
+    theirs: Option<u64>,
     registered: Vec<HostRange>,
     /// The death signal that the process had before, for [`end_with_parent`].
     death_signal: i32,
@@ -68,7 +69,7 @@ impl MissingPages {
             Ok(_) => Ok(Self {
                 process: process.try_clone()?,
                 uffd,
-                theirs,
+                theirs: Some(theirs),
                 registered: Vec::new(),
                 death_signal,
             }),
@@ -77,6 +78,14 @@ impl MissingPages {
             }
             Err(error) => Err(failed(error)),
         }
+    }
+
+    /// Takes `uffd`, a userfaultfd that `process` opened over its own memory and passed to this
+    /// process. It has registered `ranges` for missing pages itself. The process was started with
+    /// [`crate::child_setup::kill_with_parent`].
+    pub fn passed(process: &Process, uffd: OwnedFd, ranges: Vec<HostRange>) -> Result<Self> {
+        let process = process.try_clone()?;
+        Ok(Self { process, uffd, theirs: None, registered: ranges, death_signal: 0 })
     }
 
     /// Makes threads of the process wait when they touch a page of `range` that is not present.
@@ -281,8 +290,12 @@ impl MissingPages {
     /// process meanwhile. Errors: those of [`crate::attach::inject_userfaultfd`]; the memory of the
     /// process is complete all the same.
     pub fn release(&self) -> Result<()> {
-        in_session(&self.process, |hijack| {
-            hijack.call_with("close", libc::SYS_close, [self.theirs, 0, 0, 0, 0])?;
+        // A process that opened the descriptor itself may have a filter that knows no other calls.
+        let filter = if self.theirs.is_some() { Filter::MaySuspend } else { Filter::MustSuspend };
+        in_session_with(&self.process, filter, |hijack| {
+            if let Some(theirs) = self.theirs {
+                hijack.call_with("close", libc::SYS_close, [theirs, 0, 0, 0, 0])?;
+            }
             end_with_parent(hijack, self.death_signal)
         })
     }

@@ -65,8 +65,8 @@ impl Process {
         !self.exits_within(0)
     }
 
-    /// Waits up to `wait_ms` for it to exit; true if it has.
-    pub(crate) fn exits_within(&self, wait_ms: u32) -> bool {
+    /// Waits up to `wait_ms` milliseconds for it to exit. Returns true if it has.
+    pub fn exits_within(&self, wait_ms: u32) -> bool {
         let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
         let wait = Timespec {
             tv_sec: i64::from(wait_ms / 1000),

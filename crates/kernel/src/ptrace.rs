@@ -99,6 +99,27 @@ impl<'p> Tracee<'p> {
         let seized = tracee
             .seize_with(OPTION_SYSCALL_GOOD | OPTION_SUSPEND_SECCOMP)
             .or_else(|_| tracee.seize_with(OPTION_SYSCALL_GOOD));
+        tracee.seized(seized)
+    }
+
+    /// Begins to trace as [`Self::seize`] does, but only if the kernel suspends the seccomp filter.
+    /// Errors: those of [`Self::seize`]; [`Error::SeccompStays`] if the filter cannot be suspended.
+    pub fn seize_unfiltered(process: &'p Process) -> Result<Self> {
+        let tracee = Self { process, thread_bound: PhantomData };
+        let Err(source) = tracee.seize_with(OPTION_SYSCALL_GOOD | OPTION_SUSPEND_SECCOMP) else {
+            return Ok(tracee);
+        };
+        // If it traces without the option, it is the option that the kernel refuses. The end of this
+        // thread ends the tracing.
+        if tracee.seize_with(OPTION_SYSCALL_GOOD).is_err() {
+            return tracee.seized(Err(source));
+        }
+        Err(Error::SeccompStays { pid: process.pid() })
+    }
+
+    fn seized(self, seized: io::Result<()>) -> Result<Self> {
+        let process = self.process;
+        let tracee = self;
         let Err(source) = seized else { return Ok(tracee) };
         process.ensure_alive("attach")?;
         let other =

@@ -52,6 +52,10 @@ pub struct MachineSpec {
     /// `None` if they were not counted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub counted_instructions: Option<u64>,
+    /// The VM's configuration as its VMM tells it, for a VMM whose command line does not hold it.
+    /// JSON text. `None` for other VMMs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vmm_config: Option<String>,
     /// The files of the command line that the VMM only reads. `None` if they were not noted.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_files: Option<Vec<ReadFile>>,
@@ -133,6 +137,7 @@ mod tests {
             guest_map: Some(Vec::new()),
             recorded: Some(RecordingPosition { recording: "ab".into(), icount: 7 }),
             counted_instructions: Some(9),
+            vmm_config: Some("{}".into()),
             ..spec()
         };
         let json = serde_json::to_value(&full).unwrap();

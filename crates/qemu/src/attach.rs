@@ -115,6 +115,7 @@ impl Vm {
         let with_plugged = |line: &[String]| line.iter().chain(&plugged).cloned().collect();
         Ok(MachineSpec {
             vmm: VmmKind::Qemu,
+            vmm_config: None,
             binary_path: identity.path.to_string_lossy().into_owned(),
             vmm_version: identity.version,
             binary_blake3: identity.blake3,

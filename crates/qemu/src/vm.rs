@@ -287,7 +287,7 @@ impl Vm {
         matches!(self.origin, Origin::Attached { .. } | Origin::Libvirt { .. })
     }
 
-    /// Returns what a watchdog of this VM uses: see [`crate::watchdog::Watchdog::spawn`]. Error: a
+    /// Returns what a watchdog of this VM uses: see [`crate::watchdog::spawn`]. Error: a
     /// descriptor cannot be copied.
     pub fn watched(&self) -> Result<Watched> {
         let monitor = match &self.origin {

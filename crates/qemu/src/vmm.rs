@@ -1,25 +1,21 @@
 //! QEMU behind the traits of crate `vmm`: a running VM, the watchdog of its pauses, and restores.
 
-use crate::restore::lazy::Lazy;
 use crate::restore::{self, Plan, RestoreOptions, Restored};
 use crate::vm::Origin;
-use crate::watchdog::Watchdog;
 use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm, WritableNode};
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
     Ability, AuditFinding, Capabilities, ForeignOperation, GuestEnd, LazyLoading, Lineage,
-    PauseWatchdog, PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource, RestoredVm,
-    Restorer, Resumer, RollbackPlan, RollbackStep, RollbackTarget, RunState, SavedPause,
-    StopOutcome, TellStep, VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind,
+    PlanOptions, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
+    RollbackTarget, RunState, SavedPause, StopOutcome, TellStep, VmEvent, VmExit, VmOrigin, Vmm,
+    VmmError, VmmErrorKind,
 };
 use std::any::Any;
 use std::fs::File;
 use std::path::Path;
 use std::time::Duration;
 
-/// How long the watchdog gets to resume a VM whose monitor does not answer the engine.
-const RESCUE_TIME: Duration = Duration::from_millis(300);
 /// How long a new connection to the monitor may take.
 const RECONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -277,42 +273,6 @@ fn vm_event(event: &QmpEvent, left_out: &[WritableNode]) -> Option<VmEvent> {
     }
 }
 
-impl PauseWatchdog for Watchdog {
-    fn arm(&mut self, limit: Duration) -> Result<(), VmmError> {
-        Ok(self.arm(limit)?)
-    }
-
-    fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError> {
-        Ok(self.arm_for_pipe(limit)?)
-    }
-
-    fn disarm(&mut self) -> Result<bool, VmmError> {
-        Ok(self.disarm()?.0)
-    }
-
-    fn forbid_running(&mut self) -> Result<bool, VmmError> {
-        Ok(self.between()?.0)
-    }
-
-    fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError> {
-        Ok(self.plan_rollback(plan)?)
-    }
-
-    fn note_step(&mut self, step: &RollbackStep) -> Result<(), VmmError> {
-        Ok(self.note_step(step)?)
-    }
-
-    fn resume_now(&mut self) {
-        if self.fire_now().is_ok() {
-            std::thread::sleep(RESCUE_TIME);
-        }
-    }
-
-    fn end(self: Box<Self>) {
-        (*self).end();
-    }
-}
-
 /// Restores checkpoints under QEMU: the [`Restorer`] of this crate.
 #[derive(Clone, Debug, Default)]
 pub struct QemuRestorer {
@@ -364,16 +324,6 @@ impl From<Restored> for RestoredVm {
         let (vm, lazy) = restored.into_parts();
         let loading = lazy.map(|lazy| Box::new(lazy) as Box<dyn LazyLoading>);
         Self { vm: Box::new(vm), loading, ready_ns, filled_ns }
-    }
-}
-
-impl LazyLoading for Lazy {
-    fn residency(&self) -> Residency {
-        self.residency()
-    }
-
-    fn settle(&mut self) -> Result<(), VmmError> {
-        Ok(self.settle()?)
     }
 }
 

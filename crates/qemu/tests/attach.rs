@@ -25,7 +25,7 @@ const BARE: &str = "-machine pc -m 32 -display none -nodefaults";
 
 /// A watchdog in a process of its own.
 fn watchdog(vm: &Vm) -> Watchdog {
-    Watchdog::spawn(&mut part("watchdog_process", "x"), &vm.watched().unwrap()).unwrap()
+    watchdog::spawn(&mut part("watchdog_process", "x"), &vm.watched().unwrap()).unwrap()
 }
 
 #[test]

@@ -40,7 +40,7 @@ fn engine_process() {
 }
 
 fn watchdog(vm: &Vm) -> Watchdog {
-    Watchdog::spawn(&mut part("watchdog_process", "x"), &vm.watched().unwrap()).unwrap()
+    watchdog::spawn(&mut part("watchdog_process", "x"), &vm.watched().unwrap()).unwrap()
 }
 
 /// Children of this process that have not been waited for.

@@ -17,6 +17,7 @@ pub use states::{
     CaptureState, EncoderState, FailingCause, ReplicationRole, ReplicationState, VmState,
 };
 
+use keyframe_vmm::VmmKind;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -168,6 +169,12 @@ pub struct RollbackPhases {
     pub resume_ns: u64,
 }
 
+/// True for the VMM that the JSON leaves out.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_qemu(vmm: &VmmKind) -> bool {
+    *vmm == VmmKind::Qemu
+}
+
 /// The status of an engine. Times are in nanoseconds.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct EngineStatus {
@@ -175,7 +182,10 @@ pub struct EngineStatus {
     pub vm: String,
     /// The state of the VM.
     pub state: VmState,
-    /// The process id of QEMU; for a group, that of the first member.
+    /// The VMM. The JSON leaves QEMU out.
+    #[serde(default, skip_serializing_if = "is_qemu")]
+    pub vmm: VmmKind,
+    /// The process id of the VMM; for a group, that of the first member.
     pub qemu_pid: u32,
     /// The process id of the engine.
     pub engine_pid: u32,

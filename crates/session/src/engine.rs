@@ -543,6 +543,7 @@ impl<'a> Engine<'a> {
         let members = self.machines.members().iter();
         SessionStart {
             name: self.name.clone(),
+            vmm: self.machines.vmm(),
             is_group: self.machines.is_group(),
             is_replay: self.options.recorded.as_ref().is_some_and(|r| r.machine.is_some()),
             interval: self.options.interval,

@@ -33,6 +33,12 @@ pub enum Error {
     /// An error of the VMM of a running VM.
     #[error(transparent)]
     Vmm(#[from] keyframe_vmm::VmmError),
+    /// The VMM lacks an ability that the options ask for.
+    #[error(transparent)]
+    Unsupported(#[from] keyframe_vmm::Unsupported),
+    /// The VM's driver wants to pass descriptors to its watchdog, which is started without any.
+    #[error("the watchdog of this VMM needs descriptors, which it is not given")]
+    WatchdogDescriptors,
     /// The VM cannot do what was asked.
     #[error(transparent)]
     Vm(#[from] crate::session_vm::SessionVmError),
@@ -94,7 +100,7 @@ pub enum Error {
     #[error("the session has no VM")]
     NoVm,
     /// The RAM blocks do not make up a page space.
-    #[error("QEMU's list of RAM blocks")]
+    #[error("the list of RAM blocks")]
     RamLayout(#[from] keyframe_units::LayoutError),
     /// The threads that copy pages could not be started.
     #[error("start the threads that copy pages")]
@@ -219,6 +225,7 @@ impl Error {
         let text = match self {
             Self::Qemu(error) => return error.fix(),
             Self::Vmm(error) => return error.fix().map(str::to_owned),
+            Self::Unsupported(missing) => return Some(missing.fix.clone()),
             Self::Kernel(error) => return error.fix(),
             Self::Network(error) => return error.fix(),
             Self::Store { source, .. } => return source.fix(),
@@ -253,7 +260,8 @@ impl Error {
                 "give the command line of the QEMU that wrote the stream, and that QEMU binary"
             }
             Self::Interrupted => "call it again: it continues with the missing checkpoints",
-            Self::Vm(_)
+            Self::WatchdogDescriptors
+            | Self::Vm(_)
             | Self::Io { .. }
             | Self::NoVm
             | Self::RamLayout(_)

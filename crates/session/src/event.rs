@@ -10,7 +10,7 @@ use keyframe_scheduling::TuningReason;
 use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
 use keyframe_units::PageIndex;
 pub use keyframe_units::{EventSink, NoEvents};
-use keyframe_vmm::GuestEnd;
+use keyframe_vmm::{GuestEnd, VmmKind};
 use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::sync::Arc;
@@ -55,8 +55,10 @@ pub enum Event {
         /// The delay with which it began, in nanoseconds.
         backlog_ns: u64,
     },
-    /// A second QEMU has loaded the first checkpoint, so QEMU accepts its machine and its devices.
+    /// A second VMM has loaded the first checkpoint, so it accepts its machine and its devices.
     Rehearsed {
+        /// The VMM.
+        vmm: VmmKind,
         /// The time that it took, in nanoseconds.
         took_ns: u64,
     },
@@ -221,7 +223,7 @@ pub enum Event {
         /// True if the store is on another host, or in object storage.
         is_remote: bool,
     },
-    /// QEMU would not have survived this process's death while its memory was attached to.
+    /// The VMM would not have survived this process's death while its memory was attached to.
     UnguardedAttach {
         /// QEMU's process.
         qemu_pid: u32,
@@ -295,6 +297,8 @@ pub enum Event {
     },
     /// QEMU ended with a failure.
     QemuFailed {
+        /// The VMM.
+        vmm: VmmKind,
         /// The exit status.
         exit: ExitStatus,
     },
@@ -302,16 +306,20 @@ pub enum Event {
     Detached {
         /// The VM.
         vm: String,
-        /// The process id of its QEMU.
+        /// The VMM.
+        vmm: VmmKind,
+        /// The process id of its VMM.
         qemu_pid: u32,
     },
     /// The session left a VM that it had launched.
     Kept {
         /// The VM.
         vm: String,
-        /// The process id of its QEMU.
+        /// The VMM.
+        vmm: VmmKind,
+        /// The process id of its VMM.
         qemu_pid: u32,
-        /// The socket of QEMU's monitor.
+        /// The socket of its monitor.
         monitor: PathBuf,
     },
     /// The guest's writes to its disks are kept in a directory.
@@ -345,7 +353,9 @@ pub struct SessionStart {
     pub interval: Option<Duration>,
     /// The store.
     pub store: PathBuf,
-    /// The name and the process id of QEMU for each VM.
+    /// The VMM.
+    pub vmm: VmmKind,
+    /// The name and the process id of the VMM for each VM.
     pub vms: Vec<(String, u32)>,
     /// The time for which an attach stopped QEMU's main thread, in nanoseconds. `None` if no attach
     /// did so, or if Keyframe started the VM itself.

@@ -79,7 +79,7 @@ pub struct Fault {
     phase: Option<CapturePhase>,
     /// The number of times that the place is passed before the fault is injected.
     left: Arc<AtomicU32>,
-    victim: Arc<OnceLock<(u32, OwnedFd)>>,
+    victim: Arc<OnceLock<(u32, Option<OwnedFd>)>>,
 }
 
 impl FromStr for Fault {
@@ -112,9 +112,10 @@ impl FromStr for Fault {
 }
 
 impl Fault {
-    /// Sets the VM that the fault hits: the process id of its QEMU, and the socket of its monitor.
-    pub fn bind(&self, qemu_pid: u32, monitor: OwnedFd) {
-        let _ = self.victim.set((qemu_pid, monitor));
+    /// Sets the VM that the fault hits: the process id of its VMM, and the connection to its
+    /// monitor.
+    pub fn bind(&self, vmm_pid: u32, monitor: Option<OwnedFd>) {
+        let _ = self.victim.set((vmm_pid, monitor));
     }
 
     /// Injects the fault if it belongs to `phase` and is due.
@@ -130,7 +131,7 @@ impl Fault {
             FaultKind::Stall => std::thread::sleep(Duration::from_mins(10)),
             FaultKind::Pause => std::thread::sleep(Duration::from_secs(6)),
             FaultKind::QmpLost => {
-                if let Some((_, monitor)) = self.victim.get() {
+                if let Some((_, Some(monitor))) = self.victim.get() {
                     let _ = rustix::net::shutdown(monitor, rustix::net::Shutdown::Both);
                 }
             }

@@ -61,10 +61,16 @@ pub fn run_if_asked() {
     }
 }
 
-/// Watches the VM that `words` describe, and ends the rollback of its session if that dies, until the session at the other end of standard input ends.
+/// Watches the VM that `words` describe until the session at the other end of standard input ends. If
+/// the session dies in a rollback, ends the rollback in its place.
 /// One word alone is the path of QEMU's monitor socket. Error: the words are invalid, or the VM
 /// cannot be resumed.
 pub fn watch(words: &[OsString]) -> Result<()> {
+    if words.first().is_some_and(|word| word == keyframe_firecracker::watchdog::WORD) {
+        let watched =
+            keyframe_firecracker::watchdog::run(words, std::io::stdin(), std::io::stdout());
+        return Ok(watched.map_err(keyframe_vmm::VmmError::from)?);
+    }
     let watched = match words {
         [path] => Watched::by_monitor(path.into()),
         words => Watched::parse(words)?,

@@ -17,12 +17,12 @@ use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
 use crate::helper_process;
 use crate::instruction_count::{CountObstacle, InstructionCount};
 use crate::lans::{self, Lans};
-use crate::rehearsal::Rehearsal;
+use crate::rehearsal::{Rehearsal, Rehearser};
 use crate::rights;
 use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
 use crate::watchdog_keeper::{StartWatchdog, WatchdogKeeper};
-use keyframe_qemu::watchdog::Watchdog;
+use keyframe_qemu::watchdog;
 use keyframe_qemu::{
     AuditFinding, Invocation, LaunchOptions, MachineShape, QemuIdentity, Severity, Vm,
 };
@@ -475,14 +475,15 @@ fn prepare_parts(
     let mut sink = StoreSink::new(run, meta.clone(), options.fault.clone(), origin);
     if options.rehearsal && options.recorded.is_none() {
         let events = Arc::clone(&options.events);
-        sink.rehearsal = Some(Rehearsal { store: store.clone(), events });
+        let rehearser = Rehearser::Qemu;
+        sink.rehearsal = Some(Rehearsal { store: store.clone(), events, rehearser });
     }
     sink.recording = options.recorded.as_ref().map(|recorded| recorded.recording.clone());
     if let (Some(fault), Some(first)) = (&options.fault, found.first_mut()) {
         let monitor = first.vm.qmp().as_fd().try_clone_to_owned();
         fault.bind(
             first.vm.pid(),
-            monitor.map_err(|e| Error::io("copy the descriptor of QEMU's monitor", e))?,
+            Some(monitor.map_err(|e| Error::io("copy the descriptor of QEMU's monitor", e))?),
         );
     }
     let holds_ends = options.recorded.is_none();
@@ -507,18 +508,19 @@ pub fn require_kernel(options: &SessionOptions) -> Result<()> {
 }
 
 /// Checks that the VM can be checkpointed exactly if its RAM is scanned in pauses alone. Warnings
-/// go to `events`. Errors: [`Error::NotCheckpointable`] with all reasons; QEMU does not answer.
-pub fn refuse(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
+/// go to `events`. Errors: [`Error::NotCheckpointable`] with all reasons; the
+/// VMM does not answer.
+pub fn refuse(vm: &mut dyn Vmm, events: &dyn EventSink<Event>) -> Result<()> {
     refuse_by(vm, events, |severity| severity == Severity::Refused)
 }
 
 /// Checks as [`refuse`] does, for RAM that is scanned while the VM runs. It refuses more machines.
-pub fn refuse_running_scans(vm: &mut Vm, events: &dyn EventSink<Event>) -> Result<()> {
+pub fn refuse_running_scans(vm: &mut dyn Vmm, events: &dyn EventSink<Event>) -> Result<()> {
     refuse_by(vm, events, |severity| severity != Severity::Warning)
 }
 
 fn refuse_by(
-    vm: &mut Vm,
+    vm: &mut dyn Vmm,
     events: &dyn EventSink<Event>,
     is_refused: impl Fn(Severity) -> bool,
 ) -> Result<()> {
@@ -591,5 +593,5 @@ pub fn late_watchdog(
 fn watchdog_starter(vm: &Vm, holds_ends: bool) -> Result<StartWatchdog> {
     let mut watched = vm.watched()?;
     watched.hold = holds_ends.then(|| vm.end_hold()).flatten();
-    Ok(Box::new(move || Watchdog::spawn(&mut helper_process::command("__watchdog"), &watched)))
+    Ok(Box::new(move || Ok(watchdog::spawn(&mut helper_process::command("__watchdog"), &watched)?)))
 }

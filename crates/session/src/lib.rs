@@ -11,11 +11,12 @@
 //! socket's threads only pass requests on. If the engine fails or is killed, the VM runs on.
 //!
 //! The engine drives the VM through the traits of `keyframe_vmm`; [`session_vm::SessionVm`] is the
-//! one place that knows QEMU. Its loop is tested on a fake VM (`engine/tests`).
+//! one place that knows QEMU. [`run_vm`] is the door for any other VMM. Its loop is tested on a fake VM (`engine/tests`).
 //!
 //! A program that runs sessions itself calls [`helper_process::run_if_asked`] first in its `main`;
 //! `examples/checkpoint_vm.rs` is one.
 
+mod any_vmm;
 pub mod attach;
 pub mod audit;
 pub mod budget;
@@ -51,6 +52,7 @@ mod target_ram;
 pub mod teardown;
 pub mod watchdog_keeper;
 
+pub use any_vmm::{VmSource, run_vm};
 pub use disk_capture::served::BlockSink;
 pub use disk_capture::{DiskCut, DiskMethod, ExcludedDisks};
 pub use engine::{RunEnd, RunReport, Verdict};

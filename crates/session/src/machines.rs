@@ -31,7 +31,7 @@ use keyframe_capture::{
 };
 use keyframe_qemu::MachineChange;
 use keyframe_units::{RamBlock, RamLayout};
-use keyframe_vmm::{RunState, VmEvent, Vmm, VmmErrorKind};
+use keyframe_vmm::{RunState, VmEvent, Vmm, VmmErrorKind, VmmKind};
 use std::process::ExitStatus;
 use std::time::{Duration, Instant};
 
@@ -150,6 +150,11 @@ impl Machines {
     /// Returns the VMs.
     pub fn members(&self) -> &[Member] {
         &self.members
+    }
+
+    /// Returns the VMM of the first VM.
+    pub fn vmm(&self) -> VmmKind {
+        self.members.first().map_or(VmmKind::Qemu, |member| member.vm.vm().kind())
     }
 
     /// Returns the VMs.

@@ -29,9 +29,10 @@ use keyframe_qemu::cmdline::{
 };
 use keyframe_qemu::restore::{self, Plan, RestoreOptions, RestorePurpose};
 use keyframe_scratch_directory::ScratchDirectory;
-use keyframe_store::{CheckpointId, Meta, Store};
+use keyframe_store::{CheckpointId, LoadedCheckpoint, Meta, Store};
 use keyframe_units::elapsed_ns;
 use keyframe_vm_disks::restored;
+use keyframe_vmm::{PlanOptions, RamSource, RestoreRam, Restorer, VmmErrorKind, VmmKind};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -40,21 +41,32 @@ use std::time::Instant;
 /// The most bytes of QEMU's messages that an error holds.
 const MESSAGE_BYTES_MAX: usize = 400;
 
-/// QEMU refuses to load a checkpoint that it has just saved.
+/// The VMM refuses to load a checkpoint that it has just saved.
 #[derive(Debug, thiserror::Error)]
-#[error("QEMU cannot load the checkpoint that it has just saved: {}{said}", crate::error::error_chain(.source))]
+#[error("{vmm} cannot load the checkpoint that it has just saved: {}{said}", crate::error::error_chain(&**source))]
 pub struct NotRestorable {
-    /// QEMU's error.
+    /// The VMM.
+    vmm: VmmKind,
+    /// The driver's error.
     #[source]
-    source: Box<keyframe_qemu::Error>,
-    /// QEMU's own message; empty if it has none.
+    source: BoxError,
+    /// The VMM's own message; empty if it has none.
     said: String,
+}
+
+/// Who restores a checkpoint for a rehearsal.
+pub(crate) enum Rehearser {
+    /// A second QEMU beside the VM, whose line is changed so that it may stand there.
+    Qemu,
+    /// The restorer of the VM's driver.
+    Restorer(Box<dyn Restorer + Send>),
 }
 
 /// A rehearsal that waits for the first checkpoint of a run.
 pub(crate) struct Rehearsal {
     pub store: Store,
     pub events: SharedEventSink,
+    pub rehearser: Rehearser,
 }
 
 /// The outcome of a rehearsal that found nothing wrong with the checkpoint.
@@ -72,7 +84,13 @@ impl Rehearsal {
     pub fn of(&self, id: CheckpointId) -> Result<(), NotRestorable> {
         let began = Instant::now();
         match self.outcome(id)? {
-            Outcome::Loaded => self.events.event(&Event::Rehearsed { took_ns: elapsed_ns(began) }),
+            Outcome::Loaded => {
+                let vmm = match &self.rehearser {
+                    Rehearser::Qemu => VmmKind::Qemu,
+                    Rehearser::Restorer(restorer) => restorer.capabilities().vmm(),
+                };
+                self.events.event(&Event::Rehearsed { vmm, took_ns: elapsed_ns(began) });
+            }
             Outcome::Omitted(reason) => self.events.event(&Event::NotRehearsed { reason }),
             Outcome::Doubtful(error) => {
                 self.events.event(&Event::RehearsalFailed { error: shared(error) });
@@ -92,6 +110,9 @@ impl Rehearsal {
         };
         let log = place.path().join("log");
         let ram = Arc::new(CheckpointRam(Arc::clone(&loaded)));
+        if let Rehearser::Restorer(restorer) = &self.rehearser {
+            return by_restorer(&**restorer, &loaded, &*ram, &log);
+        }
         let restored = match plan(&loaded.meta, place.path(), &log) {
             Ok(Ok(plan)) => restore::start_lazy(plan, ram, &loaded.device_state),
             Ok(Err(error)) => Err(error),
@@ -107,12 +128,42 @@ impl Rehearsal {
                 Ok(Outcome::Omitted(crate::error::error_chain(&error)))
             }
             Err(error) if error.is_of_checkpoint() => {
-                Err(NotRestorable { source: Box::new(error), said: said(&log) })
+                let said = said(VmmKind::Qemu, &log);
+                Err(NotRestorable { vmm: VmmKind::Qemu, source: error.into(), said })
             }
             Err(error) => {
-                let text = format!("{}{}", crate::error::error_chain(&error), said(&log));
+                let said = said(VmmKind::Qemu, &log);
+                let text = format!("{}{said}", crate::error::error_chain(&error));
                 Ok(Outcome::Doubtful(text.into()))
             }
+        }
+    }
+}
+
+/// Restores `loaded` by `restorer` without running it, and ends it again.
+fn by_restorer(
+    restorer: &dyn Restorer,
+    loaded: &LoadedCheckpoint,
+    ram: &dyn RamSource,
+    log: &Path,
+) -> Result<Outcome, NotRestorable> {
+    let vmm = restorer.capabilities().vmm();
+    let options = PlanOptions { paused: true, log: Some(log.into()), ..PlanOptions::default() };
+    let source = source_of(&loaded.meta.machine, &loaded.meta.ram);
+    let restored = restorer
+        .plan(source, options)
+        .and_then(|plan| plan.start(RestoreRam::Eager(ram), &loaded.device_state));
+    match restored {
+        Ok(mut restored) => {
+            let _ = restored.vm.end();
+            Ok(Outcome::Loaded)
+        }
+        Err(error) if error.kind() == VmmErrorKind::StateRefused => {
+            Err(NotRestorable { vmm, source: error.into(), said: said(vmm, log) })
+        }
+        Err(error) => {
+            let text = format!("{}{}", crate::error::error_chain(&error), said(vmm, log));
+            Ok(Outcome::Doubtful(text.into()))
         }
     }
 }
@@ -157,13 +208,13 @@ fn plan(meta: &Meta, place: &Path, log: &Path) -> Result<keyframe_qemu::Result<P
     Ok(Plan::new(source_of(&machine, &meta.ram), none.map(Into::into).to_vec(), options))
 }
 
-/// The end of QEMU's messages in `log`, as the end of a sentence.
-fn said(log: &Path) -> String {
+/// The end of the messages of `vmm` in `log`, as the end of a sentence.
+fn said(vmm: VmmKind, log: &Path) -> String {
     let text = std::fs::read(log).unwrap_or_default();
     let text = String::from_utf8_lossy(
         text.get(text.len().saturating_sub(MESSAGE_BYTES_MAX)..).unwrap_or_default(),
     )
     .replace('\n', "; ");
     let text = text.trim_matches([';', ' ']);
-    if text.is_empty() { String::new() } else { format!(" (QEMU says: {text})") }
+    if text.is_empty() { String::new() } else { format!(" ({vmm} says: {text})") }
 }

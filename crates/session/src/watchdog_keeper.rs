@@ -11,9 +11,9 @@
 //! the watchdog has resumed the VM.
 
 use crate::event::{Event, Helper, SharedEventSink};
-use keyframe_qemu::watchdog::Watchdog;
-use keyframe_qemu::{Error, Result};
-use keyframe_vmm::{PauseWatchdog, RollbackPlan, RollbackStep, VmmError};
+use keyframe_capture::BoxError;
+use keyframe_pause_watchdog::{Error, Watchdog};
+use keyframe_vmm::{PauseWatchdog, RollbackPlan, RollbackStep, VmmError, VmmErrorKind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -35,7 +35,7 @@ impl WatchdogHealth {
 }
 
 /// A function that starts a watchdog. Error: its process cannot be started.
-pub type StartWatchdog = Box<dyn FnMut() -> Result<Watchdog> + Send>;
+pub type StartWatchdog = Box<dyn FnMut() -> Result<Watchdog, BoxError> + Send>;
 
 /// Keeps a watchdog at work: starts another one if its process ends.
 pub struct WatchdogKeeper {
@@ -52,8 +52,8 @@ pub struct WatchdogKeeper {
 
 impl WatchdogKeeper {
     /// Starts the first watchdog. Error: it cannot be started.
-    pub fn start(mut start: StartWatchdog, events: SharedEventSink) -> Result<Self> {
-        let current = Some(start()?);
+    pub fn start(mut start: StartWatchdog, events: SharedEventSink) -> Result<Self, VmmError> {
+        let current = Some(start().map_err(not_started)?);
         Ok(Self { current, has_started: true, ..Self::later(start, events) })
     }
 
@@ -71,7 +71,10 @@ impl WatchdogKeeper {
 
     /// Calls `order`. If that fails, the process has ended or does not answer; then it is ended,
     /// and the next pause gets another one.
-    fn order<T>(&mut self, order: impl FnOnce(&mut Watchdog) -> Result<T>) -> Result<T> {
+    fn order<T>(
+        &mut self,
+        order: impl FnOnce(&mut Watchdog) -> Result<T, Error>,
+    ) -> Result<T, Error> {
         let current = self.current.as_mut().ok_or_else(ended)?;
         let done = order(current);
         if done.is_err()
@@ -83,7 +86,7 @@ impl WatchdogKeeper {
     }
 
     /// Arms the watchdog, or another one if its process has ended.
-    fn arm_by(&mut self, arm: impl Fn(&mut Watchdog) -> Result<()>) -> Result<(), VmmError> {
+    fn arm_by(&mut self, arm: impl Fn(&mut Watchdog) -> Result<(), Error>) -> Result<(), VmmError> {
         if self.current.is_some() && self.order(&arm).is_ok() {
             return Ok(());
         }
@@ -91,9 +94,9 @@ impl WatchdogKeeper {
         Ok(self.order(arm)?)
     }
 
-    fn replace(&mut self) -> Result<&mut Watchdog> {
+    fn replace(&mut self) -> Result<&mut Watchdog, VmmError> {
         if self.health.is_lost() || Instant::now() < self.not_before {
-            return Err(ended());
+            return Err(ended().into());
         }
         match (self.start)() {
             Ok(new) => {
@@ -110,14 +113,18 @@ impl WatchdogKeeper {
                 if self.failed >= TRIES_MAX {
                     self.health.0.store(true, Ordering::Release);
                 }
-                Err(error)
+                Err(not_started(error))
             }
         }
     }
 }
 
+fn not_started(error: BoxError) -> VmmError {
+    VmmError::new(VmmErrorKind::Other, error, None)
+}
+
 fn ended() -> Error {
-    Error::Watchdog { problem: "it has ended, and no other one has been started".into() }
+    Error::Problem { problem: "it has ended, and no other one has been started".into() }
 }
 
 impl PauseWatchdog for WatchdogKeeper {
@@ -133,7 +140,7 @@ impl PauseWatchdog for WatchdogKeeper {
     }
 
     fn arm_for_saved_pause(&mut self, limit: Duration) -> Result<(), VmmError> {
-        self.arm_by(|watchdog| watchdog.arm_for_pipe(limit))
+        self.arm_by(|watchdog| watchdog.arm_for_saved_pause(limit))
     }
 
     fn disarm(&mut self) -> Result<bool, VmmError> {

@@ -15,7 +15,7 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// The most files that are noted.
 const FILES_MAX: usize = 256;
@@ -85,6 +85,16 @@ pub fn describe(words: &[String], directory: &Path) -> Vec<ReadFile> {
         }
     }
     files
+}
+
+/// Returns the identities of the media `files` of a VM, each with the name of its drive. Relative
+/// paths begin in `directory`. Error: one of them cannot be read.
+pub fn describe_media(files: &[(String, PathBuf)], directory: &Path) -> io::Result<Vec<ReadFile>> {
+    let of = |(drive, path): &(String, PathBuf)| {
+        let named = NamedFile { option: drive.clone(), is_medium: true, ..NamedFile::default() };
+        identity(&named, &directory.join(path))
+    };
+    files.iter().map(of).collect()
 }
 
 /// Returns the identities of the files of the changed line `words`, as [`describe`] does. A file that

@@ -27,11 +27,17 @@ pub enum Ability {
     Clones,
     /// Restore a checkpoint under another accelerator than it was taken under.
     AcceleratorChange,
+    /// Capture the disks that the VM can write to.
+    CapturedDisks,
+    /// Copy RAM from a fork of the VMM.
+    Fork,
+    /// Count the guest's instructions by the host's processor.
+    InstructionCount,
 }
 
 impl Ability {
     /// All abilities, in the order of their declaration.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 13] = [
         Self::Attach,
         Self::Groups,
         Self::Record,
@@ -42,6 +48,9 @@ impl Ability {
         Self::LazyRestore,
         Self::Clones,
         Self::AcceleratorChange,
+        Self::CapturedDisks,
+        Self::Fork,
+        Self::InstructionCount,
     ];
 }
 
@@ -59,6 +68,9 @@ impl fmt::Display for Ability {
             Self::LazyRestore => "run before its RAM is loaded",
             Self::Clones => "be cloned with shared RAM",
             Self::AcceleratorChange => "change its accelerator",
+            Self::CapturedDisks => "have its disks captured",
+            Self::Fork => "be captured by a fork",
+            Self::InstructionCount => "have its instructions counted",
         })
     }
 }

@@ -11,6 +11,8 @@ pub enum VmmErrorKind {
     MonitorLost,
     /// The VMM did not answer in time. The request may still take effect.
     Timeout,
+    /// The VMM refuses to load a device state.
+    StateRefused,
     /// This VMM does not have the ability.
     Unsupported,
     /// Any other failure.

@@ -1,11 +1,12 @@
 //! Restoring a checkpoint: into a new VM, or into the running one.
 
-use crate::{Capabilities, Vmm, VmmError};
+use crate::{Ability, Capabilities, Unsupported, Vmm, VmmError};
 use keyframe_machine::{Lineage, MachineSpec, RamSource};
 use keyframe_units::{PageIndex, RamLayout};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 /// The machine that a restore makes: its description and its RAM blocks.
 #[derive(Clone, Debug)]
@@ -56,6 +57,36 @@ pub trait Restorer {
         source: RestoreSource,
         options: PlanOptions,
     ) -> Result<Box<dyn RestorePlan>, VmmError>;
+
+    /// Starts the clones of `request` from one checkpoint, all or none. They share the RAM that none
+    /// of them has written, and are paused. Error: the reason why a clone cannot be started; no
+    /// process is left then.
+    fn start_clones(&self, request: CloneRequest<'_>) -> Result<Vec<RestoredVm>, VmmError> {
+        let _ = request;
+        Err(Unsupported {
+            vmm: self.capabilities().vmm(),
+            ability: Ability::Clones,
+            reason: "its driver cannot start several VMs from the same RAM".into(),
+            fix: "restore the checkpoint several times: keyframe restore".into(),
+        }
+        .into())
+    }
+}
+
+/// The clones that [`Restorer::start_clones`] starts.
+pub struct CloneRequest<'a> {
+    /// The machine of each clone, and its RAM blocks.
+    pub source: RestoreSource,
+    /// The options of each clone. `paused` is not looked at, and `log` neither.
+    pub options: PlanOptions,
+    /// An empty directory of each clone's own, for its sockets and its output.
+    pub directories: &'a [PathBuf],
+    /// The RAM of the checkpoint.
+    pub ram: &'a dyn RamSource,
+    /// The state of all devices.
+    pub device_state: &'a [u8],
+    /// Set if no more clones are to be started.
+    pub interrupted: &'a AtomicBool,
 }
 
 /// A restore that is ready to start.

@@ -9,6 +9,8 @@ use keyframe_units::RamLayout;
 use std::any::Any;
 use std::fmt;
 use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::process::ExitStatus;
 use std::time::Duration;
 
@@ -160,6 +162,12 @@ pub trait Vmm: Send {
     /// the VMM refuses or does not answer.
     fn audit(&mut self) -> Result<Vec<AuditFinding>, VmmError>;
 
+    /// Returns the files that the guest can only read, which [`Vmm::spec`] does not describe: the
+    /// name of each drive, and its path. Error: the VMM refuses or does not answer.
+    fn read_only_media(&mut self) -> Result<Vec<(String, PathBuf)>, VmmError> {
+        Ok(Vec::new())
+    }
+
     /// Returns the RAM blocks with their addresses in the VMM's process, in page order. Error: the
     /// VMM refuses or does not answer.
     fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError>;
@@ -176,6 +184,12 @@ pub trait Vmm: Send {
     /// for disks with direct I/O. Error: the VMM refuses or does not answer.
     fn pins_ram(&mut self) -> Result<bool, VmmError> {
         Ok(false)
+    }
+
+    /// Returns true if the VMM's seccomp filter ends or traps its threads for a system call that
+    /// the VMM itself never makes. Such a VMM may be attached to only while the filter is suspended.
+    fn traps_unknown_calls(&self) -> bool {
+        false
     }
 
     /// Returns the results of [`Vmm::ram_layout`] and [`Vmm::discards_ram`], in one request if the
@@ -270,7 +284,7 @@ pub trait Vmm: Send {
     /// of the VM's user is in the way. Changes nothing. Error: the reason why it cannot.
     fn check_rollback(&mut self, device_state: &[u8]) -> Result<(), VmmError> {
         let _ = device_state;
-        Ok(())
+        Ok(self.capabilities().require(Ability::Rollback)?)
     }
 
     /// Returns true if the VM of a checkpoint with `device_state` stood still although no client had
@@ -336,6 +350,17 @@ pub trait Vmm: Send {
     /// Leaves the guest running together with everything that it needs from this process. Returns
     /// the VMM's process id.
     fn leave_running(self: Box<Self>) -> u32;
+
+    /// Returns the socket of the monitor that users may connect to; `None` if there is none.
+    fn monitor_socket(&self) -> Option<PathBuf> {
+        None
+    }
+
+    /// Returns a copy of the connection to the VMM's monitor, which tests break; `None` if there is
+    /// none.
+    fn monitor_connection(&self) -> Option<OwnedFd> {
+        None
+    }
 
     /// Returns the VM as its driver's own type, for abilities of one VMM only (recording, for
     /// example).

@@ -3,13 +3,16 @@
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use super::exit_code;
+use super::vmms;
 use crate::failure::{Failure, Outcome};
+use keyframe_machine::VmmKind;
 use keyframe_qemu::{AttachOptions, Monitor};
 use keyframe_session::LanChoice;
 use keyframe_session::control::OnExit;
+use keyframe_vmm::Ability;
 use std::path::PathBuf;
 
-/// Take continuous checkpoints of a QEMU that runs already
+/// Take continuous checkpoints of a VM that runs already
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "Keyframe does not restart the VM, and leaves it as it was when this command ends: after --count checkpoints, at Ctrl-C, or by
@@ -22,8 +25,11 @@ QEMU keeps the blocks that the guest overwrites in STORE/disks. If that file sys
 A disk that holds internal snapshots (savevm) is read completely for each checkpoint: QEMU could not load a snapshot of a disk
 that has a dirty bitmap.
 
+A Firecracker needs the socket of its API (--api-sock), and no change. Other clients may go on to use the API.
+
 Examples:
   keyframe attach --store S --qmp /run/vm.sock $(pidof qemu-system-x86_64)
+  keyframe attach --store S --api /run/fc.sock $(pidof firecracker)
   keyframe attach --store S --libvirt web --interval 5s --count 10 4711
   keyframe attach --store S --qmp a.sock --qmp b.sock 4711 4712    # two VMs, at one instant"
 )]
@@ -37,6 +43,9 @@ pub struct Attach {
     /// The libvirt domain that the VM is; of several VMs, one for each PID in the same order
     #[arg(long, value_name = "DOMAIN", group = "monitor", conflicts_with = "qmp")]
     libvirt: Vec<String>,
+    /// The socket of Firecracker's API, for a VM of Firecracker
+    #[arg(long, value_name = "SOCKET", group = "monitor", conflicts_with_all = ["qmp", "libvirt"])]
+    api: Option<PathBuf>,
     /// Which libvirt [default: virsh's own]
     #[arg(long, value_name = "URI", requires = "libvirt")]
     connect: Option<String>,
@@ -46,8 +55,8 @@ pub struct Attach {
     lan_control: Option<PathBuf>,
     #[command(flatten)]
     checkpoints: Checkpoints,
-    /// QEMU's process id. Several VMs are a group: each checkpoint is of all of them, at one
-    /// instant
+    /// The process id of QEMU or Firecracker. Several VMs are a group: each checkpoint is of all of
+    /// them, at one instant
     #[arg(value_name = "PID", required = true)]
     pids: Vec<u32>,
 }
@@ -56,6 +65,18 @@ impl Attach {
     /// Takes checkpoints until asked to end.
     pub fn run(self) -> Outcome {
         let store = self.store.open()?;
+        if let Some(socket) = &self.api {
+            let [pid] = self.pids[..] else {
+                vmms::require(VmmKind::Firecracker, Ability::Groups)?;
+                return Err(Failure::new("several process ids, and one --api SOCKET"));
+            };
+            if self.lan_control.is_some() {
+                vmms::require(VmmKind::Firecracker, Ability::Groups)?;
+            }
+            let options = self.checkpoints.options(OnExit::Keep);
+            let report = vmms::attach_firecracker(&store, pid, socket, options)?;
+            return Ok(exit_code(report.verdict()));
+        }
         let uri = self.connect;
         let libvirt = |domain| Monitor::Libvirt { domain, uri: uri.clone() };
         let monitors: Vec<Monitor> = self

@@ -10,8 +10,10 @@
 //!
 //! Left out: groups.
 
+mod by_restorer;
+
 use super::restore::{Accel, refuse_recorded, tell_elsewhere};
-use super::{MovedArg, StoreArg};
+use super::{MovedArg, StoreArg, vmms};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
@@ -44,6 +46,9 @@ share everything: networks other than `user` are disconnected, and a vmgenid dev
 A running guest keeps its MAC and IP addresses, host name and machine id. Clones that share a network have to change them
 themselves. A guest with a vmgenid device notices that it is a clone, and renews its random numbers.
 
+A clone of Firecracker's VM has its API at api.sock in its directory, and its output in console.log. Firecracker changes its
+generation id by itself, also with --exact.
+
 Each clone has disks of its own, as they were at the checkpoint. No other VM sees its writes. They are deleted when the clone
 ends, unless you give --keep-disks.
 
@@ -73,8 +78,8 @@ pub struct Branch {
     /// Leave the clones paused at the instant of the checkpoint
     #[arg(long)]
     paused: bool,
-    /// Another QEMU binary, of the same series (7.2.9 for 7.2.22) or a later one
-    #[arg(long, value_name = "PATH")]
+    /// Another binary of the VMM; of QEMU, of the same series (7.2.9 for 7.2.22) or a later one
+    #[arg(long, visible_alias = "vmm", value_name = "PATH")]
     qemu: Option<PathBuf>,
     /// Run them under this accelerator instead of the checkpoint's
     #[arg(long, value_enum)]
@@ -156,6 +161,9 @@ impl Branch {
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let mut loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         refuse_recorded(&loaded.meta, id)?;
+        if let Some(restorer) = vmms::restorer(loaded.meta.machine.vmm) {
+            return by_restorer::branch(self, &store, &loaded, &*restorer, began);
+        }
         moved_images::apply(&self.moved.image, &mut loaded.meta)?;
         super::changed_files::check(&loaded.meta, self.changed_as_now)?;
         if !loaded.meta.members.is_empty() {

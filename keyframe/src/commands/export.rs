@@ -88,6 +88,8 @@ impl Export {
         }
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         let guest = Guest::choose(&loaded, self.member.as_deref())?;
+        let vmm = loaded.meta.machine.vmm;
+        super::vmms::require_readable_state(vmm, "look at the VM itself: keyframe restore")?;
         let image = match format {
             Format::Raw => Some(guest.raw()?),
             Format::Elf => Some(guest.core()?),

@@ -1,8 +1,9 @@
-//! `keyframe restore`: a checkpoint comes to life in a fresh QEMU.
+//! `keyframe restore`: a checkpoint comes to life in a fresh process of its VMM.
 
+mod by_restorer;
 mod group;
 
-use super::{MovedArg, StoreArg};
+use super::{MovedArg, StoreArg, vmms};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::progress;
@@ -25,7 +26,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Bring a checkpoint to life in a fresh QEMU, in the foreground
+/// Bring a checkpoint to life in a fresh QEMU or Firecracker, in the foreground
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "QEMU runs with the command line that the checkpoint kept, followed by the EXTRA arguments. These may change where the VM's
@@ -43,6 +44,8 @@ VM's writes go neither to the images nor to the checkpoint. They are deleted whe
 
 What the VM's line writes to, listens at or locks is not taken from the first VM: log files are appended to, or new ones are
 made; sockets in use get another name; a port in use is an error that names the option to replace it.
+
+A checkpoint of Firecracker's VM is restored by a Firecracker of the same version. EXTRA are options of Firecracker then.
 
 With --accel a checkpoint taken under KVM continues under TCG, or the other way round. Keyframe refuses a guest that uses a
 feature of KVM alone (kvmclock), and a processor that lacks a feature that the guest may use.
@@ -67,8 +70,8 @@ pub struct Restore {
     /// Leave the VM paused at the instant of the checkpoint (continue it with `cont` in a monitor)
     #[arg(long)]
     paused: bool,
-    /// Another QEMU binary, of the same series (7.2.9 for 7.2.22) or a later one
-    #[arg(long, value_name = "PATH")]
+    /// Another binary of the VMM; of QEMU, of the same series (7.2.9 for 7.2.22) or a later one
+    #[arg(long, visible_alias = "vmm", value_name = "PATH")]
     qemu: Option<PathBuf>,
     /// Run it under this accelerator instead of the checkpoint's
     #[arg(long, value_enum)]
@@ -139,6 +142,14 @@ impl Restore {
         let ram = RestoredRam { source, bar };
         let interrupted = keyframe_session::interrupt::interruption()?;
         refuse_recorded(&meta, id)?;
+        if let Some(restorer) = vmms::restorer(meta.machine.vmm) {
+            super::changed_files::check(&meta, self.changed_as_now)?;
+            let lineage = Lineage { store: store.id().into(), checkpoint: id };
+            let (meta, ram, place) = (&meta, &ram, &Place::claim(&meta.vm, &store));
+            let device_state = &*device_state;
+            let kept = by_restorer::Kept { id, meta, device_state, ram, lineage, place, began };
+            return by_restorer::restore(self, &*restorer, kept, &interrupted);
+        }
         moved_images::apply(&self.moved.image, &mut meta)?;
         self.require_disks(id, &meta)?;
         super::changed_files::check(&meta, self.changed_as_now)?;

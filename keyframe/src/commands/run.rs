@@ -3,11 +3,14 @@
 use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use super::exit_code;
+use super::vmms;
 use crate::failure::paths;
 use crate::failure::{FAILED, Failure, Outcome};
+use keyframe_machine::VmmKind;
 use keyframe_session::control::OnExit;
 use keyframe_session::{CommandLines, LanChoice};
-use std::ffi::OsString;
+use keyframe_vmm::Ability;
+use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
 /// Run a VM with continuous checkpoints
@@ -20,6 +23,8 @@ after --count checkpoints, at Ctrl-C, or by `keyframe stop`. Keyframe seals the 
 Each checkpoint contains the disks that the guest can write to (raw and qcow2 images: -drive, -blockdev, -hda). Keyframe does
 not write to their images: the guest's writes go to STORE/disks, and `keyframe commit` writes them to an image. With --disk
 bitmap or --disk reflink QEMU writes to the images itself, as it does without Keyframe.
+
+Firecracker (-- firecracker --api-sock SOCKET --config-file FILE) runs as it is. Keyframe pauses it through its API.
 
 Examples:
   keyframe run --store S -- qemu-system-x86_64 -m 1G -nographic -kernel vmlinuz -append console=ttyS0
@@ -47,8 +52,8 @@ pub struct Run {
     /// repeated at a restore. May be given several times
     #[arg(long, value_name = "SOCKET", requires = "group")]
     lan: Vec<PathBuf>,
-    /// QEMU's command line
-    #[arg(last = true, required = true, value_name = "QEMU COMMAND")]
+    /// The command line of QEMU or Firecracker
+    #[arg(last = true, required = true, value_name = "VMM COMMAND")]
     command: Vec<OsString>,
 }
 
@@ -58,6 +63,10 @@ impl Run {
         let store = self.store.open()?;
         let commands =
             if self.group { group(&self.command)? } else { CommandLines::One(self.command) };
+        let vmm = first_program(&commands).map_or(VmmKind::Qemu, vmms::of_program);
+        if self.group {
+            vmms::require(vmm, Ability::Groups)?;
+        }
         let quiet = self.checkpoints.is_quiet();
         let mut options = self.checkpoints.options(self.on_exit);
         if !self.lan.is_empty() {
@@ -65,7 +74,12 @@ impl Run {
                 self.lan.iter().map(|path| paths::absolute(path)).collect::<Result<_, _>>()?;
             options.lans = LanChoice::Own(paths);
         }
-        let report = keyframe_session::run(&store, commands, options)?;
+        let report = match (vmm, commands) {
+            (VmmKind::Firecracker, CommandLines::One(words)) => {
+                vmms::run_firecracker(&store, words, options)?
+            }
+            (_, commands) => keyframe_session::run(&store, commands, options)?,
+        };
         let code = exit_code(report.verdict());
         if !quiet && code != FAILED && report.sealed > 0 {
             let place = paths::shell(&self.store.store);
@@ -75,6 +89,15 @@ impl Run {
         }
         Ok(code)
     }
+}
+
+/// The program of the first command line.
+fn first_program(commands: &CommandLines) -> Option<&OsStr> {
+    let words = match commands {
+        CommandLines::One(words) => words,
+        CommandLines::Group(lines) => lines.first()?,
+    };
+    words.first().map(OsString::as_os_str)
 }
 
 /// The lines between the `--`.

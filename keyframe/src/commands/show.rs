@@ -172,8 +172,8 @@ fn of_ram(ram_bytes: u64, layout: &RamLayout) -> [String; 2] {
 fn of_machine(machine: &MachineMeta) -> [String; 2] {
     [
         format!(
-            "machine    {}, {} CPUs, QEMU {}",
-            machine.machine_type, machine.vcpus, machine.vmm_version
+            "machine    {}, {} CPUs, {} {}",
+            machine.machine_type, machine.vcpus, machine.vmm, machine.vmm_version
         ),
         format!("command    {}", machine.user_command.join(" ")),
     ]

@@ -206,8 +206,8 @@ pub fn text(s: &Shown) -> String {
         s.store_free_bytes.map_or_else(String::new, |b| format!(" ({} free)", output::bytes(b)));
     let mut lines = vec![
         format!(
-            "{}: {} (QEMU {qemu}, engine {}), {}{failing}",
-            s.vm, s.state, s.engine_pid, s.phase
+            "{}: {} ({} {qemu}, engine {}), {}{failing}",
+            s.vm, s.state, s.vmm, s.engine_pid, s.phase
         ),
         format!("  store       {}{free}, checkpoints {every}", s.store),
         format!("  sealed      {}, failed {}", s.sealed, s.failed),

@@ -15,11 +15,11 @@ use std::time::Duration;
 /// The line for an event of a rehearsal.
 fn rehearsal(event: &Event) -> Option<(Importance, String)> {
     Some(match event {
-        Event::Rehearsed { took_ns } => {
+        Event::Rehearsed { vmm, took_ns } => {
             let took = output::duration(*took_ns);
             (
                 Detail,
-                format!("a restore was rehearsed in {took}: a second QEMU loaded the checkpoint"),
+                format!("a restore was rehearsed in {took}: a second {vmm} loaded the checkpoint"),
             )
         }
         Event::NotRehearsed { reason } => {
@@ -264,13 +264,13 @@ fn end(event: &Event) -> Option<(Importance, String)> {
             (Always, text)
         }
         Event::VmEnded { vm } => (Usual, format!("VM {vm} has ended")),
-        Event::QemuFailed { exit } => (Always, format!("QEMU ended with {exit}")),
-        Event::Detached { vm, qemu_pid } => {
-            (Usual, format!("detached: VM {vm} runs on without checkpoints (QEMU {qemu_pid})"))
+        Event::QemuFailed { vmm, exit } => (Always, format!("{vmm} ended with {exit}")),
+        Event::Detached { vm, vmm, qemu_pid } => {
+            (Usual, format!("detached: VM {vm} runs on without checkpoints ({vmm} {qemu_pid})"))
         }
-        Event::Kept { vm, qemu_pid, monitor } => {
+        Event::Kept { vm, vmm, qemu_pid, monitor } => {
             let text = format!(
-                "VM {vm} runs on without checkpoints: QEMU {qemu_pid}, monitor {}",
+                "VM {vm} runs on without checkpoints: {vmm} {qemu_pid}, monitor {}",
                 monitor.display()
             );
             (Usual, text)
@@ -331,7 +331,7 @@ fn greeting(start: &SessionStart) -> String {
     });
     let qemu = |(name, pid): &(String, u32)| {
         let of = if start.is_group { format!(" {name}") } else { String::new() };
-        format!("QEMU{of} {pid}")
+        format!("{}{of} {pid}", start.vmm)
     };
     let qemus: Vec<_> = start.vms.iter().map(qemu).collect();
     format!(
@@ -378,8 +378,8 @@ pub(super) fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
     let mut said = None;
     ONCE.call_once(|| {
         said = Some(format!(
-            "warning: QEMU (pid {qemu_pid}) lacks the code by which its main thread gives itself back should Keyframe be \
-             killed (SIGKILL, out of memory) in the moment of taking hold of it: that would end QEMU. It went well this \
+            "warning: the VMM (pid {qemu_pid}) lacks the code by which its main thread gives itself back should Keyframe be \
+             killed (SIGKILL, out of memory) in the moment of taking hold of it: that would end it. It went well this \
              time; RAM that is plugged in is taken hold of again"
         ));
     });

@@ -13,8 +13,9 @@
 use super::RamSource;
 use crate::{Error, Result};
 use keyframe_kernel::memfd_filler::MemfdFiller;
+use keyframe_ram_loading::{PageRun, check_within, pieces};
 use keyframe_units::elapsed_ns;
-use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamBlock};
+use keyframe_units::{PAGE_BYTES, PageRange, RamBlock};
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat};
 use std::fs::File;
 use std::io;
@@ -25,8 +26,6 @@ use std::time::Instant;
 
 /// Pages that a thread takes at once: 16 MiB.
 const PIECE_PAGES: u64 = 4096;
-/// The longest run of neighbouring pages: it fits into a core's cache.
-const WRITE_BYTES_MAX: usize = 256 << 10;
 /// The largest number of filling threads; there is one for each core.
 const THREADS_MAX: usize = 16;
 
@@ -195,17 +194,6 @@ fn is_cancellation(result: &Result<()>) -> bool {
     matches!(result, Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::Interrupted)
 }
 
-/// Returns `pages` in pieces of `piece_pages` pages. The last piece may be shorter.
-pub fn pieces(pages: PageRange, piece_pages: u64) -> impl Iterator<Item = PageRange> {
-    (0..pages.len_pages.div_ceil(piece_pages)).map(move |k| {
-        let skipped = k * piece_pages;
-        PageRange::new(
-            PageIndex(pages.first.0 + skipped),
-            piece_pages.min(pages.len_pages - skipped),
-        )
-    })
-}
-
 fn fill_piece(
     target: &Target<'_>,
     piece: PageRange,
@@ -224,55 +212,10 @@ fn fill_piece(
     run.flush()
 }
 
-/// Checks that `page`, which a source returned, lies in the requested `range`. Error: it does not,
-/// and would be written elsewhere.
-pub fn check_within(page: PageIndex, range: PageRange) -> io::Result<()> {
-    if range.first <= page && page < range.end() {
-        return Ok(());
-    }
-    let text = format!("page {} was not among those asked for, {range:?}", page.0);
-    Err(io::Error::new(io::ErrorKind::InvalidData, text))
-}
-
-/// Collects consecutive pages, so that they are written together.
-pub struct PageRun<'a> {
-    /// Writes bytes at an offset.
-    write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>,
-    start: u64,
-    bytes: Vec<u8>,
-}
-
-impl<'a> PageRun<'a> {
-    /// Creates a buffer that collects consecutive pages and passes them to `write`, with the offset
-    /// of the first byte.
-    pub fn new(write: &'a dyn Fn(u64, &[u8]) -> io::Result<()>) -> Self {
-        Self { write, start: 0, bytes: Vec::with_capacity(WRITE_BYTES_MAX) }
-    }
-
-    /// Adds the page at byte `offset`. Error: that of `write`.
-    pub fn put(&mut self, offset: u64, page: &Page) -> io::Result<()> {
-        if self.start + self.bytes.len() as u64 != offset || self.bytes.len() >= WRITE_BYTES_MAX {
-            self.flush()?;
-            self.start = offset;
-        }
-        self.bytes.extend_from_slice(page);
-        Ok(())
-    }
-
-    /// Passes the collected pages to `write`. Error: that of `write`.
-    pub fn flush(&mut self) -> io::Result<()> {
-        if !self.bytes.is_empty() {
-            (self.write)(self.start, &self.bytes)?;
-            self.bytes.clear();
-        }
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_units::BlockKind;
+    use keyframe_units::{BlockKind, Page, PageIndex};
     use proptest::prelude::*;
 
     /// Pages by number, told in the order of the list.
@@ -344,19 +287,6 @@ mod tests {
     #[test]
     fn placing_is_to_be_had_here() {
         assert!(Target::new(&memory(0, 9)).fresh.is_some());
-    }
-
-    #[test]
-    fn pieces_cover_every_page_once() {
-        for len in [0, 1, PIECE_PAGES, PIECE_PAGES + 1, 3 * PIECE_PAGES - 1] {
-            let all: Vec<PageRange> =
-                pieces(PageRange::new(PageIndex(7), len), PIECE_PAGES).collect();
-            assert_eq!(all.iter().map(|p| p.len_pages).sum::<u64>(), len);
-            assert!(
-                all.windows(2).all(|w| w[0].end() == w[1].first)
-                    && all.first().is_none_or(|p| p.first.0 == 7)
-            );
-        }
     }
 
     #[test]

@@ -8,7 +8,8 @@
 //!   Lazy             a server gives each page when it is touched
 //! ```
 
-use super::{Crossing, Lazy, Memory, Plan, Ram, RamSource, Starting, fill, private_ram, shared};
+use super::lazy::{self, Lazy};
+use super::{Crossing, Memory, Plan, Ram, RamSource, Starting, fill, private_ram, shared};
 use crate::{Qmp, Result};
 use std::process::Child;
 use std::sync::Arc;
@@ -57,7 +58,7 @@ impl Starting {
                 let mut qmp = self.meet(plan, child, crossing)?;
                 let memories = self.main_ram(plan, &mut qmp, pid)?;
                 // Before anything is loaded: devices touch RAM as they come to life.
-                let lazy = Lazy::attach(pid, &memories, Arc::clone(source), self.started)?;
+                let lazy = lazy::attach(pid, &memories, Arc::clone(source), self.started)?;
                 (qmp, Some(lazy), None)
             }
         })

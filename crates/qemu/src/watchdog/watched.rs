@@ -21,9 +21,12 @@
 //! Left out: an engine that stalls before its `stop` for longer than [`SEND_FOR`], and stalls again
 //! after the `stop`.
 
-use super::{CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY};
+use crate::rollback::rescue::ToldRollback;
 use crate::{EndHold, Error, Qmp, Result, RunStatus, fleece, spawn, statefile};
-use keyframe_vmm::Resumer;
+use keyframe_pause_watchdog::{
+    CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY, RESCUE_MAX, Rescuer, RollbackEnd,
+};
+use keyframe_vmm::{Resumer, RollbackPlan, RollbackRescuer, RollbackStep};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::SendFlags;
 use rustix::process::{PidfdFlags, PidfdGetfdFlags};
@@ -96,7 +99,7 @@ impl Watched {
         hold.chain(pipe).chain(self.monitor.words()).collect()
     }
 
-    /// Converts it to the value of crate `vmm` that [`super::Watchdog::spawn_resumer`] takes.
+    /// Converts it to the value of crate `vmm`, whose words [`Watched::parse`] reads.
     pub fn into_resumer(self) -> Resumer {
         let words = self.words();
         let mut descriptors: Vec<OwnedFd> = self.pipe.into_iter().collect();
@@ -114,7 +117,7 @@ impl Watched {
         all
     }
 
-    /// Reads the words that [`super::Watchdog::spawn`] gives a watchdog's process, in that process.
+    /// Reads the words that [`super::spawn`] gives a watchdog's process, in that process.
     /// Error: the words have another form.
     pub fn parse(words: &[OsString]) -> Result<Self> {
         match words {
@@ -189,8 +192,139 @@ fn inherited(number: i32) -> Result<OwnedFd> {
         .map_err(Error::io(operation()))
 }
 
-/// How a watchdog's process reaches QEMU.
-pub(super) enum Reach {
+/// How a watchdog's process rescues a VM of QEMU.
+pub(super) struct QemuRescuer<'a> {
+    reach: Reach,
+    /// The pipe for which QEMU waits in a one-command pause.
+    pipe: Option<OwnedFd>,
+    /// The ends of the guest at which the engine holds QEMU.
+    hold: Option<EndHold>,
+    /// The rollback that is under way.
+    rollback: Option<ToldRollback>,
+    rescuer: &'a mut dyn RollbackRescuer,
+}
+
+impl<'a> QemuRescuer<'a> {
+    /// Connects to the monitor of `watched`. `rescuer` ends the rollback of an engine that has died.
+    /// Error: the monitor cannot be reached.
+    pub fn reach(watched: Watched, rescuer: &'a mut dyn RollbackRescuer) -> Result<Self> {
+        let reach = Reach::to(watched.monitor)?;
+        Ok(Self { reach, pipe: watched.pipe, hold: watched.hold, rollback: None, rescuer })
+    }
+}
+
+impl Rescuer for QemuRescuer<'_> {
+    type Error = Error;
+
+    fn is_gone(error: &Error) -> bool {
+        matches!(error, Error::Gone { .. })
+    }
+
+    fn is_timeout(error: &Error) -> bool {
+        matches!(error, Error::Timeout { .. })
+    }
+
+    fn poll_fd(&self) -> PollFd<'_> {
+        self.reach.poll_fd()
+    }
+
+    fn drain(&mut self) -> Result<()> {
+        self.reach.drain()
+    }
+
+    fn begin_anew(&mut self) {
+        self.reach.begin_anew();
+    }
+
+    fn resume(&mut self, now: Instant) -> Result<bool> {
+        self.reach.resume(now)
+    }
+
+    /// Empties the pipe for which QEMU waits; true if something was in it.
+    fn end_saved_pause(&mut self) -> Result<bool> {
+        let Some(pipe) = &self.pipe else { return Ok(false) };
+        let mut chunk = [0; 16 << 10];
+        let mut was_filled = false;
+        loop {
+            match rustix::io::read(pipe, &mut chunk[..]) {
+                Ok(0) | Err(rustix::io::Errno::AGAIN) => return Ok(was_filled),
+                Ok(_) => was_filled = true,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(e) => return Err(Error::io("empty the pipe for device state")(e)),
+            }
+        }
+    }
+
+    /// Without a reader QEMU cannot write, and ends its command.
+    fn close_saved_pause(&mut self) {
+        self.pipe = None;
+    }
+
+    fn take_over(&mut self) -> Result<()> {
+        self.reach.take_over()
+    }
+
+    fn plan_rollback(&mut self, plan: Option<RollbackPlan>) {
+        self.rollback = plan.map(ToldRollback::new);
+    }
+
+    fn note_step(&mut self, step: RollbackStep) {
+        if let Some(rollback) = &mut self.rollback {
+            rollback.note(step);
+        }
+    }
+
+    fn end_rollback(&mut self) -> Result<RollbackEnd> {
+        let Some(rollback) = self.rollback.take() else {
+            let problem = "it had failed, or was not planned".into();
+            return Ok(RollbackEnd::NotEnded { problem });
+        };
+        let rescued = self.reach.on_monitor(|qmp| rollback.end(qmp, self.rescuer));
+        let words = &rollback.plan.words;
+        match rescued {
+            Ok(rescued) => {
+                self.rescuer.tidy(words);
+                self.rescuer.tell(words, Ok(rescued));
+                Ok(RollbackEnd::Ended)
+            }
+            Err(error @ Error::Gone { .. }) => Err(error),
+            Err(error) => {
+                let problem = error.to_string();
+                self.rescuer.tell(words, Err(&error.into()));
+                Ok(RollbackEnd::NotEnded { problem })
+            }
+        }
+    }
+
+    fn tidy_rollback(&mut self) {
+        if let Some(rollback) = self.rollback.take() {
+            self.rescuer.tidy(&rollback.plan.words);
+        }
+    }
+
+    fn quit(&mut self) -> Result<()> {
+        self.reach.quit()
+    }
+
+    /// First of all, QEMU is to end with its guest again.
+    fn forget_engine(&mut self) -> Result<()> {
+        let began = Instant::now();
+        let released = loop {
+            let Some(hold) = self.hold else { break Ok(()) };
+            match self.reach.release_end(hold) {
+                Err(Error::Gone { .. }) => return Ok(()),
+                Err(Error::Timeout { .. }) if began.elapsed() < RESCUE_MAX => {
+                    std::thread::sleep(LOOK_EVERY);
+                }
+                other => break other,
+            }
+        };
+        self.reach.forget_engine().and(released)
+    }
+}
+
+/// The connection by which a watchdog's process reaches QEMU.
+enum Reach {
     /// By a monitor of its own, with the descriptor set that QEMU forgets when the engine has
     /// ended.
     Own(Box<Qmp>, Option<u32>),
@@ -199,7 +333,7 @@ pub(super) enum Reach {
 }
 
 /// A monitor connection whose answers the engine reads.
-pub(super) struct Shared {
+struct Shared {
     socket: OwnedFd,
     set: u32,
     /// The beginning of the overdue time, the time of the next `cont`, and the wait after it.

@@ -77,6 +77,7 @@ impl Engine<'_> {
             disks.detach(vms);
         }
         let is_group = self.machines.is_group();
+        let vmm = self.machines.vmm();
         let (vms, peripherals) = self.machines.into_vms();
         let events = &*self.options.events;
         if let Some(recompressor) = self.recompressor.take() {
@@ -90,7 +91,7 @@ impl Engine<'_> {
         let end = match end {
             End::Vm(exit) => {
                 if !exit.success() {
-                    events.event(&Event::QemuFailed { exit });
+                    events.event(&Event::QemuFailed { vmm, exit });
                 } else if is_attached {
                     // Its console is another terminal's.
                     events.event(&Event::VmEnded { vm: self.name.clone() });
@@ -120,8 +121,9 @@ impl Engine<'_> {
 
 /// Leaves attached VMs running.
 fn detach(vms: Vec<NamedVm>, events: &dyn EventSink<Event>) -> RunEnd {
-    for (vm, qemu) in vms {
-        events.event(&Event::Detached { vm, qemu_pid: qemu.leave_running() });
+    for (vm, left) in vms {
+        let vmm = left.kind();
+        events.event(&Event::Detached { vm, vmm, qemu_pid: left.leave_running() });
     }
     RunEnd::Detached
 }
@@ -136,10 +138,11 @@ fn kill(vms: Vec<NamedVm>, teardown: &mut Teardown) -> RunEnd {
 
 /// Leaves launched VMs running.
 fn keep(vms: Vec<NamedVm>, is_group: bool, run_dir: &RunDir, tell: impl Fn(Event)) {
-    for (number, (vm, qemu)) in vms.into_iter().enumerate() {
+    for (number, (vm, left)) in vms.into_iter().enumerate() {
         let dir =
             if is_group { run_dir.path().join(number.to_string()) } else { run_dir.path().into() };
-        let monitor = dir.join("qmp.sock");
-        tell(Event::Kept { vm, qemu_pid: qemu.leave_running(), monitor });
+        let monitor = left.monitor_socket().unwrap_or_else(|| dir.join("qmp.sock"));
+        let vmm = left.kind();
+        tell(Event::Kept { vm, vmm, qemu_pid: left.leave_running(), monitor });
     }
 }

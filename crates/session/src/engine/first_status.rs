@@ -23,6 +23,7 @@ pub(super) fn first_status(
     EngineStatus {
         vm: parts.name.clone(),
         state: if parts.machines.run() { VmState::Running } else { VmState::Paused },
+        vmm: parts.machines.vmm(),
         qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
         engine_pid: std::process::id(),
         store: store.absolute_path().unwrap_or_else(|_| store.path().into()).display().to_string(),

@@ -9,13 +9,15 @@ use keyframe_capture::ram::{
 };
 use keyframe_capture::{BoxError, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer};
 use keyframe_kernel::Process;
-use keyframe_kernel::attach::{InjectedUserfaultfd, inject_userfaultfd};
+use keyframe_kernel::attach::{
+    InjectedUserfaultfd, inject_userfaultfd, inject_userfaultfd_unfiltered,
+};
 use keyframe_kernel::fault_tracker::FaultTracker;
 use keyframe_kernel::fault_window::FaultWindow;
 use keyframe_kernel::memory::GuestReader;
 use keyframe_kernel::write_tracker::WriteTracker;
 use keyframe_units::{HostVirt, PAGE_BYTES, Page, PageIndex, RamLayout};
-use keyframe_vmm::Vmm;
+use keyframe_vmm::{Ability, Unsupported, Vmm};
 use std::sync::Arc;
 
 /// A scan of less RAM takes less than 0.1 ms, about as long as a window takes the guest.
@@ -28,6 +30,9 @@ pub struct ProcessRam {
     memory: Arc<GuestReader>,
     watches_discards: bool,
     is_pinned: bool,
+    traps_unknown_calls: bool,
+    /// Whether the VMM may be forked.
+    can_fork: Result<(), Unsupported>,
 }
 
 impl ProcessRam {
@@ -35,13 +40,23 @@ impl ProcessRam {
     pub fn open(vm: &mut dyn Vmm) -> Result<Box<dyn RamAccess>> {
         let watches_discards = vm.discards_ram()?;
         let is_pinned = vm.pins_ram()?;
+        let traps_unknown_calls = vm.traps_unknown_calls();
+        let can_fork = vm.capabilities().require(Ability::Fork);
         let blocks = vm.ram_blocks()?;
         let hosts = blocks.iter().map(|b| b.host).collect();
         let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())?;
         let ram = Arc::new(GuestRam::new(layout, hosts));
         let process = Process::open(vm.pid())?;
         let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
-        Ok(Box::new(Self { ram, process, memory, watches_discards, is_pinned }))
+        Ok(Box::new(Self {
+            ram,
+            process,
+            memory,
+            watches_discards,
+            is_pinned,
+            traps_unknown_calls,
+            can_fork,
+        }))
     }
 
     /// Opens the RAM of process `pid`, whose blocks `layout` are at the addresses `hosts`, without
@@ -50,7 +65,15 @@ impl ProcessRam {
         let ram = Arc::new(GuestRam::new(layout, hosts));
         let process = Process::open(pid)?;
         let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
-        Ok(Self { ram, process, memory, watches_discards: false, is_pinned: false })
+        Ok(Self {
+            ram,
+            process,
+            memory,
+            watches_discards: false,
+            is_pinned: false,
+            traps_unknown_calls: false,
+            can_fork: Ok(()),
+        })
     }
 
     fn tracker(&self, scan: impl WriteScanner + 'static) -> Box<dyn DirtyTracker> {
@@ -73,7 +96,11 @@ impl ProcessRam {
     }
 
     fn attach(&self, events: &dyn EventSink<Event>) -> Result<InjectedUserfaultfd> {
-        let attached = inject_userfaultfd(&self.process)?;
+        let attached = if self.traps_unknown_calls {
+            inject_userfaultfd_unfiltered(&self.process)?
+        } else {
+            inject_userfaultfd(&self.process)?
+        };
         if !attached.guarded {
             events.event(&Event::UnguardedAttach { qemu_pid: self.process.pid() });
         }
@@ -137,6 +164,7 @@ impl RamAccess for ProcessRam {
     }
 
     fn freezer(&self) -> Result<Box<dyn RamFreezer>> {
+        self.can_fork.clone()?;
         Ok(Box::new(ForkFreezer::new(Arc::clone(&self.ram), &self.process)?))
     }
 }

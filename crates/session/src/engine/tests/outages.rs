@@ -8,7 +8,7 @@ use crate::event::{Event, Helper, SharedEventSink};
 use crate::machines::Member;
 use crate::watchdog_keeper::{StartWatchdog, WatchdogKeeper};
 use keyframe_capture::BoxError;
-use keyframe_qemu::watchdog::Watchdog;
+use keyframe_pause_watchdog::{self as pause_watchdog, Watchdog};
 use keyframe_store::DiskMeta;
 use keyframe_vmm::PauseWatchdog;
 use keyframe_vmm::fake::Step;
@@ -172,7 +172,8 @@ fn a_run_without_a_watchdog_takes_no_more_checkpoints_and_tells_why() {
     let started = Arc::clone(&last);
     let start: StartWatchdog = Box::new(move || {
         if !allowed.load(Ordering::Relaxed) {
-            return Err(keyframe_qemu::Error::Watchdog { problem: "no memory".into() });
+            let problem = "no memory".into();
+            return Err(pause_watchdog::Error::Problem { problem }.into());
         }
         let watchdog = stand_in();
         *started.lock().unwrap() = watchdog.pid();

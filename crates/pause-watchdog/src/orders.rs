@@ -1,6 +1,6 @@
 //! The lines by which an engine orders its watchdog.
 
-use crate::{Error, Result};
+use crate::Error;
 use keyframe_vmm::{RollbackPlan, RollbackStep};
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ const LINE_BYTES_MAX: usize = 4 << 20;
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Order {
     Arm(Duration),
-    ArmPipe(Duration),
+    ArmSaved(Duration),
     Disarm,
     Between,
     /// The plan of a rollback; `None` if the rollback has ended.
@@ -40,8 +40,8 @@ impl Lines {
     }
 }
 
-pub(super) fn parse(line: &str) -> Result<Order> {
-    let bad = || Error::Watchdog { problem: format!("{line:?} was sent, which is no order") };
+pub(super) fn parse(line: &str) -> Result<Order, Error> {
+    let bad = || Error::Problem { problem: format!("{line:?} was sent, which is no order") };
     match line.split_at_checked(1) {
         Some(("D", "")) => Ok(Order::Disarm),
         Some(("E", "")) => Ok(Order::End),
@@ -51,14 +51,15 @@ pub(super) fn parse(line: &str) -> Result<Order> {
         Some(("S", step)) => Ok(Order::Step(parse_step(step).ok_or_else(bad)?)),
         Some((order @ ("A" | "P"), ms)) => {
             let limit = ms.parse().map(Duration::from_millis).map_err(|_| bad())?;
-            Ok(if order == "A" { Order::Arm(limit) } else { Order::ArmPipe(limit) })
+            Ok(if order == "A" { Order::Arm(limit) } else { Order::ArmSaved(limit) })
         }
         _ => Err(bad()),
     }
 }
 
-/// The line of a plan.
-pub(super) fn plan_line(plan: Option<&RollbackPlan>) -> String {
+/// Returns the line that tells the plan of a rollback; with `None`, that the rollback has ended. For
+/// the tests of drivers.
+pub fn plan_line(plan: Option<&RollbackPlan>) -> String {
     let Some(plan) = plan else { return "C\n".into() };
     let flags = [plan.ran, plan.runs, plan.is_intact].map(|flag| if flag { '1' } else { '0' });
     format!("T{} {}\n", flags.iter().collect::<String>(), plan.words)
@@ -71,8 +72,8 @@ fn parse_plan(text: &str) -> Option<RollbackPlan> {
     Some(RollbackPlan { ran, runs, is_intact, words: words.into() })
 }
 
-/// The line of a step.
-pub(super) fn step_line(step: &RollbackStep) -> String {
+/// Returns the line that tells the next step of a rollback. For the tests of drivers.
+pub fn step_line(step: &RollbackStep) -> String {
     match step {
         RollbackStep::Prepares(load) => format!("Sp{load}\n"),
         RollbackStep::Resets => "Sr\n".into(),

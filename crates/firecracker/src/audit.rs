@@ -1,0 +1,196 @@
+//! What prevents exact checkpoints of a VM.
+//!
+//! | device | why |
+//! |---|---|
+//! | network card | a packet that arrives in a pause is written to RAM after the devices were saved |
+//! | vsock | Firecracker closes the guest's connections at each save |
+//! | vhost-user drive | another process writes to RAM, which is not tracked |
+//! | balloon | its statistics are written by a timer, and it discards RAM |
+//! | rate limiter | a timer carries out requests in a pause |
+//! | `Async` engine of a drive | the kernel carries out requests in a pause |
+//! | huge pages | a page of 4 KiB cannot be write-protected |
+//! | writable drive | Keyframe does not capture it, so it would not fit the RAM |
+
+use crate::config::VmConfig;
+use keyframe_vmm::{AuditFinding, Severity};
+
+/// The series of Firecracker that Keyframe is tested with.
+pub const TESTED: [&str; 1] = ["1.12."];
+
+/// Returns everything about the VM that prevents exact checkpoints, or may do so. `version` is that
+/// of its Firecracker.
+pub fn audit(config: &VmConfig, version: &str) -> Vec<AuditFinding> {
+    let mut findings = Vec::new();
+    let mut refuse = |subject: String, reason: &str, fix: &str| {
+        findings.push(AuditFinding {
+            subject,
+            reason: reason.into(),
+            fix: fix.into(),
+            severity: Severity::Refused,
+        });
+    };
+    for section in &config.unknown {
+        refuse(
+            format!("the section {section} of the configuration"),
+            "Keyframe does not know it; a device of it may write to RAM unseen",
+            "start the VM without it",
+        );
+    }
+    for card in &config.network {
+        refuse(
+            format!("network card {}", card.iface_id),
+            "a packet that arrives in a pause is written to RAM after the devices were saved",
+            "start the VM without it",
+        );
+    }
+    if config.vsock.is_some() {
+        refuse(
+            "the vsock device".into(),
+            "Firecracker closes the guest's connections at each save of its devices",
+            "start the VM without it",
+        );
+    }
+    if config.balloon.is_some() {
+        refuse(
+            "the balloon".into(),
+            "its statistics are written by a timer, also in a pause, and it discards RAM unseen",
+            "start the VM without it",
+        );
+    }
+    if config.entropy.as_ref().is_some_and(|entropy| !entropy["rate_limiter"].is_null()) {
+        refuse(
+            "the rate limiter of the entropy device".into(),
+            "its timer carries out requests in a pause",
+            "start the VM without the limit",
+        );
+    }
+    if config.machine.huge_pages.as_deref().is_some_and(|size| size != "None") {
+        refuse(
+            "huge pages".into(),
+            "a page of 4 KiB in them cannot be write-protected",
+            "start the VM with huge_pages: None",
+        );
+    }
+    for drive in &config.drives {
+        let subject = format!("drive {}", drive.drive_id);
+        if drive.socket.is_some() || drive.path_on_host.is_none() {
+            refuse(
+                subject,
+                "another process (vhost-user) writes to RAM, and its writes are not tracked",
+                "give the drive a file: path_on_host",
+            );
+        } else if drive.io_engine.as_deref() == Some("Async") {
+            refuse(
+                subject,
+                "the kernel carries out requests of the Async engine in a pause",
+                "give the drive the engine Sync",
+            );
+        } else if drive.rate_limiter.as_ref().is_some_and(|limit| !limit.is_null()) {
+            refuse(
+                subject,
+                "the timer of its rate limiter carries out requests in a pause",
+                "start the VM without the limit",
+            );
+        } else if drive.is_writable() {
+            refuse(
+                subject,
+                "the guest can write to it, and Keyframe does not capture drives of Firecracker yet: \
+                 it would not fit the RAM of a checkpoint",
+                "make the drive read-only: is_read_only",
+            );
+        }
+    }
+    findings.extend(warnings(config, version));
+    findings
+}
+
+/// What may prevent exact checkpoints, or restores.
+fn warnings(config: &VmConfig, version: &str) -> Vec<AuditFinding> {
+    let mut findings = Vec::new();
+    if config.mmds.is_some() {
+        findings.push(AuditFinding {
+            subject: "the metadata service (MMDS)".into(),
+            reason: "Firecracker does not save its contents: those of a restored VM are empty"
+                .into(),
+            fix: "fill it again after a restore (PUT /mmds)".into(),
+            severity: Severity::Warning,
+        });
+    }
+    if !TESTED.iter().any(|series| version.starts_with(series)) {
+        findings.push(AuditFinding {
+            subject: format!("Firecracker {version}"),
+            reason: format!(
+                "Keyframe is tested with the series {}",
+                TESTED.map(|series| series.trim_end_matches('.')).join(", ")
+            ),
+            fix: "try a restore before you rely on its checkpoints".into(),
+            severity: Severity::Warning,
+        });
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn refused(section: &str, value: &Value) -> Vec<String> {
+        let config = VmConfig::of(&json!({ section: value })).unwrap();
+        let found = audit(&config, "1.12.1").into_iter();
+        found.filter(|f| f.severity == Severity::Refused).map(|f| f.subject).collect()
+    }
+
+    #[test]
+    fn devices_that_act_by_themselves_are_refused() {
+        let card = json!([{ "iface_id": "eth0", "host_dev_name": "tap0" }]);
+        assert_eq!(refused("network-interfaces", &card), ["network card eth0"]);
+        assert_eq!(
+            refused("vsock", &json!({ "guest_cid": 3, "uds_path": "v" })),
+            ["the vsock device"]
+        );
+        assert_eq!(refused("balloon", &json!({ "amount_mib": 1 })), ["the balloon"]);
+        assert_eq!(
+            refused(
+                "machine-config",
+                &json!({
+                    "vcpu_count": 1, "mem_size_mib": 128, "huge_pages": "2M",
+                })
+            ),
+            ["huge pages"]
+        );
+        let limited = json!({ "rate_limiter": { "bandwidth": { "size": 1 } } });
+        assert_eq!(refused("entropy", &limited).len(), 1);
+        assert!(refused("entropy", &json!({ "rate_limiter": null })).is_empty());
+        assert_eq!(refused("unheard-of", &json!({ "a": 1 })).len(), 1);
+    }
+
+    #[test]
+    fn a_drive_is_admitted_if_the_guest_only_reads_its_file() {
+        let drive = |more: Value| {
+            let mut drive = json!({ "drive_id": "d", "path_on_host": "/i", "is_read_only": true });
+            for (name, value) in more.as_object().unwrap() {
+                drive[name] = value.clone();
+            }
+            refused("drives", &json!([drive])).len()
+        };
+        assert_eq!(drive(json!({})), 0);
+        for bad in [
+            json!({ "is_read_only": false }),
+            json!({ "is_read_only": null }),
+            json!({ "io_engine": "Async" }),
+            json!({ "socket": "/s", "path_on_host": null }),
+            json!({ "rate_limiter": { "ops": { "size": 1 } } }),
+        ] {
+            assert_eq!(drive(bad.clone()), 1, "{bad}");
+        }
+    }
+
+    #[test]
+    fn another_series_is_a_warning() {
+        let config = VmConfig::of(&json!({})).unwrap();
+        assert!(audit(&config, "1.12.9").is_empty());
+        let found = audit(&config, "1.13.0");
+        assert_eq!((found.len(), found[0].severity), (1, Severity::Warning));
+    }
+}

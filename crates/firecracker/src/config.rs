@@ -1,0 +1,179 @@
+//! The configuration of a VM, as `GET /vm/config` tells it and `--config-file` gives it.
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use std::path::PathBuf;
+
+/// The sections of a configuration that Keyframe knows. A VM with another one is refused: it may
+/// have a device that writes to RAM unseen.
+pub const KNOWN_SECTIONS: [&str; 13] = [
+    "balloon",
+    "boot-source",
+    "cpu-config",
+    "drives",
+    "entropy",
+    "logger",
+    "machine-config",
+    "metrics",
+    "mmds-config",
+    "network-interfaces",
+    "serial-device",
+    "snapshot",
+    "vsock",
+];
+
+/// The configuration of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub struct VmConfig {
+    /// Processors and memory.
+    #[serde(default, rename = "machine-config")]
+    pub machine: MachineConfig,
+    /// The drives.
+    #[serde(default)]
+    pub drives: Vec<Drive>,
+    /// The network cards.
+    #[serde(default, rename = "network-interfaces")]
+    pub network: Vec<NetworkInterface>,
+    /// The balloon, if there is one.
+    #[serde(default)]
+    pub balloon: Option<Value>,
+    /// The source of random numbers, if there is one.
+    #[serde(default)]
+    pub entropy: Option<Value>,
+    /// The vsock device, if there is one.
+    #[serde(default)]
+    pub vsock: Option<Value>,
+    /// The metadata service, if there is one.
+    #[serde(default, rename = "mmds-config")]
+    pub mmds: Option<Value>,
+    /// The sections that Keyframe does not know, without those that are empty.
+    #[serde(skip)]
+    pub unknown: Vec<String>,
+}
+
+/// Processors and memory of a VM.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub struct MachineConfig {
+    /// The number of virtual CPUs.
+    pub vcpu_count: u32,
+    /// The size of RAM.
+    pub mem_size_mib: u64,
+    /// Whether Firecracker tracks dirty pages for its own snapshots.
+    #[serde(default)]
+    pub track_dirty_pages: bool,
+    /// `None`, or the size of huge pages.
+    #[serde(default)]
+    pub huge_pages: Option<String>,
+}
+
+impl Default for MachineConfig {
+    /// Firecracker's own defaults.
+    fn default() -> Self {
+        Self { vcpu_count: 1, mem_size_mib: 128, track_dirty_pages: false, huge_pages: None }
+    }
+}
+
+/// A drive.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub struct Drive {
+    /// Its id.
+    pub drive_id: String,
+    /// Its file, as Firecracker's process names it; `None` for a vhost-user drive.
+    #[serde(default)]
+    pub path_on_host: Option<PathBuf>,
+    /// Whether the guest can only read it.
+    #[serde(default)]
+    pub is_read_only: Option<bool>,
+    /// The socket of a vhost-user drive; `None` for others.
+    #[serde(default)]
+    pub socket: Option<PathBuf>,
+    /// `Sync` or `Async`; `None` for Firecracker's default, `Sync`.
+    #[serde(default)]
+    pub io_engine: Option<String>,
+    /// The limit of its bandwidth, if there is one.
+    #[serde(default)]
+    pub rate_limiter: Option<Value>,
+}
+
+impl Drive {
+    /// Returns true if the guest can write to it.
+    pub fn is_writable(&self) -> bool {
+        !self.is_read_only.unwrap_or(false)
+    }
+}
+
+/// A network card.
+#[derive(Clone, Debug, PartialEq, Eq, Deserialize, Serialize)]
+pub struct NetworkInterface {
+    /// Its id.
+    pub iface_id: String,
+    /// The tap device on the host.
+    pub host_dev_name: String,
+}
+
+impl VmConfig {
+    /// Reads a configuration. Error: it has another form than Firecracker's have.
+    pub fn of(value: &Value) -> Result<Self, serde_json::Error> {
+        let mut config = Self::deserialize(value)?;
+        let is_empty = |section: &Value| {
+            section.is_null()
+                || section.as_array().is_some_and(Vec::is_empty)
+                || section.as_object().is_some_and(serde_json::Map::is_empty)
+        };
+        let sections = value.as_object().into_iter().flatten();
+        config.unknown = sections
+            .filter(|(name, section)| !KNOWN_SECTIONS.contains(&&***name) && !is_empty(section))
+            .map(|(name, _)| name.clone())
+            .collect();
+        Ok(config)
+    }
+
+    /// Reads the text of a configuration. Error: it has another form than Firecracker's have.
+    pub fn parse(text: &str) -> Result<Self, serde_json::Error> {
+        Self::of(&serde_json::from_str(text)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// As Firecracker 1.12.1 tells it.
+    fn told() -> Value {
+        json!({
+            "balloon": null, "boot-source": { "kernel_image_path": "/k", "initrd_path": null },
+            "drives": [{
+                "drive_id": "d1", "partuuid": null, "is_root_device": false,
+                "cache_type": "Unsafe", "is_read_only": false, "path_on_host": "d.img",
+                "rate_limiter": null, "io_engine": "Sync", "socket": null,
+            }],
+            "cpu-config": null, "logger": null, "metrics": null, "mmds-config": null,
+            "machine-config": {
+                "vcpu_count": 1, "mem_size_mib": 128, "smt": false, "track_dirty_pages": false,
+                "huge_pages": "None",
+            },
+            "network-interfaces": [], "vsock": null, "entropy": null,
+        })
+    }
+
+    #[test]
+    fn a_configuration_is_read_as_firecracker_tells_it() {
+        let config = VmConfig::of(&told()).unwrap();
+        assert_eq!((config.machine.vcpu_count, config.machine.mem_size_mib), (1, 128));
+        assert!(config.drives[0].is_writable() && config.unknown.is_empty());
+        assert_eq!(config.drives[0].path_on_host.as_deref(), Some("d.img".as_ref()));
+    }
+
+    #[test]
+    fn sections_that_are_not_known_are_named_unless_they_are_empty() {
+        let mut value = told();
+        value["pmem"] = json!([{ "id": "p" }]);
+        value["memory-hotplug"] = json!(null);
+        value["other"] = json!([]);
+        assert_eq!(VmConfig::of(&value).unwrap().unknown, ["pmem"]);
+        assert!(VmConfig::of(&json!({ "drives": [{}] })).is_err(), "a drive without an id");
+        let default = VmConfig::of(&json!({})).unwrap().machine;
+        assert_eq!((default.vcpu_count, default.mem_size_mib), (1, 128));
+    }
+}

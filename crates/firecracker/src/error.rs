@@ -1,0 +1,180 @@
+//! The errors of this crate: each names the object and the operation, and knows what the user can
+//! do about it.
+
+use keyframe_vmm::{VmmError, VmmErrorKind};
+use std::io;
+use std::path::PathBuf;
+use std::process::ExitStatus;
+
+/// The result of this crate's functions.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// An error of Firecracker, or of its use.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The operating system refused an operation.
+    #[error("{operation}: {source}")]
+    Io {
+        /// The operation and its object.
+        operation: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// Nobody serves the API at this socket: Firecracker has ended, or the socket was removed.
+    #[error("{operation}: Firecracker's API at {} is gone: {source}", socket.display())]
+    Gone {
+        /// The socket.
+        socket: PathBuf,
+        /// The request.
+        operation: String,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// Firecracker did not answer in time. The request may still take effect.
+    #[error("{operation}: Firecracker's API at {} has not answered for {waited_ms} ms", socket.display())]
+    Timeout {
+        /// The socket.
+        socket: PathBuf,
+        /// The request.
+        operation: String,
+        /// How long it was waited for, in milliseconds.
+        waited_ms: u64,
+    },
+    /// Firecracker refused a request.
+    #[error("{operation}: Firecracker answers {status}: {message}")]
+    Refused {
+        /// The request.
+        operation: String,
+        /// The HTTP status.
+        status: u16,
+        /// What Firecracker says.
+        message: String,
+    },
+    /// An answer of the API has another form than Firecracker's have.
+    #[error("{operation}: the API's answer is none of Firecracker: {problem}")]
+    Answer {
+        /// The request.
+        operation: String,
+        /// What is wrong.
+        problem: String,
+    },
+    /// A process cannot be attached to.
+    #[error("process {pid}: {problem}")]
+    Attach {
+        /// The process id.
+        pid: u32,
+        /// Why not.
+        problem: String,
+        /// What the user can do.
+        fix: String,
+    },
+    /// A command line or configuration that Keyframe cannot run.
+    #[error("{subject}: {reason}")]
+    CommandLine {
+        /// The option or file.
+        subject: String,
+        /// Why not.
+        reason: String,
+        /// What the user can do.
+        fix: String,
+    },
+    /// The guest's RAM was not found in the process.
+    #[error("the RAM of Firecracker (process {pid}): {problem}")]
+    Ram {
+        /// The process id.
+        pid: u32,
+        /// What is wrong.
+        problem: String,
+    },
+    /// Firecracker wrote no device state that can be used.
+    #[error("Firecracker's device state: {problem}")]
+    DeviceState {
+        /// What is wrong.
+        problem: String,
+    },
+    /// Firecracker does not load a device state.
+    #[error("Firecracker does not load the device state: {message}")]
+    NotLoaded {
+        /// What Firecracker says.
+        message: String,
+    },
+    /// Firecracker passed no userfaultfd with which its RAM can be loaded.
+    #[error("Firecracker's userfaultfd: {problem}")]
+    Uffd {
+        /// What is wrong.
+        problem: String,
+    },
+    /// The RAM of a restored VM cannot be loaded.
+    #[error(transparent)]
+    RamLoading(#[from] keyframe_ram_loading::Error),
+    /// Firecracker has ended.
+    #[error("Firecracker ended with {status} {when}")]
+    Exited {
+        /// How.
+        status: ExitStatus,
+        /// The step in which it should run.
+        when: &'static str,
+    },
+    /// A checkpoint cannot be restored here.
+    #[error("{problem}")]
+    Restore {
+        /// Why not.
+        problem: String,
+        /// What the user can do.
+        fix: String,
+    },
+    /// The user asked for an end.
+    #[error("interrupted: no VM was left running")]
+    Interrupted,
+    /// An interface of the kernel failed.
+    #[error(transparent)]
+    Kernel(#[from] keyframe_kernel::Error),
+    /// The watchdog failed.
+    #[error(transparent)]
+    Watchdog(#[from] keyframe_pause_watchdog::Error),
+}
+
+impl Error {
+    pub(crate) fn io<E: Into<io::Error>>(operation: impl Into<String>) -> impl FnOnce(E) -> Self {
+        let operation = operation.into();
+        move |source| Self::Io { operation, source: source.into() }
+    }
+
+    /// Returns what the user can do about the error; `None` if that is not known.
+    pub fn fix(&self) -> Option<String> {
+        Some(match self {
+            Self::Attach { fix, .. }
+            | Self::CommandLine { fix, .. }
+            | Self::Restore { fix, .. } => fix.clone(),
+            Self::Gone { .. } => {
+                "start Firecracker with --api-sock, and name that socket; it must not be removed \
+                 while Keyframe uses it"
+                    .into()
+            }
+            Self::Ram { .. } => {
+                "use a Firecracker that Keyframe is tested with (docs/design/vmm.md), without huge \
+                 pages"
+                    .into()
+            }
+            Self::DeviceState { .. } => {
+                "use a Firecracker that Keyframe is tested with (docs/design/vmm.md)".into()
+            }
+            Self::Kernel(error) => return error.fix(),
+            _ => return None,
+        })
+    }
+}
+
+impl From<Error> for VmmError {
+    fn from(error: Error) -> Self {
+        let kind = match &error {
+            Error::Gone { .. } => VmmErrorKind::MonitorLost,
+            Error::Timeout { .. } => VmmErrorKind::Timeout,
+            Error::NotLoaded { .. } => VmmErrorKind::StateRefused,
+            _ => VmmErrorKind::Other,
+        };
+        let fix = error.fix();
+        Self::new(kind, error, fix)
+    }
+}

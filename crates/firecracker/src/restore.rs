@@ -1,0 +1,448 @@
+//! Starts VMs from checkpoints.
+//!
+//! ```text
+//!   at once, and clones:
+//!   checkpoint ─▶ RAM: memfd, sealed ◀── mapped privately ── Firecracker 1   its own: the pages that it wrote
+//!              └▶ device state: memfd ◀── mapped privately ── Firecracker 2
+//! ```
+//!
+//! Lazily ([`Plan::start_lazy`]) Firecracker gets no file of RAM. It passes a userfaultfd, through
+//! which each page comes when the VM touches it.
+//!
+//! Firecracker inherits both files and opens them below its own `/proc/self/fd`. Afterwards it needs
+//! neither this process nor the files.
+
+use crate::api::{Api, MemoryBackend};
+use crate::attach::command_line;
+use crate::config::VmConfig;
+use crate::identity::Identity;
+use crate::launch::wait_for_api;
+use crate::process::Lifetime;
+use crate::state_file::{check, memfd};
+use crate::uffd::Receiver;
+use crate::vm::{FirecrackerVm, Parts};
+use crate::{Error, Result, capabilities, ram};
+use keyframe_kernel::child_setup::kill_with_parent;
+use keyframe_kernel::memfd_filler::MemfdFiller;
+use keyframe_machine::{Lineage, MachineSpec, RamSource, VmmKind};
+use keyframe_ram_loading::{Lazy, PageRun, check_within, pieces};
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
+use keyframe_vmm::{
+    Capabilities, CloneRequest, LazyLoading, PlanOptions, RestorePlan, RestoreRam, RestoreSource,
+    RestoredVm, Restorer, SharedRamSource, VmOrigin, Vmm, VmmError,
+};
+use rustix::fs::{SealFlags, fcntl_add_seals};
+use rustix::process::{Signal, pidfd_send_signal};
+use std::ffi::OsString;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::FileExt;
+use std::panic::resume_unwind;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+use tempfile::TempDir;
+
+/// Pages that are read at once: 16 MiB.
+const PIECE_PAGES: u64 = 4096;
+
+/// Restores checkpoints of Firecracker's VMs.
+#[derive(Clone, Debug, Default)]
+pub struct FirecrackerRestorer;
+
+/// The RAM of a checkpoint, filled once, from which any number of VMs start.
+#[derive(Debug)]
+pub struct SharedRam {
+    file: File,
+    layout: RamLayout,
+    /// How long the filling took, in nanoseconds.
+    pub filled_ns: u64,
+}
+
+impl SharedRam {
+    /// Fills memory with the RAM of `layout` from `source`. Errors: the source cannot be read; no
+    /// memory for the RAM.
+    pub fn fill(layout: &RamLayout, source: &dyn RamSource) -> Result<Self> {
+        let began = Instant::now();
+        let file = memfd("keyframe-ram")?;
+        let operation = "make the memory of the VM";
+        file.set_len(layout.len_bytes()).map_err(Error::io(operation))?;
+        fill(&file, layout, source).map_err(Error::io("load the RAM of the checkpoint"))?;
+        // The clones share it: none may change it.
+        let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        fcntl_add_seals(&file, seals).map_err(Error::io("seal the memory of the VM"))?;
+        Ok(Self { file, layout: layout.clone(), filled_ns: elapsed_ns(began) })
+    }
+}
+
+fn fill(file: &File, layout: &RamLayout, source: &dyn RamSource) -> io::Result<()> {
+    // A mapped file cannot be sealed, so the filler ends with this function.
+    let filler = MemfdFiller::over(file.as_fd(), layout.len_bytes()).ok();
+    let write = |offset: u64, bytes: &[u8]| match &filler {
+        // All pages are empty, so all are placed.
+        Some(filler) => filler.place(offset, bytes).map(drop).map_err(io::Error::other),
+        None => file.write_all_at(bytes, offset),
+    };
+    for piece in pieces(PageRange::new(PageIndex(0), layout.len_pages()), PIECE_PAGES) {
+        let mut run = PageRun::new(&write);
+        source.read(piece, &mut |page, content| {
+            check_within(page, piece)?;
+            run.put(page.0 * PAGE_BYTES as u64, content)
+        })?;
+        run.flush()?;
+    }
+    Ok(())
+}
+
+/// A restore that is ready to start.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    identity: Identity,
+    machine: MachineSpec,
+    ram: RamLayout,
+    arguments: Vec<OsString>,
+    socket: Option<PathBuf>,
+    paused: bool,
+    lineage: Option<Lineage>,
+    log: Option<PathBuf>,
+    output: Option<PathBuf>,
+    notes: Vec<String>,
+}
+
+impl Plan {
+    /// Checks that `source` can be restored on this host, and plans the restore. Errors: it is the
+    /// checkpoint of another VMM; the binary is another version, or cannot be run; a drive's file
+    /// is missing.
+    pub fn new(source: RestoreSource, options: PlanOptions) -> Result<Self> {
+        let RestoreSource { machine, ram } = source;
+        let refuse = |problem: String, fix: &str| Error::Restore { problem, fix: fix.into() };
+        if machine.vmm != VmmKind::Firecracker {
+            return Err(refuse(
+                format!("the checkpoint is of a VM of {}", machine.vmm),
+                "restore it with its VMM",
+            ));
+        }
+        let binary = options.binary.unwrap_or_else(|| machine.binary().to_owned());
+        let identity = Identity::of_binary(&binary).map_err(|error| {
+            refuse(
+                format!("the checkpoint's Firecracker cannot be run: {error}"),
+                "name another binary of the same version: --vmm PATH",
+            )
+        })?;
+        let mut notes = Vec::new();
+        if identity.version != machine.vmm_version {
+            return Err(refuse(
+                format!(
+                    "{} is Firecracker {}, and the checkpoint was taken with {}",
+                    binary.display(),
+                    identity.version,
+                    machine.vmm_version
+                ),
+                "name a binary of the checkpoint's version: --vmm PATH",
+            ));
+        }
+        if identity.blake3 != machine.binary_blake3 {
+            notes.push(format!(
+                "{} is another build of Firecracker {} than the checkpoint's",
+                binary.display(),
+                identity.version
+            ));
+        }
+        let config = machine.vmm_config.as_deref().and_then(|text| VmConfig::parse(text).ok());
+        let config = config.ok_or_else(|| {
+            refuse(
+                "the checkpoint does not hold the configuration of its VM".into(),
+                "restore another checkpoint",
+            )
+        })?;
+        if ram.len_bytes()
+            != ram::regions(config.machine.mem_size_mib).iter().map(|r| r.len_bytes).sum::<u64>()
+        {
+            return Err(refuse(
+                "the checkpoint's RAM is not that of its configuration".into(),
+                "restore another checkpoint",
+            ));
+        }
+        let directory = machine.directory();
+        for drive in &config.drives {
+            let path = drive.path_on_host.as_ref().map(|path| directory.join(path));
+            if let Some(path) = path.filter(|path| !path.exists()) {
+                return Err(refuse(
+                    format!("the file of drive {} is missing: {}", drive.drive_id, path.display()),
+                    "put it back",
+                ));
+            }
+        }
+        Ok(Self {
+            identity,
+            machine,
+            ram,
+            arguments: options.arguments,
+            socket: None,
+            paused: options.paused,
+            lineage: options.lineage,
+            log: options.log,
+            output: None,
+            notes,
+        })
+    }
+
+    /// Has the VM's API at `socket`, in place of a socket in a directory that is removed with the
+    /// VM.
+    #[must_use]
+    pub fn at_socket(self, socket: PathBuf) -> Self {
+        Self { socket: Some(socket), ..self }
+    }
+
+    /// Has the VM write its output to the file `output`, and read no input.
+    #[must_use]
+    pub fn to_file(self, output: PathBuf) -> Self {
+        Self { output: Some(output), ..self }
+    }
+
+    /// Starts Firecracker and loads the VM, whose RAM is `shared`. Returns the VM, and the
+    /// nanoseconds until it ran. Errors: Firecracker cannot be started, or does not load the state.
+    /// No process is left then.
+    pub fn start_shared(
+        self,
+        shared: &SharedRam,
+        device_state: &[u8],
+    ) -> Result<(FirecrackerVm, u64)> {
+        let began = Instant::now();
+        if shared.layout != self.ram {
+            return Err(Error::Restore {
+                problem: "the RAM is that of another checkpoint".into(),
+                fix: "restore the checkpoint by itself".into(),
+            });
+        }
+        let state = state_file(device_state)?;
+        let mut place = Place::new(self.socket.clone())?;
+        let mut lifetime = self.spawn(&place.socket, &[&state, &shared.file], &|_| ())?;
+        let memory = inherited(&shared.file);
+        let loaded =
+            load(&mut lifetime, &place.socket, &inherited(&state), MemoryBackend::File(&memory));
+        let vm = self.finish(lifetime, loaded, place.folder.take())?;
+        Ok((vm, elapsed_ns(began)))
+    }
+
+    /// Starts Firecracker and loads the VM, whose RAM is loaded from `source` as the VM touches it.
+    /// Returns the VM, the loading of its RAM, and the nanoseconds until it ran. The calling thread
+    /// must live until the loading has settled. Errors: those of [`Plan::start_shared`].
+    pub fn start_lazy(
+        self,
+        source: SharedRamSource,
+        device_state: &[u8],
+    ) -> Result<(FirecrackerVm, Lazy, u64)> {
+        let began = Instant::now();
+        let state = state_file(device_state)?;
+        let mut place = Place::new(self.socket.clone())?;
+        let folder = tempfile::Builder::new().prefix("keyframe-uffd-").tempdir();
+        let folder = folder.map_err(Error::io("make a directory for a socket"))?;
+        let socket = folder.path().join("uffd.sock");
+        let receiver = Receiver::listen(&socket)?;
+        let mut lifetime = self.spawn(&place.socket, &[&state], &kill_with_parent)?;
+        let process = lifetime.process().try_clone()?;
+        let given_up = AtomicBool::new(false);
+        let (loaded, loading) = std::thread::scope(|scope| {
+            // Firecracker touches RAM while it loads the VM, and waits for it.
+            let serving = scope.spawn(|| {
+                let (missing, places) = receiver.receive(&process, &self.ram, &given_up)?;
+                Ok(Lazy::start(missing, places, source, began)?)
+            });
+            let backend = MemoryBackend::Uffd(&socket);
+            let loaded = load(&mut lifetime, &place.socket, &inherited(&state), backend);
+            given_up.store(loaded.is_err(), Ordering::Relaxed);
+            let loading: Result<Lazy> = serving.join().unwrap_or_else(|panic| resume_unwind(panic));
+            (loaded, loading)
+        });
+        // If Firecracker does not load the state, it is its reason that counts.
+        let (loaded, loading) = match (loaded, loading) {
+            (Ok(loaded), Ok(loading)) => (Ok(loaded), Some(loading)),
+            (Ok(_), Err(error)) | (Err(error), _) => (Err(error), None),
+        };
+        let mut vm = self.finish(lifetime, loaded, place.folder.take())?;
+        let mut loading = loading.ok_or(Error::Interrupted)?;
+        loading.prefetch().inspect_err(|_| drop(vm.lifetime().kill()))?;
+        Ok((vm, loading, elapsed_ns(began)))
+    }
+
+    fn spawn(
+        &self,
+        socket: &Path,
+        files: &[&File],
+        prepare: &dyn Fn(&mut Command),
+    ) -> Result<Lifetime> {
+        let mut command = Command::new(&self.identity.path);
+        command.arg("--api-sock").arg(socket).args(&self.arguments);
+        let directory = self.machine.directory();
+        if directory.is_dir() {
+            command.current_dir(directory);
+        }
+        if let Some(output) = self.output.as_ref().or(self.log.as_ref()) {
+            let file = File::options().create(true).append(true).open(output);
+            let file = file.map_err(Error::io(format!("open {}", output.display())))?;
+            command.stdin(Stdio::null());
+            if self.log.is_some() {
+                command.stderr(file.try_clone().map_err(Error::io("copy a descriptor"))?);
+            }
+            // Firecracker writes its messages to standard output, among those of the guest.
+            command.stdout(file);
+        }
+        prepare(&mut command);
+        Lifetime::start(&mut command, files)
+    }
+
+    /// Takes control of the VM that was `loaded`, and lets it run unless it is to stay paused. Ends
+    /// Firecracker after an error.
+    fn finish(
+        self,
+        mut lifetime: Lifetime,
+        loaded: Result<Api>,
+        folder: Option<TempDir>,
+    ) -> Result<FirecrackerVm> {
+        let command = loaded
+            .and_then(|api| Ok((api, command_line(lifetime.process().pid())?)))
+            .inspect_err(|_| drop(lifetime.kill()));
+        let (api, command) = command?;
+        let process = lifetime.process().try_clone()?;
+        let parts = Parts {
+            api,
+            origin: VmOrigin::Restored,
+            lineage: self.lineage,
+            identity: self.identity,
+            command,
+            directory: self.machine.directory(),
+            folder,
+            lifetime,
+        };
+        let kill = |_: &Error| {
+            let _ = pidfd_send_signal(process.pidfd(), Signal::KILL);
+        };
+        let mut vm = FirecrackerVm::new(parts).inspect_err(kill)?;
+        if !self.paused {
+            vm.api().resume().inspect_err(|_| drop(vm.lifetime().kill()))?;
+        }
+        Ok(vm)
+    }
+}
+
+/// Where the API of a restored VM is.
+struct Place {
+    socket: PathBuf,
+    /// The directory of the socket, if it is removed with the VM.
+    folder: Option<TempDir>,
+}
+
+impl Place {
+    fn new(socket: Option<PathBuf>) -> Result<Self> {
+        if let Some(socket) = socket {
+            return Ok(Self { socket, folder: None });
+        }
+        let folder = tempfile::Builder::new().prefix("keyframe-vm-").tempdir();
+        let folder = folder.map_err(Error::io("make a directory for the API's socket"))?;
+        Ok(Self { socket: folder.path().join("api.sock"), folder: Some(folder) })
+    }
+}
+
+/// The device state as a file.
+fn state_file(device_state: &[u8]) -> Result<File> {
+    check(device_state)?;
+    let state = memfd("keyframe-device-state")?;
+    state.write_all_at(device_state, 0).map_err(Error::io("hand over the device state"))?;
+    Ok(state)
+}
+
+/// Has the Firecracker that was just started load a VM.
+fn load(
+    lifetime: &mut Lifetime,
+    socket: &Path,
+    state: &Path,
+    memory: MemoryBackend<'_>,
+) -> Result<Api> {
+    let mut api = wait_for_api(lifetime, socket)?;
+    api.load(state, memory).map_err(|error| match error {
+        Error::Refused { message, .. } => Error::NotLoaded { message },
+        error => error,
+    })?;
+    Ok(api)
+}
+
+/// The path by which a child opens `file`, which it has inherited.
+fn inherited(file: &File) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
+}
+
+impl Restorer for FirecrackerRestorer {
+    fn capabilities(&self) -> Capabilities {
+        capabilities()
+    }
+
+    fn plan(
+        &self,
+        source: RestoreSource,
+        options: PlanOptions,
+    ) -> Result<Box<dyn RestorePlan>, VmmError> {
+        Ok(Box::new(Plan::new(source, options)?))
+    }
+
+    fn start_clones(&self, request: CloneRequest<'_>) -> Result<Vec<RestoredVm>, VmmError> {
+        let CloneRequest { source, options, directories, ram, device_state, interrupted } = request;
+        let plan = Plan::new(source, PlanOptions { paused: true, log: None, ..options })?;
+        let shared = SharedRam::fill(&plan.ram, ram)?;
+        let mut clones: Vec<RestoredVm> = Vec::with_capacity(directories.len());
+        for directory in directories {
+            let own = plan.clone().at_socket(directory.join("api.sock"));
+            let started = if interrupted.load(Ordering::Relaxed) {
+                Err(Error::Interrupted)
+            } else {
+                own.to_file(directory.join("console.log")).start_shared(&shared, device_state)
+            };
+            match started {
+                Ok((vm, ready_ns)) => {
+                    let vm = Box::new(vm) as Box<dyn Vmm>;
+                    clones.push(RestoredVm { vm, loading: None, ready_ns, filled_ns: None });
+                }
+                Err(error) => {
+                    // It is the first error that is told.
+                    for clone in &mut clones {
+                        let _ = clone.vm.end();
+                    }
+                    return Err(error.into());
+                }
+            }
+        }
+        Ok(clones)
+    }
+}
+
+impl RestorePlan for Plan {
+    fn binary(&self) -> &Path {
+        &self.identity.path
+    }
+
+    fn notes(&self) -> &[String] {
+        &self.notes
+    }
+
+    fn start(
+        self: Box<Self>,
+        ram: RestoreRam<'_>,
+        device_state: &[u8],
+    ) -> Result<RestoredVm, VmmError> {
+        let source = match ram {
+            RestoreRam::Eager(source) => source,
+            RestoreRam::Lazy(source) => {
+                let (vm, loading, ready_ns) = self.start_lazy(source, device_state)?;
+                let (vm, loading) = (Box::new(vm), Some(Box::new(loading) as Box<dyn LazyLoading>));
+                return Ok(RestoredVm { vm, loading, ready_ns, filled_ns: None });
+            }
+        };
+        let shared = SharedRam::fill(&self.ram, source)?;
+        let filled_ns = Some(shared.filled_ns);
+        let (vm, ready_ns) = self.start_shared(&shared, device_state)?;
+        let ready_ns = ready_ns + shared.filled_ns;
+        Ok(RestoredVm { vm: Box::new(vm) as Box<dyn Vmm>, loading: None, ready_ns, filled_ns })
+    }
+}

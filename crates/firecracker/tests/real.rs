@@ -1,0 +1,221 @@
+//! Against a real Firecracker: the facts of its API that this crate depends on, for the version that
+//! `guests/build firecracker` has.
+
+use keyframe_firecracker::restore::{Plan, SharedRam};
+use keyframe_firecracker::state_file::SaveMethod;
+use keyframe_firecracker::{Error, FirecrackerVm};
+use keyframe_machine::RamSource;
+use keyframe_testing::skip;
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange};
+use keyframe_vmm::{PlanOptions, RestoreSource, RunState, StopOutcome, Vmm};
+use std::fs::File;
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Firecracker and its payload, or why they cannot be had here.
+fn guest() -> Result<PathBuf, String> {
+    if let Err(error) = File::options().read(true).write(true).open("/dev/kvm") {
+        return Err(format!("no KVM: /dev/kvm: {error}"));
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/build");
+    let built = Command::new(script).arg("firecracker").output().expect("run guests/build");
+    let errors = String::from_utf8_lossy(&built.stderr).trim().to_owned();
+    match built.status.code() {
+        Some(0) => Ok(String::from_utf8_lossy(&built.stdout).lines().last().unwrap().into()),
+        Some(3) => Err(format!("Firecracker: {errors}")),
+        _ => panic!("guests/build firecracker: {errors}"),
+    }
+}
+
+/// A Firecracker that ends with its test.
+struct Running {
+    child: Child,
+    dir: tempfile::TempDir,
+}
+
+impl Running {
+    fn start(guest: &Path) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let config = serde_json::json!({
+            "boot-source": { "kernel_image_path": guest.join("payload.elf"), "boot_args": "" },
+            "drives": [],
+            "machine-config": { "vcpu_count": 1, "mem_size_mib": 64 },
+        });
+        std::fs::write(dir.path().join("vm.json"), config.to_string()).unwrap();
+        let child = Command::new(guest.join("bin/firecracker"))
+            .args(["--api-sock", "api.sock", "--config-file", "vm.json"])
+            .current_dir(dir.path())
+            .stdin(Stdio::null())
+            .stdout(File::create(dir.path().join("out")).unwrap())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let running = Self { child, dir };
+        running.prints_more();
+        running
+    }
+
+    fn prints_more(&self) {
+        let lines = || {
+            let text = std::fs::read_to_string(self.dir.path().join("out")).unwrap_or_default();
+            text.lines().filter(|line| line.starts_with("kf ")).count()
+        };
+        let (before, until) = (lines(), Instant::now() + Duration::from_mins(2));
+        while lines() <= before {
+            assert!(Instant::now() < until, "the guest does not run");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    fn attach(&self) -> FirecrackerVm {
+        FirecrackerVm::attach(self.child.id(), &self.dir.path().join("api.sock")).unwrap()
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// The RAM of the paused VM, as it is in its process.
+struct Copied(Vec<u8>);
+
+impl Copied {
+    fn of(vm: &mut FirecrackerVm) -> Self {
+        let block = vm.ram_blocks().unwrap().remove(0);
+        let mut bytes = vec![0; block.block.total_bytes as usize];
+        let memory = File::open(format!("/proc/{}/mem", vm.pid())).unwrap();
+        memory.read_exact_at(&mut bytes, block.host.0).unwrap();
+        Self(bytes)
+    }
+}
+
+impl RamSource for Copied {
+    fn read(
+        &self,
+        range: PageRange,
+        sink: &mut dyn FnMut(PageIndex, &Page) -> io::Result<()>,
+    ) -> io::Result<()> {
+        range.iter().try_for_each(|page| {
+            let at = page.0 as usize * PAGE_BYTES;
+            sink(page, self.0[at..at + PAGE_BYTES].try_into().unwrap())
+        })
+    }
+}
+
+/// The state and RAM of the VM in a pause, with what a restore needs.
+fn checkpoint(vm: &mut FirecrackerVm) -> (Vec<u8>, Copied, RestoreSource) {
+    assert_eq!(vm.stop().unwrap(), StopOutcome::Stopped);
+    let state = vm.save_devices().unwrap();
+    let ram = Copied::of(vm);
+    vm.resume_after_stop().unwrap();
+    assert!(!vm.ran_meanwhile().unwrap());
+    let source = RestoreSource { machine: vm.spec().unwrap(), ram: vm.ram_layout().unwrap() };
+    (state, ram, source)
+}
+
+fn plan(source: &RestoreSource, dir: &Path) -> Plan {
+    let options = PlanOptions { paused: true, ..PlanOptions::default() };
+    Plan::new(source.clone(), options).unwrap().to_file(dir.join("restored"))
+}
+
+#[test]
+fn devices_are_saved_without_ram_and_with_it_and_both_states_load() {
+    let guest = match guest() {
+        Ok(guest) => guest,
+        Err(reason) => skip!("{reason}"),
+    };
+    let running = Running::start(&guest);
+    let mut vm = running.attach();
+    for method in [SaveMethod::WithoutMemory, SaveMethod::WithMemory] {
+        vm.state_file().set_method(method);
+        let (state, ram, source) = checkpoint(&mut vm);
+        assert_eq!(vm.state_file().method(), method, "a version that behaves in another way");
+        let shared = SharedRam::fill(&source.ram, &ram).unwrap();
+        let (mut restored, _) =
+            plan(&source, running.dir.path()).start_shared(&shared, &state).unwrap();
+        assert_eq!(restored.run_state().unwrap(), RunState::Paused);
+        // As it loads a VM, Firecracker writes a new generation id (VMGenID) into one page.
+        let now = Copied::of(&mut restored);
+        let pairs = now.0.chunks_exact(PAGE_BYTES).zip(ram.0.chunks_exact(PAGE_BYTES));
+        let differing = pairs.filter(|(now, then)| now != then).count();
+        assert!(differing <= 1, "{method:?}: {differing} pages of another RAM");
+        restored.end().unwrap();
+        running.prints_more();
+    }
+}
+
+#[test]
+fn a_damaged_state_does_not_load_and_leaves_no_process() {
+    let guest = match guest() {
+        Ok(guest) => guest,
+        Err(reason) => skip!("{reason}"),
+    };
+    let running = Running::start(&guest);
+    let (state, ram, source) = checkpoint(&mut running.attach());
+    let shared = SharedRam::fill(&source.ram, &ram).unwrap();
+    let (half, middle) = (state.len() / 2, state.len() / 2);
+    let mut flipped = state.clone();
+    flipped[middle] ^= 1;
+    for damaged in [&state[..half], &flipped, b"nothing"] {
+        let plan = plan(&source, running.dir.path()).at_socket(running.dir.path().join("r.sock"));
+        let error = plan.start_shared(&shared, damaged).err().expect("it loads");
+        assert!(matches!(error, Error::NotLoaded { .. } | Error::DeviceState { .. }), "{error:?}");
+        let _ = std::fs::remove_file(running.dir.path().join("r.sock"));
+        let children = std::fs::read_to_string("/proc/thread-self/children").unwrap_or_default();
+        let own = running.child.id().to_string();
+        assert!(children.split_whitespace().all(|child| child == own), "{children}");
+    }
+    running.prints_more();
+}
+
+#[test]
+fn a_vm_that_another_client_lets_run_in_a_pause_is_noticed() {
+    let guest = match guest() {
+        Ok(guest) => guest,
+        Err(reason) => skip!("{reason}"),
+    };
+    let running = Running::start(&guest);
+    let (mut vm, mut other) = (running.attach(), running.attach());
+    for before_the_save in [true, false] {
+        vm.stop().unwrap();
+        assert!(!vm.ran_meanwhile().unwrap());
+        if !before_the_save {
+            vm.save_devices().unwrap();
+        }
+        assert!(!vm.ran_meanwhile().unwrap(), "the save is none");
+        // For an instant: paused again as if nothing had been.
+        other.api().resume().unwrap();
+        other.api().pause().unwrap();
+        assert!(vm.ran_meanwhile().unwrap());
+        vm.resume_after_stop().unwrap();
+    }
+    vm.stop().unwrap();
+    assert!(!vm.ran_meanwhile().unwrap(), "a pause is forgotten with the next");
+    vm.resume_after_stop().unwrap();
+    running.prints_more();
+}
+
+#[test]
+fn what_is_not_that_firecracker_is_refused() {
+    let guest = match guest() {
+        Ok(guest) => guest,
+        Err(reason) => skip!("{reason}"),
+    };
+    let running = Running::start(&guest);
+    let socket = running.dir.path().join("api.sock");
+    for (pid, socket, word) in [
+        (std::process::id(), socket.clone(), "that of process"),
+        (running.child.id(), running.dir.path().join("none"), "is gone"),
+        (u32::MAX, socket, "process"),
+    ] {
+        let error = FirecrackerVm::attach(pid, &socket).err().expect("it is refused");
+        assert!(error.to_string().contains(word) && error.fix().is_some(), "{error}");
+    }
+    running.prints_more();
+}

@@ -1,0 +1,327 @@
+//! Tests checkpoints of Firecracker's VMs: exact, restored at once, lazily and as clones; the VM runs
+//! on whatever happens to the engine; what cannot be exact is refused.
+
+use keyframe_tests::firecracker::{
+    ExternalFirecracker, FirecrackerGuest, assert_same_sequence, payload_lines,
+};
+use keyframe_tests::helpers::{helper_of, kill};
+use keyframe_tests::{Process, TestEnv, is_gone, needs_firecracker, number, wait_until};
+use serde_json::Value;
+use std::path::Path;
+
+/// Starts `keyframe attach OPTIONS` to `vm`.
+fn attach(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Process {
+    Process::start(
+        env.command(&attach_words(env, vm, options).iter().map(|w| &**w).collect::<Vec<_>>()),
+    )
+}
+
+fn attach_words(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Vec<String> {
+    let (store, socket, pid) =
+        (env.store(), vm.socket().display().to_string(), vm.pid().to_string());
+    let own =
+        ["attach", "--store", &store, "--name", "fc", "--api", &socket, "--pause-limit", "1m"];
+    let words = own.iter().chain(options).map(|word| (*word).to_owned());
+    words.chain([pid]).collect()
+}
+
+fn start(env: &TestEnv, guest: &FirecrackerGuest) -> ExternalFirecracker {
+    ExternalFirecracker::start(env, guest, &guest.config(128, ""))
+}
+
+/// Takes `count` audited checkpoints of `vm`.
+fn take_audited(env: &TestEnv, vm: &ExternalFirecracker, count: &str) {
+    let options = ["--interval", "300ms", "--count", count, "--audit", "audit"];
+    let mut run = attach(env, vm, &options);
+    assert!(run.wait().success(), "{}", run.report());
+    assert!(run.errors().contains("a checkpoint every 300ms"), "{}", run.report());
+    assert_eq!(env.list().len().to_string(), count);
+}
+
+/// Restores `latest` with `options` beside the ended `vm`, and compares what it prints with what
+/// the VM printed after the checkpoint.
+fn assert_goes_on(env: &TestEnv, printed: &[String], options: &[&str]) {
+    let store = env.store();
+    let words = [&["restore", "--store", &store, "latest"], options].concat();
+    let mut restored = Process::start(env.command(&words));
+    let lines = |process: &Process| payload_lines(&(process.lines().join("\n") + "\n"));
+    let enough = restored.wait_until(|process| (lines(process).len() > 40).then_some(()));
+    assert!(enough.is_some(), "{}", restored.report());
+    let common = assert_same_sequence(printed, &lines(&restored));
+    assert!(common > 5, "it does not go on from the checkpoint: {}", restored.report());
+    restored.signal(rustix::process::Signal::INT);
+    assert!(restored.wait().success(), "{}", restored.report());
+}
+
+#[test]
+fn a_restored_vm_goes_on_exactly_from_an_audited_checkpoint() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new().with_rehearsals();
+    let vm = start(&env, &guest);
+    take_audited(&env, &vm, "6");
+    // What the restored VM is to print once more.
+    vm.grows(60);
+    let printed = vm.lines();
+    drop(vm);
+    assert_goes_on(&env, &printed, &[]);
+    assert_goes_on(&env, &printed, &["--lazy"]);
+    let shown = env.ok(&["show", "--store", &env.store(), "latest"]);
+    assert!(shown.contains("Firecracker 1."), "{shown}");
+    env.ok(&["check", "--read-data", "--store", &env.store()]);
+    let export = ["export", "--store", &env.store(), "latest", "--format", "raw", "-o", "vm.raw"];
+    env.refused(&export, 1, &["device state of Firecracker", "restore"]);
+    env.ok(&["diff", "--store", &env.store(), "1", "2"]);
+}
+
+#[test]
+fn clones_go_on_independently_and_share_what_they_do_not_write() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    take_audited(&env, &vm, "3");
+    vm.grows(60);
+    let printed = vm.lines();
+    let words = ["branch", "--store", &env.store(), "latest", "-n", "4", "--json"];
+    let mut branch = Process::start(env.command(&words));
+    let whole =
+        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let clones = whole.unwrap_or_else(|| panic!("{}", branch.report()));
+    let console = |clone: &Value| {
+        let path = Path::new(clone["directory"].as_str().unwrap()).join("console.log");
+        payload_lines(&std::fs::read_to_string(path).unwrap_or_default())
+    };
+    for clone in &clones {
+        wait_until("the clone prints", || console(clone).len() > 30);
+        assert!(assert_same_sequence(&printed, &console(clone)) > 5);
+        let pid = number(clone, "qemu_pid");
+        let smaps = std::fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
+        assert!(smaps.contains("memfd:keyframe-ram"), "it does not share its RAM");
+    }
+    assert_eq!(clones.len(), 4);
+    vm.grows(1);
+    branch.signal(rustix::process::Signal::INT);
+    assert!(branch.wait().success(), "{}", branch.report());
+    for clone in &clones {
+        let pid = number(clone, "qemu_pid") as u32;
+        wait_until("the clone is gone", || is_gone(pid));
+    }
+}
+
+#[test]
+fn a_clone_is_checkpointed_in_its_turn() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    take_audited(&env, &vm, "2");
+    vm.grows(60);
+    let printed = vm.lines();
+    drop(vm);
+    let store = env.store();
+    let words = ["branch", "--store", &store, "latest", "--name", "clone", "--json"];
+    let mut branch = Process::start(env.command(&words));
+    let whole =
+        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let clone = whole.unwrap_or_else(|| panic!("{}", branch.report())).remove(0);
+    let (api, pid) = (clone["monitor"].as_str().unwrap(), number(&clone, "qemu_pid").to_string());
+    let audited = ["--interval", "300ms", "--count", "3", "--audit", "audit2"];
+    let words = [&["attach", "--store", &store, "--name", "of-clone", "--api", api], &audited[..]];
+    env.ok(&[&words.concat()[..], &[&pid]].concat());
+    branch.signal(rustix::process::Signal::INT);
+    branch.wait();
+    assert_goes_on(&env, &printed, &[]);
+}
+
+#[test]
+fn an_engine_that_dies_in_any_phase_leaves_the_vm_running() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    for phase in [
+        "precopy",
+        "stopping",
+        "paused",
+        "device-state",
+        "copied",
+        "resumed",
+        "encoding",
+        "sealing",
+    ] {
+        let fault = format!("kill:{phase}:2");
+        let mut run = attach(&env, &vm, &["--interval", "100ms", "--fault", &fault]);
+        assert!(!run.wait().success(), "{phase}: {}", run.report());
+        vm.grows(10);
+        assert!(!vm.is_paused(), "{phase}");
+    }
+    // And with its watchdog, outside of a pause.
+    let mut run = attach(&env, &vm, &["--interval", "none"]);
+    run.wait_for_error("checkpoints by `keyframe take`");
+    let watchdog = helper_of(run.pid(), "__watchdog");
+    kill(watchdog);
+    kill(run.pid());
+    run.wait();
+    vm.grows(10);
+    take_audited_after(&env, &vm);
+}
+
+/// A run after all the others is exact, too.
+fn take_audited_after(env: &TestEnv, vm: &ExternalFirecracker) {
+    let mut run = attach(env, vm, &["--interval", "200ms", "--count", "3", "--audit", "audit"]);
+    assert!(run.wait().success(), "{}", run.report());
+}
+
+#[test]
+fn faults_cost_at_most_one_checkpoint_and_never_the_vm() {
+    let guest = needs_firecracker!();
+    for fault in ["disk-full", "scan-error", "short-read", "qmp-lost:paused:2"] {
+        let env = TestEnv::new();
+        let vm = start(&env, &guest);
+        let options = ["--interval", "100ms", "--count", "4", "--audit", "audit", "--fault", fault];
+        let mut run = attach(&env, &vm, &options);
+        let exit = run.wait();
+        assert!(matches!(exit.code(), Some(0 | 3)), "{fault}: {}", run.report());
+        assert_eq!(env.list().len(), 4, "{fault}: {}", run.report());
+        vm.grows(5);
+    }
+}
+
+#[test]
+fn a_vm_that_ends_in_a_pause_leaves_its_checkpoints() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    let mut run =
+        attach(&env, &vm, &["--interval", "100ms", "--fault", "qemu-killed:device-state:3"]);
+    run.wait();
+    assert!(env.list().len() >= 2, "{}", run.report());
+    env.ok(&["check", "--read-data", "--store", &env.store()]);
+}
+
+#[test]
+fn a_socket_that_is_gone_ends_neither_the_run_nor_the_vm() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    let mut run = attach(&env, &vm, &["--interval", "none"]);
+    run.wait_for_error("checkpoints by `keyframe take`");
+    std::fs::rename(vm.socket(), env.path().join("elsewhere")).unwrap();
+    env.ok(&["take", "--name", "fc"]);
+    vm.grows(5);
+    let status = env.ok(&["status"]);
+    assert!(status.contains("Firecracker"), "{status}");
+    env.ok(&["stop", "--name", "fc"]);
+    assert!(run.wait().success(), "{}", run.report());
+    let words = attach_words(&env, &vm, &[]);
+    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
+    env.refused(&words, 1, &["is gone", "--api-sock"]);
+    vm.grows(5);
+    std::fs::rename(env.path().join("elsewhere"), vm.socket()).unwrap();
+}
+
+#[test]
+fn a_vm_that_its_user_paused_stays_paused() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    let mut run = attach(&env, &vm, &["--interval", "none", "--audit", "audit"]);
+    run.wait_for_error("checkpoints by `keyframe take`");
+    vm.api().pause().unwrap();
+    env.ok(&["take", "--name", "fc"]);
+    assert!(vm.is_paused());
+    wait_until("the pause is seen", || env.ok(&["status"]).contains("paused"));
+    vm.api().resume().unwrap();
+    vm.grows(5);
+    wait_until("the end of the pause is seen", || env.ok(&["status"]).contains("running"));
+    env.ok(&["stop", "--name", "fc"]);
+    assert!(run.wait().success(), "{}", run.report());
+}
+
+#[test]
+fn what_firecracker_cannot_do_is_refused_and_the_vm_runs_on() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    let refused = |options: &[&str], words: &[&str]| {
+        let all = attach_words(&env, &vm, options);
+        env.refused(&all.iter().map(|word| &**word).collect::<Vec<_>>(), 1, words);
+    };
+    refused(&["--disk", "served"], &["Firecracker opens the files"]);
+    refused(&["--strategy", "fork"], &["seccomp"]);
+    refused(&["--count-instructions"], &["Firecracker", "counted"]);
+    refused(&["1"], &["as part of a group"]);
+    let mut run = attach(&env, &vm, &["--interval", "none"]);
+    run.wait_for_error("checkpoints by `keyframe take`");
+    env.ok(&["take", "--name", "fc", "--tag", "good"]);
+    env.refused(&["rollback", "--name", "fc", "good"], 1, &["rolled back in place", "restore"]);
+    vm.grows(5);
+    env.ok(&["take", "--name", "fc"]);
+    env.ok(&["stop", "--name", "fc"]);
+    assert!(run.wait().success(), "{}", run.report());
+    let store = env.store();
+    env.refused(
+        &["restore", "--store", &store, "good", "--accel", "tcg"],
+        1,
+        &["KVM alone", "--accel"],
+    );
+    vm.grows(5);
+}
+
+#[test]
+fn a_vm_with_a_writable_drive_is_refused_and_runs_on() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    std::fs::write(env.path().join("disk"), vec![0; 1 << 20]).unwrap();
+    let drive = |is_read_only: bool| {
+        format!(
+            r#", "drives": [{{ "drive_id": "data", "path_on_host": "disk", "is_root_device": false,
+                "is_read_only": {is_read_only} }}]"#
+        )
+    };
+    let vm = ExternalFirecracker::start(&env, &guest, &guest.config(128, &drive(false)));
+    let words = attach_words(&env, &vm, &[]);
+    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
+    env.refused(&words, 1, &["drive data", "is_read_only"]);
+    vm.grows(5);
+    drop(vm);
+    std::fs::remove_file(env.path().join("fc.sock")).unwrap();
+    let vm = ExternalFirecracker::start(&env, &guest, &guest.config(128, &drive(true)));
+    take_audited(&env, &vm, "2");
+    drop(vm);
+    // The guest may have read it.
+    std::fs::write(env.path().join("disk"), vec![1; 1 << 20]).unwrap();
+    let store = env.store();
+    env.refused(&["restore", "--store", &store, "latest"], 1, &["disk (data) has changed"]);
+}
+
+#[test]
+fn a_run_starts_firecracker_and_ends_it() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let (config, socket) = (env.path().join("vm.json"), env.path().join("run.sock"));
+    let (config, socket) = (config.display().to_string(), socket.display().to_string());
+    let (store, binary) = (env.store(), guest.binary());
+    let line = ["--", &binary, "--api-sock", &socket, "--config-file", &config];
+    let run_words = |options: &[&str]| -> Vec<String> {
+        let own = ["run", "--store", &store, "--name", "fc", "--no-rehearsal"];
+        own.iter().chain(options).chain(&line).map(|word| (*word).to_owned()).collect()
+    };
+    // Refused before Firecracker is started.
+    let card = r#", "network-interfaces": [{ "iface_id": "eth0", "host_dev_name": "tap0" }]"#;
+    std::fs::write(&config, guest.config(128, card)).unwrap();
+    let refused = run_words(&[]);
+    let refused: Vec<&str> = refused.iter().map(|word| &**word).collect();
+    env.refused(&refused, 1, &["network card eth0"]);
+    assert!(!Path::new(&socket).exists());
+    std::fs::write(&config, guest.config(128, "")).unwrap();
+    let options = run_words(&["--interval", "200ms", "--audit", "audit"]);
+    let options: Vec<&str> = options.iter().map(|word| &**word).collect();
+    let mut run = Process::start(env.command(&options));
+    wait_until("checkpoints are taken", || env.list().len() > 3);
+    let status = env.json(&["status", "--json"]);
+    assert!(status.to_string().contains("\"vmm\":\"firecracker\""), "{status}");
+    env.ok(&["take", "--name", "fc", "--tag", "last"]);
+    env.ok(&["stop", "--name", "fc"]);
+    assert!(run.wait().success(), "{}", run.report());
+    assert!(!payload_lines(&(run.lines().join("\n") + "\n")).is_empty(), "{}", run.report());
+    assert!(!Path::new(&socket).exists(), "its socket is left");
+    env.ok(&["check", "--read-data", "--store", &env.store()]);
+}
