@@ -70,7 +70,9 @@ pub fn branch(
     let ran = run(command, &mut clones, store, loaded);
     if let Err(error) = ran.and_then(|()| tell(command, &clones, vmm, (began, loaded))) {
         // It is the first error that is told.
-        clones.iter_mut().for_each(|clone| drop(clone.vm.end()));
+        for clone in &mut clones {
+            drop(clone.vm.end());
+        }
         return Err(error);
     }
     let ended = wait(&mut clones, &interrupted);
