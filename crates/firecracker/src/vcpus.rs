@@ -19,8 +19,9 @@ use std::time::{Duration, Instant};
 
 /// How the threads that run CPUs are named.
 const THREAD_NAME: &str = "fc_vcpu";
-/// How long a thread may take to go to sleep after Firecracker has said that it is paused.
-const REST_MAX: Duration = Duration::from_millis(20);
+/// How long a thread may take to go to sleep after Firecracker has said that it is paused. On a quiet
+/// host that is some microseconds; on a busy one it waits for a processor.
+const REST_MAX: Duration = Duration::from_millis(200);
 const LOOK_EVERY: Duration = Duration::from_micros(50);
 
 /// The threads of a VM's CPUs.
