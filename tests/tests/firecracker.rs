@@ -79,9 +79,26 @@ fn a_restored_vm_goes_on_exactly_from_an_audited_checkpoint() {
     let shown = env.ok(&["show", "--store", &env.store(), "latest"]);
     assert!(shown.contains("Firecracker 1."), "{shown}");
     env.ok(&["check", "--read-data", "--store", &env.store()]);
-    let export = ["export", "--store", &env.store(), "latest", "--format", "raw", "-o", "vm.raw"];
-    env.refused(&export, 1, &["device state of Firecracker", "restore"]);
+    let store = env.store();
+    let export =
+        |format, file| ["export", "--store", &store, "latest", "--format", format, "-o", file];
+    env.refused(&export("elf", "vm.elf"), 1, &["device state of Firecracker", "--format raw"]);
+    env.ok(&export("raw", "vm.raw"));
+    let raw = std::fs::read(env.path().join("vm.raw")).unwrap();
+    let copy = newest_audit(&env);
+    assert!(raw == copy, "the export differs from the copy of RAM in the pause");
     env.ok(&["diff", "--store", &env.store(), "1", "2"]);
+}
+
+/// The copy of RAM that the audit has made in the newest pause.
+fn newest_audit(env: &TestEnv) -> Vec<u8> {
+    let directory = std::fs::read_dir(env.path().join("audit")).unwrap();
+    let files = directory.map(|entry| entry.unwrap().path());
+    let number = |path: &std::path::PathBuf| {
+        path.file_stem().and_then(|stem| stem.to_str()?.parse::<u64>().ok())
+    };
+    let newest = files.filter(|path| number(path).is_some()).max_by_key(number).unwrap();
+    std::fs::read(newest).unwrap()
 }
 
 #[test]

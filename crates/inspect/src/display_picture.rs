@@ -47,6 +47,9 @@ impl DrawableDisplay {
     /// Errors: [`NoPicture::NoDisplay`] if the VM has none, [`NoPicture::NotDrawn`] if Keyframe
     /// cannot draw it, [`NoPicture::Failed`] if the device state cannot be read.
     pub fn of(guest: &Guest) -> Result<Self, NoPicture> {
+        if !guest.machine.has_readable_state() {
+            return Err(NoPicture::NoDisplay);
+        }
         let display =
             stream::display(&guest.device_state).map_err(|e| NoPicture::Failed(e.into()))?;
         let (device, name, registers) = match display {

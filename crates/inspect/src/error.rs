@@ -9,6 +9,16 @@ pub enum Error {
     /// The device state cannot be read.
     #[error(transparent)]
     DeviceState(#[from] keyframe_qemu::stream::StreamError),
+    /// The device state is of a VMM whose states Keyframe does not read.
+    #[error(
+        "checkpoint {checkpoint}: Keyframe does not read the registers in a device state of {vmm}"
+    )]
+    UnreadState {
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+        /// The VMM.
+        vmm: String,
+    },
     /// The RAM cannot be laid out as the guest sees it.
     #[error("checkpoint {checkpoint}: {source}")]
     Image {
@@ -96,6 +106,7 @@ impl Error {
         match self {
             Self::DeviceState(error) => error.fix(),
             Self::Image { source, .. } => source.fix(),
+            Self::UnreadState { .. } => Some("use its raw RAM: --format raw".into()),
             Self::GroupNeedsMember { .. } => Some("say which one with --member NAME".into()),
             Self::NotAGroup { .. } => Some("leave --member out".into()),
             Self::NoMember { members, .. } => Some(format!("its members are {members}")),
@@ -122,6 +133,7 @@ mod tests {
         let (group, member) = ("g".to_owned(), "a".to_owned());
         let errors = [
             Error::MembersContradict { checkpoint },
+            Error::UnreadState { checkpoint, vmm: "Firecracker".into() },
             Error::GroupNeedsMember { checkpoint, group: group.clone(), members: "a, b".into() },
             Error::NotAGroup { checkpoint, vm: "vm".into(), member: member.clone() },
             Error::NoMember { checkpoint, group, member, members: "b, c".into() },

@@ -218,6 +218,10 @@ impl Guest {
     /// Returns the VM's RAM and registers as an ELF core file. Errors: those of [`Self::raw`]; the
     /// device state holds no readable registers.
     pub fn core(&self) -> Result<Image> {
+        if !self.machine.has_readable_state() {
+            let vmm = self.machine.vmm.to_string();
+            return Err(Error::UnreadState { checkpoint: self.checkpoint, vmm });
+        }
         let view = self.view()?;
         let processor = self.machine.processor;
         let cpus = stream::cpu_registers(&self.device_state, processor)?;
@@ -236,7 +240,12 @@ impl Guest {
                 .map_err(fail)?;
             &worked_out
         };
-        let shadows = stream::low_memory(&self.device_state)?;
+        // Only QEMU's machines show ROM in place of RAM below 1 MiB.
+        let shadows = if machine.has_readable_state() {
+            stream::low_memory(&self.device_state)?
+        } else {
+            None
+        };
         GuestView::new(ram, map, shadows.as_deref()).map_err(fail)
     }
 }

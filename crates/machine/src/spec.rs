@@ -87,6 +87,11 @@ impl MachineSpec {
         Path::new(&self.binary_path)
     }
 
+    /// Returns whether Keyframe reads the contents of this VMM's device state: registers, devices.
+    pub fn has_readable_state(&self) -> bool {
+        self.vmm == VmmKind::Qemu
+    }
+
     /// Returns the directory from which relative paths of the command line start.
     pub fn directory(&self) -> PathBuf {
         PathBuf::from(&self.working_directory)

@@ -334,7 +334,9 @@ impl CheckpointTree {
         let vm = |guest: Guest| OpenedVm {
             directory: guest.member.as_deref().map(directory_name),
             raw: made(guest.raw(), MountedFile::Raw),
-            core: made(guest.core(), MountedFile::Core),
+            core: Some(&guest)
+                .filter(|guest| guest.machine.has_readable_state())
+                .and_then(|guest| made(guest.core(), MountedFile::Core)),
             screen: match DrawableDisplay::of(&guest) {
                 Ok(shown) => Some(shown),
                 Err(NoPicture::NoDisplay | NoPicture::NotDrawn(_)) => None,

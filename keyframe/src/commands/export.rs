@@ -88,8 +88,10 @@ impl Export {
         }
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         let guest = Guest::choose(&loaded, self.member.as_deref())?;
-        let vmm = loaded.meta.machine.vmm;
-        super::vmms::require_readable_state(vmm, "look at the VM itself: keyframe restore")?;
+        if format != Format::Raw {
+            let fix = "write its RAM: --format raw; or look at the VM itself: keyframe restore";
+            super::vmms::require_readable_state(loaded.meta.machine.vmm, fix)?;
+        }
         let image = match format {
             Format::Raw => Some(guest.raw()?),
             Format::Elf => Some(guest.core()?),
