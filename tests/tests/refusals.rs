@@ -96,7 +96,7 @@ fn command_lines_that_cannot_be_checkpointed_are_refused() {
 fn wrong_usage_is_exit_code_2() {
     let env = TestEnv::new();
     let store = env.store();
-    env.refused(&["run", "--store", &store], 2, &["QEMU COMMAND"]);
+    env.refused(&["run", "--store", &store], 2, &["VMM COMMAND"]);
     env.refused(&["run", "--store", &store, "--interval", "0s", "--", "qemu"], 2, &["interval"]);
     env.refused(&["run", "--store", &store, "--count", "0", "--", "qemu"], 2, &["count"]);
     env.refused(&["frobnicate"], 2, &["frobnicate"]);
