@@ -128,6 +128,21 @@ impl ExternalFirecracker {
         }
     }
 
+    /// The other Firecrackers whose sockets are below `directory`.
+    pub fn others_below(&self, directory: &Path) -> Vec<u32> {
+        let entries = std::fs::read_dir("/proc").unwrap().flatten();
+        let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
+        let is_other = |pid: &u32| {
+            let words = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let mut words = words.split(|byte| *byte == 0).map(String::from_utf8_lossy);
+            let is_firecracker = words.next().is_some_and(|word| word.ends_with("/firecracker"));
+            *pid != self.pid()
+                && is_firecracker
+                && words.any(|w| Path::new(&*w).starts_with(directory))
+        };
+        pids.filter(is_other).collect()
+    }
+
     /// Whether it is paused.
     pub fn is_paused(&self) -> bool {
         self.api().instance().unwrap().state == InstanceState::Paused

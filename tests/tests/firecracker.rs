@@ -189,6 +189,29 @@ fn an_engine_that_dies_in_any_phase_leaves_the_vm_running() {
     take_audited_after(&env, &vm);
 }
 
+#[test]
+fn an_engine_that_is_killed_in_a_rehearsal_leaves_no_second_firecracker() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    let mut is_rehearsed = false;
+    // A rehearsal can end before the test sees it.
+    for _ in 0..10 {
+        let mut run = attach(&env, &vm, &["--interval", "100ms", "--count", "1"]);
+        while !is_rehearsed && !is_gone(run.pid()) {
+            is_rehearsed = !vm.others_below(env.path()).is_empty();
+        }
+        kill(run.pid());
+        run.wait();
+        if is_rehearsed {
+            break;
+        }
+    }
+    assert!(is_rehearsed, "no rehearsal was seen");
+    wait_until("the second Firecracker ends", || vm.others_below(env.path()).is_empty());
+    vm.grows(10);
+}
+
 /// A run after all the others is exact, too.
 fn take_audited_after(env: &TestEnv, vm: &ExternalFirecracker) {
     let before = env.list().len();

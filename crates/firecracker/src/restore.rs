@@ -108,6 +108,7 @@ pub struct Plan {
     lineage: Option<Lineage>,
     log: Option<PathBuf>,
     output: Option<PathBuf>,
+    is_rehearsal: bool,
     notes: Vec<String>,
 }
 
@@ -185,6 +186,7 @@ impl Plan {
             lineage: options.lineage,
             log: options.log,
             output: None,
+            is_rehearsal: options.is_rehearsal,
             notes,
         })
     }
@@ -219,7 +221,7 @@ impl Plan {
         }
         let state = state_file(device_state)?;
         let mut place = Place::new(self.socket.clone())?;
-        let mut lifetime = self.spawn(&place.socket, &[&state, &shared.file], &|_| ())?;
+        let mut lifetime = self.spawn(&place.socket, &[&state, &shared.file], self.is_rehearsal)?;
         let memory = inherited(&shared.file);
         let loaded =
             load(&mut lifetime, &place.socket, &inherited(&state), MemoryBackend::File(&memory));
@@ -242,7 +244,7 @@ impl Plan {
         let folder = folder.map_err(Error::io("make a directory for a socket"))?;
         let socket = folder.path().join("uffd.sock");
         let receiver = Receiver::listen(&socket)?;
-        let mut lifetime = self.spawn(&place.socket, &[&state], &kill_with_parent)?;
+        let mut lifetime = self.spawn(&place.socket, &[&state], true)?;
         let process = lifetime.process().try_clone()?;
         let given_up = AtomicBool::new(false);
         let (loaded, loading) = std::thread::scope(|scope| {
@@ -257,7 +259,7 @@ impl Plan {
             let loading: Result<Lazy> = serving.join().unwrap_or_else(|panic| resume_unwind(panic));
             (loaded, loading)
         });
-        // If Firecracker does not load the state, it is its reason that counts.
+        // If Firecracker does not load the state, the user gets its reason.
         let (loaded, loading) = match (loaded, loading) {
             (Ok(loaded), Ok(loading)) => (Ok(loaded), Some(loading)),
             (Ok(_), Err(error)) | (Err(error), _) => (Err(error), None),
@@ -268,12 +270,9 @@ impl Plan {
         Ok((vm, loading, elapsed_ns(began)))
     }
 
-    fn spawn(
-        &self,
-        socket: &Path,
-        files: &[&File],
-        prepare: &dyn Fn(&mut Command),
-    ) -> Result<Lifetime> {
+    /// Starts Firecracker with its API at `socket`; it inherits `files`. With `ends_with_thread`, it
+    /// ends with the calling thread. Error: it cannot be started.
+    fn spawn(&self, socket: &Path, files: &[&File], ends_with_thread: bool) -> Result<Lifetime> {
         let mut command = Command::new(&self.identity.path);
         command.arg("--api-sock").arg(socket).args(&self.arguments);
         let directory = self.machine.directory();
@@ -290,7 +289,9 @@ impl Plan {
             // Firecracker writes its messages to standard output, among those of the guest.
             command.stdout(file);
         }
-        prepare(&mut command);
+        if ends_with_thread {
+            kill_with_parent(&mut command);
+        }
         Lifetime::start(&mut command, files)
     }
 
@@ -405,7 +406,7 @@ impl Restorer for FirecrackerRestorer {
                     clones.push(RestoredVm { vm, loading: None, ready_ns, filled_ns: None });
                 }
                 Err(error) => {
-                    // It is the first error that is told.
+                    // The user gets the first error alone.
                     for clone in &mut clones {
                         let _ = clone.vm.end();
                     }

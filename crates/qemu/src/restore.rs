@@ -468,7 +468,10 @@ fn prepare_process(command: &mut Command, plan: &Plan) -> Result<Option<OwnedFd>
     if let Some(ReplayStart { network_may_be_late, .. }) = plan.replays {
         let role = LogRole::Replays { network_may_be_late };
         thread_affinity::prepare(command, &plan.arguments, role);
-        // A signal to the terminal's session must not reach the replay.
+    }
+    // A signal to the terminal's session must not reach a replay. A rehearsal has no use without
+    // this process.
+    if plan.replays.is_some() || plan.is_rehearsal {
         keyframe_kernel::child_setup::kill_with_parent(command);
     }
     if let Some(path) = &plan.log {

@@ -1,6 +1,6 @@
 //! QEMU behind the traits of crate `vmm`: a running VM, the watchdog of its pauses, and restores.
 
-use crate::restore::{self, Plan, RestoreOptions, Restored};
+use crate::restore::{self, Plan, RestoreOptions, RestorePurpose, Restored};
 use crate::vm::Origin;
 use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm, WritableNode};
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
@@ -290,8 +290,12 @@ impl Restorer for QemuRestorer {
         source: RestoreSource,
         options: PlanOptions,
     ) -> Result<Box<dyn RestorePlan>, VmmError> {
-        let PlanOptions { binary, arguments, paused, lineage, log } = options;
-        let options = RestoreOptions { qemu: binary, paused, lineage, log, ..self.options.clone() };
+        let PlanOptions { binary, arguments, paused, lineage, log, is_rehearsal } = options;
+        let mut options =
+            RestoreOptions { qemu: binary, paused, lineage, log, ..self.options.clone() };
+        if is_rehearsal {
+            options.purpose = RestorePurpose::Rehearsal;
+        }
         Ok(Box::new(Plan::new(source, arguments, options)?))
     }
 }

@@ -54,7 +54,7 @@ pub struct NotRestorable {
     said: String,
 }
 
-/// Who restores a checkpoint for a rehearsal.
+/// What restores a checkpoint for a rehearsal.
 pub(crate) enum Rehearser {
     /// A second QEMU beside the VM, whose line is changed so that it may stand there.
     Qemu,
@@ -127,14 +127,9 @@ impl Rehearsal {
             Err(error @ keyframe_qemu::Error::Memory { .. }) => {
                 Ok(Outcome::Omitted(crate::error::error_chain(&error)))
             }
-            Err(error) if error.is_of_checkpoint() => {
-                let said = said(VmmKind::Qemu, &log);
-                Err(NotRestorable { vmm: VmmKind::Qemu, source: error.into(), said })
-            }
             Err(error) => {
-                let said = said(VmmKind::Qemu, &log);
-                let text = format!("{}{said}", crate::error::error_chain(&error));
-                Ok(Outcome::Doubtful(text.into()))
+                let is_refused = error.is_of_checkpoint();
+                failed(VmmKind::Qemu, is_refused, error.into(), &log)
             }
         }
     }
@@ -148,7 +143,12 @@ fn by_restorer(
     log: &Path,
 ) -> Result<Outcome, NotRestorable> {
     let vmm = restorer.capabilities().vmm();
-    let options = PlanOptions { paused: true, log: Some(log.into()), ..PlanOptions::default() };
+    let options = PlanOptions {
+        paused: true,
+        log: Some(log.into()),
+        is_rehearsal: true,
+        ..PlanOptions::default()
+    };
     let source = source_of(&loaded.meta.machine, &loaded.meta.ram);
     let restored = restorer
         .plan(source, options)
@@ -158,14 +158,27 @@ fn by_restorer(
             let _ = restored.vm.end();
             Ok(Outcome::Loaded)
         }
-        Err(error) if error.kind() == VmmErrorKind::StateRefused => {
-            Err(NotRestorable { vmm, source: error.into(), said: said(vmm, log) })
-        }
         Err(error) => {
-            let text = format!("{}{}", crate::error::error_chain(&error), said(vmm, log));
-            Ok(Outcome::Doubtful(text.into()))
+            let is_refused = error.kind() == VmmErrorKind::StateRefused;
+            failed(vmm, is_refused, error.into(), log)
         }
     }
+}
+
+/// Returns the outcome of a rehearsal that failed with `source`: an error if `vmm` has refused the
+/// checkpoint, doubts otherwise. `log` has the messages of `vmm`.
+fn failed(
+    vmm: VmmKind,
+    is_refused: bool,
+    source: BoxError,
+    log: &Path,
+) -> Result<Outcome, NotRestorable> {
+    let said = said(vmm, log);
+    if is_refused {
+        return Err(NotRestorable { vmm, source, said });
+    }
+    let text = format!("{}{said}", crate::error::error_chain(&*source));
+    Ok(Outcome::Doubtful(text.into()))
 }
 
 /// Plans the restore of a checkpoint beside its running VM. `Err`: the reason why no rehearsal is

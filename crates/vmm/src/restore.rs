@@ -43,6 +43,9 @@ pub struct PlanOptions {
     /// The file to which the VMM's standard error is appended; `None` for this process's standard
     /// error.
     pub log: Option<PathBuf>,
+    /// True to find out only whether the checkpoint can be restored: the VM never runs, and its VMM
+    /// ends with the thread that starts it.
+    pub is_rehearsal: bool,
 }
 
 /// Starts VMs from checkpoints.
@@ -58,9 +61,9 @@ pub trait Restorer {
         options: PlanOptions,
     ) -> Result<Box<dyn RestorePlan>, VmmError>;
 
-    /// Starts the clones of `request` from one checkpoint, all or none. They share the RAM that none
-    /// of them has written, and are paused. Error: the reason why a clone cannot be started; no
-    /// process is left then.
+    /// Starts the clones of `request` from one checkpoint, all or none. They share the RAM that
+    /// none of them has written, and are paused. Error: the reason why a clone cannot be started;
+    /// no process is left then.
     fn start_clones(&self, request: CloneRequest<'_>) -> Result<Vec<RestoredVm>, VmmError> {
         let _ = request;
         Err(Unsupported {

@@ -46,6 +46,7 @@ pub fn branch(
         paused: true,
         lineage: Some(lineage),
         log: None,
+        is_rehearsal: false,
     };
     let guest = Guest::choose(loaded, None)?;
     let pages = StoredPages::new(loaded, &guest);
@@ -69,7 +70,7 @@ pub fn branch(
     let mut clones: Vec<Alive> = places.into_iter().zip(started).map(alive).collect();
     let ran = run(command, &mut clones, store, loaded);
     if let Err(error) = ran.and_then(|()| tell(command, &clones, vmm, (began, loaded))) {
-        // It is the first error that is told.
+        // The user gets the first error alone.
         for clone in &mut clones {
             drop(clone.vm.end());
         }

@@ -28,7 +28,7 @@ pub struct Kept<'a> {
     pub device_state: &'a [u8],
     /// Its RAM.
     pub ram: &'a RestoredRam,
-    /// What the VM is told of it.
+    /// How the restored VM names it.
     pub lineage: Lineage,
     /// Where the VM is found.
     pub place: &'a Place,
@@ -51,6 +51,7 @@ pub fn restore(
         paused: command.paused,
         lineage: Some(kept.lineage),
         log: None,
+        is_rehearsal: false,
     };
     let plan = restorer.plan(source_of(&kept.meta.machine, &kept.meta.ram), options)?;
     for note in plan.notes() {
