@@ -32,8 +32,6 @@ while sleep 1; do date >/run/now; done
 ";
 /// QEMU takes up to 1 GiB for translated code unless it is told otherwise.
 const TRANSLATED_CODE: [&str; 2] = ["-accel", "tcg,tb-size=32"];
-/// A disk has whole sectors.
-const JOB_BYTES: usize = 4096;
 const VMS: usize = 20;
 const VMS_QUICK: usize = 4;
 const SCHEDULE: Schedule<'static> = Schedule { interval: "1s", strategy: "auto" };
@@ -59,9 +57,7 @@ struct FleetRun {
 pub fn run(options: &Options) -> Result<Report, Error> {
     let dir = tempfile::tempdir().map_err(Error::io("make a temporary directory"))?;
     let job = dir.path().join("job");
-    let mut bytes = JOB.as_bytes().to_vec();
-    bytes.resize(JOB_BYTES, 0);
-    std::fs::write(&job, bytes).map_err(Error::io("write the guests' job"))?;
+    std::fs::write(&job, JOB).map_err(Error::io("write the guests' job"))?;
     let mut command = RealGuest::find(options)?.compressed_kernel_command(MEM, &job);
     command.extend(TRANSLATED_CODE.map(str::to_owned));
     let vms = if options.quick { VMS_QUICK } else { VMS };

@@ -30,6 +30,7 @@ pub mod protection;
 mod ram;
 pub mod recording;
 pub mod relay;
+pub mod rollbacks;
 mod slot;
 mod test_env;
 mod virt;

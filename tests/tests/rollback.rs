@@ -1,40 +1,13 @@
 //! Tests `keyframe rollback`: the running VM returns to a checkpoint, byte for byte, in the same
 //! QEMU. If that fails, it runs on unchanged.
 
+use keyframe_tests::rollbacks::{grow, hashing, newest, rows};
 use keyframe_tests::{
-    Boot, HashLine, PATIENCE, Process, Qemu, Sequence, TestEnv, assert_no_errors, chosen_qemus,
-    differing_pages, distribution_qemu, hash_lines, live_ram, number, stored_ram, wait_until,
+    HashLine, PATIENCE, Sequence, TestEnv, assert_no_errors, chosen_qemus, differing_pages,
+    distribution_qemu, hash_lines, live_ram, number, stored_ram, wait_until,
 };
 use serde_json::Value;
-use std::path::{Path, PathBuf};
-
-fn hashing(env: &TestEnv, qemu: &Qemu) -> (Boot, PathBuf) {
-    let monitor = env.path().join("own.sock");
-    let mut boot = Boot::new("hash")
-        .with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
-    boot.qemu.clone_from(&qemu.path);
-    boot.mem_mib = 96;
-    (boot, monitor)
-}
-
-/// Waits until the guest has printed `more` lines.
-fn grow(vm: &mut Process, more: usize) {
-    let before = hash_lines(&vm.lines()).len();
-    let grown = vm.wait_until(|p| (hash_lines(&p.lines()).len() >= before + more).then_some(()));
-    assert!(grown.is_some(), "the guest is silent; {}", vm.report());
-}
-
-/// The lines, split where the numbers go back: one row for each rollback.
-fn rows(lines: &[HashLine]) -> Vec<Vec<HashLine>> {
-    let mut lives: Vec<Vec<HashLine>> = Vec::new();
-    for line in lines {
-        match lives.last_mut() {
-            Some(life) if life.last().is_some_and(|last| last.n < line.n) => life.push(*line),
-            _ => lives.push(vec![*line]),
-        }
-    }
-    lives
-}
+use std::path::Path;
 
 fn pid_and_state(env: &TestEnv) -> (u64, String) {
     let status = env.json(&["status", "--json"]);
@@ -51,7 +24,7 @@ fn a_vm_under_load_rolls_back_repeatedly_in_the_same_qemu() {
             env.start(&["--interval", "400ms", "--name", "guest", "--audit", "audit"], &boot);
         run.wait_for("KF READY");
         grow(&mut run, 4);
-        let target_id = number(env.list().last().unwrap(), "id");
+        let target_id = newest(&env);
         let good = target_id.to_string();
         let (pid, _) = pid_and_state(&env);
         let settings = switch_on_migration_capabilities(&monitor);

@@ -4,11 +4,12 @@ use keyframe_tests::disks::{copy_disk, disk_socket_of};
 use keyframe_tests::journaling::{
     blank_image, journaling, records_of, wait_for_more_records, wait_for_records,
 };
+use keyframe_tests::rollbacks::{overlays, take};
 use keyframe_tests::{
     JournalImage, PATIENCE, Process, Qemu, TestEnv, chosen_qemus, journal_counter, number,
     restored_pid,
 };
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 fn start(env: &TestEnv, qemu: &Qemu, options: &[&str]) -> (Process, PathBuf) {
     let image = blank_image(env, "disk");
@@ -19,20 +20,6 @@ fn start(env: &TestEnv, qemu: &Qemu, options: &[&str]) -> (Process, PathBuf) {
     run.wait_for("KF READY");
     wait_for_records(&mut run, 0, 100);
     (run, monitor)
-}
-
-fn take(env: &TestEnv) -> u64 {
-    env.ok(&["take", "--name", "guest"]);
-    number(env.list().last().expect("a checkpoint"), "id")
-}
-
-/// The overlays in the store.
-fn overlays(env: &TestEnv) -> usize {
-    let count = |dir: &Path| {
-        std::fs::read_dir(dir).map_or(0, |d| d.flatten().filter(|e| e.path().is_dir()).count())
-    };
-    let places = std::fs::read_dir(Path::new(&env.store()).join("disks")).expect("STORE/disks");
-    places.flatten().map(|place| count(&place.path())).sum()
 }
 
 /// The disk of checkpoint `id`. Asserts that a VM restored from it finds its disk equal to its RAM.

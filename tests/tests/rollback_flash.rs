@@ -28,7 +28,7 @@ pub fn boot(env: &TestEnv, qemu: &Qemu) -> Boot {
 }
 
 /// Waits for three more lines of the guest.
-pub fn goes_on(vm: &mut Process) {
+fn goes_on(vm: &mut Process) {
     let before = pass_lines(&vm.lines()).len();
     let grown = vm.wait_until(|p| (pass_lines(&p.lines()).len() >= before + 3).then_some(()));
     assert!(grown.is_some(), "the guest is silent; {}", vm.report());

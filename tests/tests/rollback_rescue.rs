@@ -1,19 +1,20 @@
-//! Tests the death of an engine in the middle of a rollback: the VM runs on, as exactly the target or
-//! as exactly what it was, its disks are those of its RAM, and nothing is left behind.
+//! Tests the death of an engine in the middle of a rollback: the VM runs on, as exactly the target
+//! or as exactly what it was, its disks are those of its RAM, and nothing is left behind.
 //!
-//! The steps of the fault: 1, the VM is paused; 2, its state is kept; 3, its disks are exchanged; 4,
-//! the load is prepared; 5, QEMU is about to load; 6, it has loaded; 7, RAM is compared; 8, the VM is
-//! complete.
+//! The steps of the fault: 1, the VM is paused; 2, its state is kept; 3, its disks are exchanged;
+//! 4, the load is prepared; 5, QEMU is about to load; 6, it has loaded; 7, RAM is compared; 8, the
+//! VM is complete.
 
 use crate::rollback_flash::boot as flash_boot;
 use keyframe_qemu::Qmp;
 use keyframe_tests::journaling::{
     blank_image, journaling, records_of, wait_for_more_records, wait_for_records,
 };
+use keyframe_tests::rollbacks::{grow, hashing, newest, overlays, rows, take};
 use keyframe_tests::{
     Boot, ExternalVm, HashLine, Orphan, PATIENCE, PassSequence, Process, Qemu, Sequence, TestEnv,
     chosen_qemus, differing_pages, distribution_qemu, hash_lines, journal_counter, live_ram,
-    number, pass_lines, stored_ram, variants, wait_until,
+    pass_lines, stored_ram, variants, wait_until,
 };
 use serde_json::{Value, json};
 use std::os::unix::fs::PermissionsExt;
@@ -49,29 +50,34 @@ const KILLS: [Kill; 14] = [
     kill("kill-rollback:8", true, Some(true)),
 ];
 
-fn hashing(env: &TestEnv, qemu: &Qemu) -> (Boot, PathBuf) {
-    let monitor = env.path().join("own.sock");
-    let mut boot = Boot::new("hash")
-        .with(&["-qmp", &format!("unix:{},server=on,wait=off", monitor.display())]);
-    boot.qemu.clone_from(&qemu.path);
-    boot.mem_mib = 96;
-    (boot, monitor)
+/// Starts VM `guest`, whose engine `fault` kills, and waits for its guest.
+fn start(env: &TestEnv, boot: &Boot, fault: &str) -> Process {
+    let mut run = env.start(&["--interval", "none", "--name", "guest", "--fault", fault], boot);
+    run.wait_for("KF READY");
+    run
 }
 
-fn grow(vm: &mut Process, more: usize) {
-    let before = hash_lines(&vm.lines()).len();
-    let grown = vm.wait_until(|p| (hash_lines(&p.lines()).len() >= before + more).then_some(()));
-    assert!(grown.is_some(), "the guest is silent; {}", vm.report());
+/// A hashing VM with a checkpoint, whose engine a fault kills in a rollback.
+struct Victim {
+    env: TestEnv,
+    /// The VM's monitor of the test's own.
+    monitor: PathBuf,
+    run: Process,
+    /// The checkpoint.
+    target: u64,
+    orphan: Orphan,
 }
 
-/// Takes a checkpoint and returns its number.
-fn take(env: &TestEnv) -> u64 {
-    env.ok(&["take", "--name", "guest"]);
-    newest(env)
-}
-
-fn newest(env: &TestEnv) -> u64 {
-    number(env.list().last().expect("a checkpoint"), "id")
+/// Starts a VM of `qemu` with the arguments `extra`, whose engine `fault` kills. Takes a
+/// checkpoint, after which the guest prints `more` lines.
+fn victim(env: TestEnv, qemu: &Qemu, extra: &[&str], fault: &str, more: usize) -> Victim {
+    let (boot, monitor) = hashing(&env, qemu);
+    let mut run = start(&env, &boot.with(extra), fault);
+    grow(&mut run, 3);
+    let target = take(&env);
+    grow(&mut run, more);
+    let orphan = Orphan::of(&env, &mut run, "guest");
+    Victim { env, monitor, run, target, orphan }
 }
 
 /// Rolls the VM back until its engine is killed.
@@ -125,12 +131,14 @@ fn disturb(monitor: &Path) -> Value {
     ask(monitor, "query-migrate-capabilities")
 }
 
-/// The lines, split where the numbers go back.
-fn rows(lines: &[HashLine]) -> Vec<&[HashLine]> {
-    lines.chunk_by(|one, next| one.n < next.n).collect()
+/// Asserts that the RAM of QEMU `pid` is that of checkpoint `id`.
+fn assert_ram_is(env: &TestEnv, pid: u32, monitor: &Path, id: u64) {
+    let (names, wanted) = stored_ram(Path::new(&env.store()), id);
+    let live = live_ram(pid, monitor, &names);
+    assert_eq!(differing_pages(&live, &wanted), [0; 0]);
 }
 
-/// Asserts that each stretch of lines is the sequence.
+/// Asserts that each row of lines is the sequence.
 fn check_rows(sequence: &mut Sequence, lines: &[HashLine]) {
     for row in rows(lines) {
         sequence.check(row, 1);
@@ -143,15 +151,8 @@ fn a_vm_whose_engine_is_killed_in_a_rollback_runs_on() {
     for (turn, kill) in variants(KILLS, 4).into_iter().enumerate() {
         for qemu in chosen_qemus(turn as u64) {
             println!("-- {kill:?}, QEMU {}", qemu.label);
-            let env = TestEnv::new();
-            let (boot, monitor) = hashing(&env, &qemu);
-            let options = ["--interval", "none", "--name", "guest", "--fault", kill.fault];
-            let mut run = env.start(&options, &boot);
-            run.wait_for("KF READY");
-            grow(&mut run, 3);
-            let target = take(&env);
-            grow(&mut run, 6);
-            let orphan = Orphan::of(&env, &mut run, "guest");
+            let Victim { env, monitor, mut run, target, orphan } =
+                victim(TestEnv::new(), &qemu, &[], kill.fault, 6);
             let settings = disturb(&monitor);
             let far = hash_lines(&run.lines()).last().expect("a line").n;
             roll_back(&env, &mut run, target, kill.fast);
@@ -160,10 +161,8 @@ fn a_vm_whose_engine_is_killed_in_a_rollback_runs_on() {
             let more = || hash_lines(&run.lines()).len() >= skip + 4;
             wait_until("the guest goes on without its engine", more);
             let lines = hash_lines(&run.lines());
+            check_rows(&mut sequence, &lines);
             let rows = rows(&lines);
-            for row in &rows {
-                sequence.check(row, 1);
-            }
             let is_target = rows.len() == 2;
             assert!(
                 rows.len() <= 2 && kill.is_target.is_none_or(|it| it == is_target),
@@ -203,15 +202,8 @@ fn a_paused_vm_whose_engine_is_killed_in_a_rollback_is_exact_and_stays_paused() 
     for (turn, kill) in variants(kills, 2).into_iter().enumerate() {
         for qemu in chosen_qemus(turn as u64 + 1) {
             println!("-- {kill:?}, QEMU {}", qemu.label);
-            let env = TestEnv::new();
-            let (boot, monitor) = hashing(&env, &qemu);
-            let options = ["--interval", "none", "--name", "guest", "--fault", kill.fault];
-            let mut run = env.start(&options, &boot);
-            run.wait_for("KF READY");
-            grow(&mut run, 3);
-            let target = take(&env);
-            grow(&mut run, 3);
-            let orphan = Orphan::of(&env, &mut run, "guest");
+            let Victim { env, monitor, mut run, target, orphan } =
+                victim(TestEnv::new(), &qemu, &[], kill.fault, 3);
             Qmp::connect(&monitor, PATIENCE).expect("its monitor").stop().expect("stop");
             let told = || env.json(&["status", "--json"])[0]["state"] == "paused";
             wait_until("the engine sees the pause", told);
@@ -222,10 +214,8 @@ fn a_paused_vm_whose_engine_is_killed_in_a_rollback_is_exact_and_stays_paused() 
                 rescued(&env).contains(&format!("is checkpoint {target}"))
             };
             assert!(kill.is_target.is_none_or(|it| it == is_target), "{}", run.report());
-            let (names, wanted) =
-                stored_ram(Path::new(&env.store()), if is_target { target } else { newest(&env) });
-            let live = live_ram(orphan.pid(), &monitor, &names);
-            assert_eq!(differing_pages(&live, &wanted), [0; 0]);
+            let is_now = if is_target { target } else { newest(&env) };
+            assert_ram_is(&env, orphan.pid(), &monitor, is_now);
             assert!(matches!(&*state(&monitor), "paused" | "prelaunch"), "{}", state(&monitor));
             let lines = hash_lines(&run.lines()).len();
             Qmp::connect(&monitor, PATIENCE).expect("its monitor").cont().expect("cont");
@@ -236,15 +226,6 @@ fn a_paused_vm_whose_engine_is_killed_in_a_rollback_is_exact_and_stays_paused() 
     }
 }
 
-/// The overlays in the store.
-fn overlays(env: &TestEnv) -> usize {
-    let count = |dir: &Path| {
-        std::fs::read_dir(dir).map_or(0, |d| d.flatten().filter(|e| e.path().is_dir()).count())
-    };
-    let places = std::fs::read_dir(Path::new(&env.store()).join("disks")).expect("STORE/disks");
-    places.flatten().map(|place| count(&place.path())).sum()
-}
-
 /// RAM and disk are of one instant, whichever that is.
 #[test]
 fn a_vm_with_a_disk_whose_engine_is_killed_in_a_rollback_runs_on() {
@@ -253,9 +234,7 @@ fn a_vm_with_a_disk_whose_engine_is_killed_in_a_rollback_runs_on() {
             println!("-- {kill:?}, QEMU {}", qemu.label);
             let env = TestEnv::new();
             let image = blank_image(&env, "disk");
-            let options = ["--interval", "none", "--name", "guest", "--fault", kill.fault];
-            let mut run = env.start(&options, &journaling(&qemu, &image));
-            run.wait_for("KF READY");
+            let mut run = start(&env, &journaling(&qemu, &image), kill.fault);
             wait_for_records(&mut run, 0, 100);
             let target = take(&env);
             let far = wait_for_more_records(&mut run, 300);
@@ -319,17 +298,9 @@ fn an_attached_vm_whose_engine_is_killed_in_a_rollback_runs_on() {
 fn a_vm_that_stood_still_runs_as_the_target_after_its_engine_was_killed() {
     for (step, is_target) in variants([(5, true), (4, false), (6, true), (7, true)], 2) {
         println!("-- killed at step {step}");
-        let env = TestEnv::new();
-        let (boot, monitor) = hashing(&env, &distribution_qemu());
-        let boot = boot.with(&["-no-shutdown"]);
-        let fault = format!("kill-rollback:{step}");
-        let options = ["--interval", "none", "--name", "guest", "--fault", &fault];
-        let mut run = env.start(&options, &boot);
-        run.wait_for("KF READY");
-        grow(&mut run, 3);
-        let target = take(&env);
-        grow(&mut run, 3);
-        let orphan = Orphan::of(&env, &mut run, "guest");
+        let (qemu, fault) = (distribution_qemu(), format!("kill-rollback:{step}"));
+        let Victim { env, monitor, mut run, target, orphan } =
+            victim(TestEnv::new(), &qemu, &["-no-shutdown"], &fault, 3);
         run.type_line("poweroff");
         wait_until("the guest has powered off", || state(&monitor) == "shutdown");
         let lines = hash_lines(&run.lines()).len();
@@ -347,8 +318,8 @@ fn a_vm_that_stood_still_runs_as_the_target_after_its_engine_was_killed() {
     }
 }
 
-/// QEMU fails to load the target, and the engine is killed on the way back to the checkpoint that it
-/// took before: the VM runs on as it was.
+/// QEMU fails to load the target, and the engine is killed on the way back to the checkpoint that
+/// it took before: the VM runs on as it was.
 #[test]
 fn a_vm_whose_engine_is_killed_on_the_way_back_is_as_it_was() {
     for fault in variants(["kill-rollback:8", "kill-rollback:9", "kill-rollback-soon:8"], 2) {
@@ -364,9 +335,7 @@ fn a_vm_whose_engine_is_killed_on_the_way_back_is_as_it_was() {
         let target = newest(&env);
         env.ok(&["stop", "--name", "other"]);
         assert!(run.wait().success(), "{}", run.report());
-        let options = ["--interval", "none", "--name", "guest", "--fault", fault];
-        let mut run = env.start(&options, &boot);
-        run.wait_for("KF READY");
+        let mut run = start(&env, &boot, fault);
         grow(&mut run, 4);
         let orphan = Orphan::of(&env, &mut run, "guest");
         roll_back(&env, &mut run, target, false);
@@ -388,14 +357,8 @@ fn a_vm_whose_engine_is_killed_stands_still_if_the_target_did() {
         ["kill-rollback-soon:14", "kill-rollback:14", "kill-rollback:15", "kill-rollback:16"];
     for fault in variants(kills, 2) {
         println!("-- {fault}");
-        let env = TestEnv::new();
-        let (boot, monitor) = hashing(&env, &distribution_qemu());
-        let options = ["--interval", "none", "--name", "guest", "--fault", fault];
-        let mut run = env.start(&options, &boot.with(&["-no-shutdown"]));
-        run.wait_for("KF READY");
-        grow(&mut run, 3);
-        let ran = take(&env);
-        let orphan = Orphan::of(&env, &mut run, "guest");
+        let Victim { env, monitor, mut run, target: ran, orphan } =
+            victim(TestEnv::new(), &distribution_qemu(), &["-no-shutdown"], fault, 0);
         run.type_line("poweroff");
         wait_until("the guest has powered off", || state(&monitor) == "shutdown");
         let stood = take(&env);
@@ -406,9 +369,7 @@ fn a_vm_whose_engine_is_killed_stands_still_if_the_target_did() {
         let told = rescued(&env);
         assert!(told.contains(&format!("is checkpoint {stood}")), "{told}");
         assert_eq!(state(&monitor), "shutdown");
-        let (names, wanted) = stored_ram(Path::new(&env.store()), stood);
-        let live = live_ram(orphan.pid(), &monitor, &names);
-        assert_eq!(differing_pages(&live, &wanted), [0; 0]);
+        assert_ram_is(&env, orphan.pid(), &monitor, stood);
         orphan.kill();
     }
 }
@@ -420,9 +381,7 @@ fn a_vm_with_a_flash_chip_whose_engine_is_killed_in_a_rollback_runs_on() {
         println!("-- {kill:?}");
         let env = TestEnv::new();
         let boot = flash_boot(&env, &distribution_qemu());
-        let options = ["--interval", "none", "--name", "guest", "--fault", kill.fault];
-        let mut run = env.start(&options, &boot);
-        run.wait_for("KF READY");
+        let mut run = start(&env, &boot, kill.fault);
         let target = take(&env);
         let passes = |run: &Process| pass_lines(&run.lines()).len();
         let before = passes(&run);
@@ -444,8 +403,8 @@ fn a_vm_with_a_flash_chip_whose_engine_is_killed_in_a_rollback_runs_on() {
     }
 }
 
-/// A rescue reads an encrypted store with the engine's key. Without it, the VM must not run, and the
-/// user learns what to restore.
+/// A rescue reads an encrypted store with the engine's key. Without it, the VM must not run, and
+/// the note says what to restore.
 #[test]
 fn a_rescue_that_cannot_read_the_store_ends_the_vm_and_says_what_to_restore() {
     for has_key in [true, false] {
@@ -456,14 +415,8 @@ fn a_rescue_that_cannot_read_the_store_ends_the_vm_and_says_what_to_restore() {
         std::fs::set_permissions(&key, private).expect("its mode");
         env.ok(&["init", &env.store(), "--encrypt", "--key-file", "key"]);
         env.set("KEYFRAME_KEY_FILE", "key");
-        let (boot, monitor) = hashing(&env, &distribution_qemu());
-        let options = ["--interval", "none", "--name", "guest", "--fault", "kill-rollback:6"];
-        let mut run = env.start(&options, &boot);
-        run.wait_for("KF READY");
-        grow(&mut run, 3);
-        let target = take(&env);
-        grow(&mut run, 3);
-        let orphan = Orphan::of(&env, &mut run, "guest");
+        let Victim { mut env, monitor, mut run, target, orphan } =
+            victim(env, &distribution_qemu(), &[], "kill-rollback:6", 3);
         env.set("KEYFRAME_KEY_FILE", &env.path().join("other").display().to_string());
         std::fs::rename(&key, env.path().join("other")).expect("a name");
         if has_key {

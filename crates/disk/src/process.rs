@@ -9,7 +9,7 @@
 //!
 //!   rollback:   stage ──▶ staged disks ──exchange──▶ these are served ──dismiss──▶ the old ones
 //!                              └──dismiss──▶ closed      └──exchange──▶ back       are closed
-//!               engine gone before dismiss ──▶ its heir exchanges and dismisses ([`DiskHeir`])
+//!               engine gone before dismiss ──▶ its heir ([`DiskHeir`]) exchanges and dismisses
 //! ```
 //!
 //! It is a process of its own, so that the guest keeps its disk if the engine dies.
@@ -26,9 +26,8 @@
 //! order. A server without an engine holds no epoch, so that its overlay does not grow, and
 //! acknowledges no flush before its sync.
 //!
-//! Left out: a new engine cannot take over a server whose engine died ([`DiskHeir`] ends a rollback
-//! only), and nothing starts a server
-//! again whose engine has gone.
+//! Left out: a new engine cannot take over a server whose engine died ([`DiskHeir`] only ends a
+//! rollback), and nothing starts a server again whose engine has gone.
 
 mod client;
 mod connection;

@@ -415,7 +415,8 @@ fn disks_are_exchanged_under_a_client_and_come_back() {
     assert_eq!(block(), 2);
 }
 
-/// A rollback whose engine dies: its heir sees which disks are served, exchanges and dismisses them.
+/// A rollback whose engine dies: the heir sees which disks the server serves, exchanges them, and
+/// dismisses the others.
 #[test]
 fn an_heir_ends_the_rollback_of_an_engine_that_has_died() {
     for is_exchanged in [false, true] {

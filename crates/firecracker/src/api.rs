@@ -60,7 +60,7 @@ pub struct Api {
 }
 
 impl Api {
-    /// Connects to the API at `socket`. Error: [`Error::Gone`] if nobody serves it.
+    /// Connects to the API at `socket`. Error: [`Error::Gone`] if no process serves it.
     pub fn connect(socket: &Path) -> Result<Self> {
         let mut api = Self { socket: socket.to_owned(), connection: None };
         api.connection = Some(api.open("connect")?);
@@ -131,12 +131,6 @@ impl Api {
             "resume_vm": false,
         });
         self.send("PUT", "/snapshot/load", &body, LOAD_TIMEOUT)
-    }
-
-    /// Gives the loaded VM's drive `id` another file.
-    pub fn set_drive(&mut self, id: &str, path: &Path) -> Result<()> {
-        let body = json!({ "drive_id": id, "path_on_host": path });
-        self.send("PATCH", &format!("/drives/{id}"), &body, TIMEOUT)
     }
 
     fn get<T: serde::de::DeserializeOwned>(&mut self, path: &str) -> Result<T> {

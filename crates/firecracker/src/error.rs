@@ -21,7 +21,7 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
-    /// Nobody serves the API at this socket: Firecracker has ended, or the socket was removed.
+    /// No process serves the API at this socket: Firecracker has ended, or the socket was removed.
     #[error("{operation}: Firecracker's API at {} is gone: {source}", socket.display())]
     Gone {
         /// The socket.

@@ -50,7 +50,7 @@ pub struct Connection {
 }
 
 impl Connection {
-    /// Connects to `path`. Errors: nobody listens there; the connection is not taken within
+    /// Connects to `path`. Errors: no process listens there; the connection is not taken within
     /// `timeout`.
     pub fn open(path: &Path, timeout: Duration) -> io::Result<Self> {
         let address = SocketAddrUnix::new(path)?;

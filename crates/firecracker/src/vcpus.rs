@@ -4,8 +4,8 @@
 //! run time in `/proc/PID/task/TID/schedstat` than before.
 //!
 //! ```text
-//!   paused ─▶ at rest: reading 1 ── nobody resumes the VM ──▶ reading 2 = reading 1
-//!                                └─ another client does ────▶ reading 2 differs
+//!   paused ─▶ at rest: reading 1 ── no client resumes the VM ──▶ reading 2 = reading 1
+//!                                └─ a client does ────────────▶ reading 2 differs
 //! ```
 //!
 //! Saving the devices wakes the threads, too. So a reading before the save and another one after

@@ -28,16 +28,25 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts the watchdog as `command`, which inherits no descriptors, and waits until it is ready.
-    /// Error: the process cannot be started, or does not answer.
+    /// Starts the watchdog as `command`, which inherits no descriptors, and waits until it is
+    /// ready. Error: the process cannot be started, or does not answer.
     pub fn spawn(command: &mut Command) -> Result<Self, Error> {
+        Self::spawn_by(command, |command| command.spawn().map_err(Error::io("start the watchdog")))
+    }
+
+    /// Starts the watchdog as `command` by the function `start`, and waits until it is ready.
+    /// Error: that of `start`; the watchdog does not answer.
+    pub fn spawn_by<E: From<Error>>(
+        command: &mut Command,
+        start: impl FnOnce(&mut Command) -> Result<Child, E>,
+    ) -> Result<Self, E> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         // Ctrl-C must not end it together with the engine.
         command.process_group(0);
-        let mut child = command.spawn().map_err(Error::io("start the watchdog"))?;
+        let mut child = start(command)?;
         match (child.stdin.take(), child.stdout.take()) {
-            (Some(stdin), Some(stdout)) => Self::new(child, stdin, stdout),
-            _ => Err(Error::Problem { problem: "it was started without pipes".into() }),
+            (Some(stdin), Some(stdout)) => Ok(Self::new(child, stdin, stdout)?),
+            _ => Err(Error::Problem { problem: "it was started without pipes".into() }.into()),
         }
     }
 
@@ -74,7 +83,7 @@ impl Watchdog {
 
     /// Has the watchdog end the pause for which it was armed last. Error: the watchdog has ended or
     /// does not answer.
-    pub fn fire_now(&mut self) -> Result<(), Error> {
+    fn fire_now(&mut self) -> Result<(), Error> {
         if self.is_for_saved_pause {
             self.arm_for_saved_pause(Duration::ZERO)
         } else {
@@ -82,27 +91,27 @@ impl Watchdog {
         }
     }
 
-    /// Stops watching. Call it after the VM runs. Returns whether the watchdog has resumed the VM since
-    /// it was armed. Error: the watchdog has ended or does not answer.
+    /// Stops watching. Call it after the VM runs. Returns whether the watchdog has resumed the VM
+    /// since it was armed. Error: the watchdog has ended or does not answer.
     pub fn disarm(&mut self) -> Result<Fired, Error> {
         self.ask("D\n", ANSWER_TIMEOUT)
     }
 
-    /// Tells the plan of a rollback; with `None`, the rollback has ended. Error: the watchdog has
-    /// ended.
+    /// Tells the watchdog the plan of a rollback; with `None`, that the rollback has ended. Error:
+    /// the watchdog has ended.
     pub fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), Error> {
         self.order(&plan_line(plan))
     }
 
-    /// Tells the next step of the rollback. The watchdog reads it before it sees that the engine has
-    /// died, so no answer is needed. Error: the watchdog has ended.
+    /// Tells the watchdog the next step of the rollback. The watchdog reads it before it sees that
+    /// the engine has died, so no answer is needed. Error: the watchdog has ended.
     pub fn note_step(&mut self, step: &RollbackStep) -> Result<(), Error> {
         self.order(&step_line(step))
     }
 
     /// Forbids the paused VM to run until the watchdog is armed or disarmed: if the engine ends
-    /// meanwhile, the watchdog ends the rollback by its plan, or the VMM. Returns whether the watchdog has resumed the VM since it
-    /// was armed.
+    /// meanwhile, the watchdog ends the rollback by its plan, or ends the VMM. Returns whether the
+    /// watchdog has resumed the VM since it was armed.
     ///
     /// Error: the watchdog has ended or does not answer.
     pub fn between(&mut self) -> Result<Fired, Error> {

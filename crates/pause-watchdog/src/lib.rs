@@ -23,21 +23,22 @@
 //!                 ▼            ▼ fires for a while
 //!               exit ◀─────────┘ without E: the watchdog removes what the engine left in the VMM
 //!
-//!   any ──B──▶ between ──A or D──▶ as above           between ──end of input──▶ the rollback is ended: VM runs, exit
-//!                                                                                  └ fails ─▶ the VMM is ended, exit with an error
+//!   any ──B──▶ between ──A or D──▶ as above
+//!              between ──end of input──▶ the watchdog ends the rollback: VM runs, exit
+//!                                           └ fails ─▶ it ends the VMM, exit with an error
 //! ```
 //!
 //! To fire means to resume the VM if it is paused. In a one-command pause it means to end the VMM's
 //! command; a resumption would undo the pause of another client. The stop of an engine that
 //! stalls or died may still be on its way to the VMM when the deadline passes, so the
 //! watchdog keeps checking for two minutes. Later it would undo the pauses of a user. The engine
-//! arms the watchdog only to pause a running VM. A VM that a user paused is not resumed.
+//! arms the watchdog only to pause a running VM. The watchdog resumes no VM that a user paused.
 //!
 //! Invariants:
 //! 1. Each pause that the engine began ends: by the engine, or by the watchdog.
 //! 2. A VM that an engine left between two states never runs. The watchdog ends the rollback in the
 //!    engine's place ([`Rescuer::end_rollback`]), or ends the VM.
-//! 3. An engine whose pause was ended by the watchdog learns it when it disarms.
+//! 3. If the watchdog has ended the engine's pause, the engine learns it when it disarms.
 //!
 //! Left out: restarting the engine; pauses by other clients; an engine that stalls between two
 //! states.
@@ -67,6 +68,7 @@ pub const RESCUE_MAX: Duration = Duration::from_mins(2);
 pub const LOOK_EVERY: Duration = Duration::from_millis(20);
 /// How long the watchdog may take to answer the engine.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
 /// The watchdog's state machine. The caller passes the time.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Dog {
@@ -111,7 +113,7 @@ impl Dog {
     }
 }
 
-/// How the rollback of an engine that has died was ended.
+/// How the watchdog has ended the rollback of an engine that has died.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RollbackEnd {
     /// The VM is exactly the checkpoint, or exactly what it was, and runs if it is to.
@@ -174,8 +176,8 @@ pub trait Rescuer {
         Ok(RollbackEnd::NotEnded { problem: "this VMM has no rollbacks".into() })
     }
 
-    /// Removes what a rollback left outside of the VMM whose engine died before it began to change
-    /// the VM, or after it had. Does nothing if there is none.
+    /// Removes what a rollback left outside of the VMM, if the engine died before it began to
+    /// change the VM, or after the VM was whole. Does nothing if no rollback was under way.
     fn tidy_rollback(&mut self) {}
 
     /// Ends the VMM. It is called again until it says that the VMM is gone. Error: the VMM has

@@ -57,8 +57,8 @@ pub(super) fn parse(line: &str) -> Result<Order, Error> {
     }
 }
 
-/// Returns the line that tells the plan of a rollback; with `None`, that the rollback has ended. For
-/// the tests of drivers.
+/// Returns the line that tells the watchdog the plan of a rollback; with `None`, that the rollback
+/// has ended. For the tests of drivers.
 pub fn plan_line(plan: Option<&RollbackPlan>) -> String {
     let Some(plan) = plan else { return "C\n".into() };
     let flags = [plan.ran, plan.runs, plan.is_intact].map(|flag| if flag { '1' } else { '0' });
@@ -72,7 +72,7 @@ fn parse_plan(text: &str) -> Option<RollbackPlan> {
     Some(RollbackPlan { ran, runs, is_intact, words: words.into() })
 }
 
-/// Returns the line that tells the next step of a rollback. For the tests of drivers.
+/// Returns the line that tells the watchdog the next step of a rollback. For the tests of drivers.
 pub fn step_line(step: &RollbackStep) -> String {
     match step {
         RollbackStep::Prepares(load) => format!("Sp{load}\n"),

@@ -24,7 +24,7 @@ fn engine(script: &str) -> Result<Watchdog, Error> {
 }
 
 #[test]
-fn the_engine_is_told_whether_the_watchdog_fired_since_it_armed() {
+fn the_watchdog_tells_the_engine_whether_it_fired_since_it_was_armed() {
     let mut watchdog = engine(
         "read x; echo K; read a; read d; printf 'F\\nF\\nK\\n'; read a; read d; echo K; read d; echo K",
     )

@@ -4,7 +4,7 @@
 //! ```text
 //!   check ─▶ ... ─▶ paused ─▶ image: [ram: differing pages │ devices] ─ add-fd ─▶ blockdev-add ─▶ snapshot-load ─▶ blockdev-del ─▶ paused
 //!                                     as an internal snapshot (qcow2)                 └ QEMU resets the machine, then reads the snapshot
-//!   told before:   Prepares                                                        Resets?   Loads        Loaded
+//!   engine tells:  Prepares                                                        Resets?   Loads        Loaded
 //! ```
 //!
 //! A VM in a run state in which `cont` resumes it only after a reset (`shutdown`) is reset first. If
@@ -25,8 +25,8 @@
 //! frees the other one. So a later load leaves the chips out. The reset has put them into the state
 //! that most chips are in; the caller restores their contents, which are RAM blocks.
 //!
-//! Each step is told to the watchdog before it is taken. If the engine dies, [`rescue`] ends the load
-//! in its place.
+//! The engine tells the watchdog each step before it takes it. If the engine dies, the watchdog
+//! ends the load in the engine's place ([`rescue`]).
 //!
 //! Left out: a reset may write ROMs to pages of RAM that `target` does not list. The caller
 //! compares RAM with the checkpoint.
@@ -45,7 +45,7 @@ use crate::standstill::stood_still;
 use crate::stream::{self, DeltaPages, FlashActivity, MigrationHead};
 use crate::{Error, Qmp, Result, Vm};
 use keyframe_units::PAGE_BYTES;
-use keyframe_vmm::{RollbackStep, TellStep, VmmError};
+use keyframe_vmm::{RollbackStep, TellStep};
 use load_plan::LoadPlan;
 use migration_settings::MigrationSettings;
 use reset::Reset;
@@ -93,8 +93,8 @@ impl Vm {
     /// Rolls the paused VM back to `target`. The VM stays paused, or stands still in the run state
     /// of `target` if that one's VM stood still. QEMU reads the state from `file`, which must be
     /// empty and becomes about as large as the pages of `target`. After an error the machine is in
-    /// an unknown state: roll it back to a checkpoint before it runs. `tell` is called before each
-    /// step.
+    /// an unknown state: roll it back to a checkpoint before it runs. This function calls `tell`
+    /// before each step.
     ///
     /// Errors: [`Error::Rollback`] if QEMU refuses the state; [`Error::RollbackObstacle`] if a
     /// flash chip cannot take its state now; [`Error::Timeout`]; errors of the monitor, of reading
@@ -130,7 +130,7 @@ impl Vm {
             settings: MigrationSettings::of_user(self.qmp())?,
         };
         let qmp = self.qmp();
-        told(tell(RollbackStep::Prepares(plan.words())))?;
+        tell_step(tell, RollbackStep::Prepares(plan.words()))?;
         plan.settings.suspend(qmp)?;
         let loaded = load(qmp, &file, &plan, tell);
         let resumed = plan.settings.resume(qmp);
@@ -159,9 +159,9 @@ impl Vm {
     }
 }
 
-/// Converts the error of a step that could not be told.
-fn told(told: std::result::Result<(), VmmError>) -> Result<()> {
-    told.map_err(|error| Error::Watchdog { problem: error.to_string() })
+/// Tells the watchdog `step`. Error: the watchdog has ended.
+fn tell_step(tell: TellStep<'_>, step: RollbackStep) -> Result<()> {
+    tell(step).map_err(|error| Error::Watchdog { problem: error.to_string() })
 }
 
 /// Adds the image to QEMU, has QEMU load its snapshot, and removes the image.
@@ -172,32 +172,37 @@ fn load(qmp: &mut Qmp, file: &File, plan: &LoadPlan, tell: TellStep<'_>) -> Resu
         "file": { "driver": "file", "filename": path, "locking": "off" } });
     // An engine that died as it added its image may have left it.
     let added = qmp.execute("blockdev-add", Some(node.clone())).or_else(|error| {
-        qmp.execute("blockdev-del", Some(json!({ "node-name": NODE }))).map_err(|_| error)?;
+        remove_node(qmp).map_err(|_| error)?;
         qmp.execute("blockdev-add", Some(node))
     });
     let loaded = added.and_then(|_| {
         let loaded = reset_and_load(qmp, plan, tell);
-        let removed = qmp.execute("blockdev-del", Some(json!({ "node-name": NODE })));
-        loaded.and_then(|()| removed.map(drop))
+        let removed = remove_node(qmp);
+        loaded.and(removed)
     });
     let removed = qmp.execute("remove-fd", Some(json!({ "fdset-id": set })));
     loaded.and_then(|()| removed.map(drop))
 }
 
+/// Removes the image's block node.
+fn remove_node(qmp: &mut Qmp) -> Result<()> {
+    qmp.execute("blockdev-del", Some(json!({ "node-name": NODE }))).map(drop)
+}
+
 fn reset_and_load(qmp: &mut Qmp, plan: &LoadPlan, tell: TellStep<'_>) -> Result<()> {
     if let Some(reset) = &plan.reset {
-        told(tell(RollbackStep::Resets))?;
+        tell_step(tell, RollbackStep::Resets)?;
         reset.carry_out(qmp, &plan.actions)?;
     }
     qmp.note_load();
-    told(tell(RollbackStep::Loads))?;
+    tell_step(tell, RollbackStep::Loads)?;
     let before = qmp.set_timeout(plan.patience);
     // QEMU answers no command while it loads.
     let loaded = start_job(qmp).and_then(|()| await_job(qmp, plan.patience));
     qmp.set_timeout(before);
     // While the job is there, a process that ends the rollback sees how it ended.
     let step = if loaded.is_ok() { RollbackStep::Loaded } else { RollbackStep::Failed };
-    let noted = told(tell(step));
+    let noted = tell_step(tell, step);
     // A load that was refused has no job.
     let dismissed = dismiss_job(qmp);
     loaded.and(noted).and(dismissed)

@@ -186,11 +186,9 @@ impl StateFile {
         let _ = qmp.execute("remove-fd", Some(json!({ "fdset-id": self.set })));
     }
 
-    /// The text that names this engine. It has the process's start time too, because pids are
-    /// reused.
+    /// The text that names this engine.
     fn mark(&self) -> String {
-        let pid = std::process::id();
-        format!("{ENGINE_MARK}{pid}:{}:{}", started_ticks(pid).unwrap_or(0), self.number)
+        mark_of(self.number)
     }
 
     /// Fails if another engine has come meanwhile.
@@ -262,13 +260,18 @@ pub(crate) fn forget(qmp: &mut Qmp, set: u32) -> Result<()> {
     remove(qmp, all.iter().filter(|one| one.mark == engine.mark))
 }
 
-/// Marks this process in QEMU as its engine, until the set that is returned is removed: while it
-/// ends the rollback of a dead engine, no engine attaches to the VM.
+/// Makes QEMU forget the sets whose `opaque` text is `mark`. Error: QEMU refuses or does not
+/// answer.
+pub(crate) fn forget_marked(qmp: &mut Qmp, mark: &str) -> Result<()> {
+    let all = sets(qmp)?;
+    remove(qmp, all.iter().filter(|one| one.mark == mark))
+}
+
+/// Marks this process in QEMU as its engine, until the caller removes the set that this function
+/// returns. While this process ends the rollback of a dead engine, no engine attaches to the VM.
 pub(crate) fn mark_rescuer(qmp: &mut Qmp) -> Result<u64> {
-    let pid = std::process::id();
-    let mark = format!("{ENGINE_MARK}{pid}:{}:0", started_ticks(pid).unwrap_or(0));
     let nothing = File::open("/dev/null").map_err(Error::io("open /dev/null"))?;
-    qmp.add_fd(&mark, nothing.as_fd())
+    qmp.add_fd(&mark_of(0), nothing.as_fd())
 }
 
 /// True if an engine that lives has given a file to this QEMU.
@@ -355,6 +358,13 @@ fn sets(qmp: &mut Qmp) -> Result<Vec<Passed>> {
 
 fn first_free(taken: &[u32]) -> u32 {
     (FDSET..=u32::MAX).find(|set| !taken.contains(set)).unwrap_or(FDSET)
+}
+
+/// The text that names this process as an engine with the file `number`. It has the process's start
+/// time too, because pids are reused.
+fn mark_of(number: u64) -> String {
+    let pid = std::process::id();
+    format!("{ENGINE_MARK}{pid}:{}:{number}", started_ticks(pid).unwrap_or(0))
 }
 
 /// The pid of the engine that `mark` names; `None` if it has ended.

@@ -5,15 +5,11 @@ mod watched;
 pub use keyframe_pause_watchdog::{Fired, Watchdog};
 pub use watched::{Watched, WatchedMonitor};
 
-#[cfg(test)]
-use crate::EndHold;
 use crate::{Error, Result};
-#[cfg(test)]
-use keyframe_pause_watchdog::{LOOK_EVERY, plan_line, step_line};
 use keyframe_vmm::RollbackRescuer;
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
-use std::process::{Command, Stdio};
+use std::process::Command;
 use watched::QemuRescuer;
 
 impl From<keyframe_pause_watchdog::Error> for Error {
@@ -43,16 +39,10 @@ pub fn run(
 /// Starts the watchdog as `command`, followed by the arguments that [`Watched::parse`] reads, and
 /// waits until it is ready. Error: the process cannot be started, or does not answer.
 pub fn spawn(command: &mut Command, watched: &Watched) -> Result<Watchdog> {
-    use std::os::unix::process::CommandExt;
-    command.args(watched.words()).stdin(Stdio::piped()).stdout(Stdio::piped());
-    // Ctrl-C must not end it together with the engine.
-    command.process_group(0);
-    // To end a rollback, it reads the store.
-    let mut child = crate::spawn::start_with_secrets(command, &watched.inherited())?;
-    match (child.stdin.take(), child.stdout.take()) {
-        (Some(stdin), Some(stdout)) => Ok(Watchdog::new(child, stdin, stdout)?),
-        _ => Err(Error::Watchdog { problem: "it was started without pipes".into() }),
-    }
+    Watchdog::spawn_by(command.args(watched.words()), |command| {
+        // To end a rollback, it reads the store.
+        crate::spawn::start_with_secrets(command, &watched.inherited())
+    })
 }
 
 #[cfg(test)]

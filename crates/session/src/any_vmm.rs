@@ -5,9 +5,9 @@
 //!     ─▶ audit ─▶ attach to RAM ─▶ run in the store ─▶ watchdog ─▶ engine
 //! ```
 //!
-//! [`launch`](crate::launch) and [`attach`](crate::attach()) are for QEMU, which can do more: groups,
-//! recordings, captured disks. What a VMM cannot do is refused by its
-//! [`Capabilities`](keyframe_vmm::Capabilities) before the VM is started or touched.
+//! [`launch`](crate::launch) and [`attach`](crate::attach()) are for QEMU, which can do more:
+//! groups, recordings, captured disks. [`run_vm`] refuses what the VMM cannot do, by its
+//! [`Capabilities`](keyframe_vmm::Capabilities), before it starts or touches the VM.
 
 use super::launch::{lock, names, refuse, require_kernel};
 use super::machines::{Machines, Member, Peripherals};
@@ -33,7 +33,7 @@ use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::Arc;
 
-/// A VM that a session is to take checkpoints of, and how it is come by.
+/// A VM that a session is to take checkpoints of, and how to get it.
 pub struct VmSource<'a> {
     /// What its VMM is able to do.
     pub capabilities: Capabilities,
@@ -43,7 +43,7 @@ pub struct VmSource<'a> {
     pub ram_bytes: u64,
     /// Starts the VM, or attaches to it.
     pub start: Box<dyn FnOnce() -> Result<Box<dyn Vmm>, VmmError> + 'a>,
-    /// Restores its checkpoints, for a rehearsal. `None` for none.
+    /// Restores its checkpoints, for a rehearsal. `None` for a session without one.
     pub restorer: Option<Box<dyn Restorer + Send>>,
 }
 
@@ -63,7 +63,8 @@ pub fn run_vm(store: &Store, source: VmSource<'_>, options: SessionOptions) -> R
     let command = if source.pid.is_some() { "attach" } else { "run" };
     let writer = lock(store, command, (&name, &guests), &options)?;
     let mut vm = (source.start)()?;
-    if vm.origin() != VmOrigin::Attached {
+    let ends_with_session = vm.origin() != VmOrigin::Attached;
+    if ends_with_session {
         // This comes before the threads that copy and encode, which inherit the rights.
         rights::trace_only(&*options.events);
     }
@@ -72,7 +73,6 @@ pub fn run_vm(store: &Store, source: VmSource<'_>, options: SessionOptions) -> R
         Ok(prepared) => prepared,
         Err(error) => return Err(give_up(vm, error)),
     };
-    let ends_with_session = vm.origin() != VmOrigin::Attached;
     let process = keyframe_kernel::Process::open(vm.pid());
     let engine = Engine::new(store, prepared.with(vm, &options), options);
     let engine = engine.inspect_err(|_| {

@@ -208,8 +208,8 @@ pub trait DiskCapture: Send {
         Err(RollbackError::OwnDisks.into())
     }
 
-    /// Returns what another process needs to end a rollback to checkpoint `id`, before the disks are
-    /// exchanged. `None` if no disks are staged.
+    /// Returns what another process needs to end a rollback to checkpoint `id`, before the disks
+    /// are exchanged. `None` if no disks are staged.
     fn staged(&self, id: CheckpointId) -> Option<StagedDisks> {
         let _ = id;
         None

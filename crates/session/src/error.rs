@@ -37,7 +37,7 @@ pub enum Error {
     #[error(transparent)]
     Unsupported(#[from] keyframe_vmm::Unsupported),
     /// The VM's driver wants to pass descriptors to its watchdog, which is started without any.
-    #[error("the watchdog of this VMM needs descriptors, which it is not given")]
+    #[error("the watchdog of this VMM needs descriptors, and Keyframe passes it none")]
     WatchdogDescriptors,
     /// The VM cannot do what was asked.
     #[error(transparent)]

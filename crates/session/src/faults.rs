@@ -43,8 +43,9 @@ pub enum FaultKind {
     /// Copying takes 20 us more for each page, as on a machine with slow memory.
     SlowCopy,
     /// The engine dies at the Nth step of a rollback: 1, the VM is paused; 2, the present state is
-    /// kept; 3, the disks are exchanged; 4, the load is prepared; 5, QEMU is about to load (one later
-    /// if the machine is reset first); 6, it has loaded; 7, RAM is compared; 8, the VM is complete.
+    /// kept; 3, the disks are exchanged; 4, the load is prepared; 5, QEMU is about to load; 6, it
+    /// has loaded; 7, RAM is compared; 8, the VM is complete. If the machine is reset before the
+    /// load, the reset is step 5, and the later steps are one higher.
     KillRollback,
     /// The engine dies a moment after the Nth step of a rollback.
     KillRollbackSoon,
@@ -145,7 +146,8 @@ impl Fault {
         }
     }
 
-    /// Kills this process at this step of a rollback, or soon, if the fault is of that kind and due.
+    /// Kills this process at this step of a rollback, or soon after it, if the fault is of that
+    /// kind and due.
     pub fn rolling_back(&self) {
         match self.kind {
             FaultKind::KillRollback if self.is_due() => die(),

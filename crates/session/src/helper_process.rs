@@ -22,8 +22,8 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, exit};
 
-/// Returns the command of the helper process with this argument. It has the secret that opened the
-/// store: a watchdog reads the store to end a rollback.
+/// Returns the command of the helper process with this argument. Its environment has the secret
+/// that opened the store, because a watchdog reads the store to end a rollback.
 pub(crate) fn command(argument: &str) -> Command {
     let mut command = Command::new("/proc/self/exe");
     command.arg0("keyframe").arg(argument);
@@ -61,10 +61,9 @@ pub fn run_if_asked() {
     }
 }
 
-/// Watches the VM that `words` describe until the session at the other end of standard input ends. If
-/// the session dies in a rollback, ends the rollback in its place.
-/// One word alone is the path of QEMU's monitor socket. Error: the words are invalid, or the VM
-/// cannot be resumed.
+/// Watches the VM that `words` describe until the session at the other end of standard input ends.
+/// If the session dies in a rollback, ends the rollback in its place. One word alone is the path of
+/// QEMU's monitor socket. Error: the words are invalid, or the VM cannot be resumed.
 pub fn watch(words: &[OsString]) -> Result<()> {
     if words.first().is_some_and(|word| word == keyframe_firecracker::watchdog::WORD) {
         let watched =

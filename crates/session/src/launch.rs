@@ -508,8 +508,7 @@ pub fn require_kernel(options: &SessionOptions) -> Result<()> {
 }
 
 /// Checks that the VM can be checkpointed exactly if its RAM is scanned in pauses alone. Warnings
-/// go to `events`. Errors: [`Error::NotCheckpointable`] with all reasons; the
-/// VMM does not answer.
+/// go to `events`. Errors: [`Error::NotCheckpointable`] with all reasons; the VMM does not answer.
 pub fn refuse(vm: &mut dyn Vmm, events: &dyn EventSink<Event>) -> Result<()> {
     refuse_by(vm, events, |severity| severity == Severity::Refused)
 }

@@ -11,7 +11,8 @@
 //! socket's threads only pass requests on. If the engine fails or is killed, the VM runs on.
 //!
 //! The engine drives the VM through the traits of `keyframe_vmm`; [`session_vm::SessionVm`] is the
-//! one place that knows QEMU. [`run_vm`] is the door for any other VMM. Its loop is tested on a fake VM (`engine/tests`).
+//! one place that knows QEMU. [`run_vm`] runs a session of any other VMM. The engine's loop is
+//! tested on a fake VM (`engine/tests`).
 //!
 //! A program that runs sessions itself calls [`helper_process::run_if_asked`] first in its `main`;
 //! `examples/checkpoint_vm.rs` is one.

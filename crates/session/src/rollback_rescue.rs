@@ -2,19 +2,20 @@
 //! knows stores and disks.
 //!
 //! ```text
-//!   engine: RescueWords ──JSON──▶ watchdog ──engine dies──▶ driver: the load has ended, or never begins
-//!                                                             └▶ StoreRescuer: disks ─▶ all of RAM compared with the checkpoint ─▶ VM runs
+//!   engine: RescueWords ──JSON──▶ watchdog
+//!     engine dies ─▶ driver: the load has ended, or never begins
+//!       └▶ StoreRescuer: disks ─▶ all of RAM compared with the checkpoint ─▶ VM runs
 //! ```
 //!
-//! The engine's tracker is gone, so all of RAM is compared. The store is opened with the secret that
-//! the engine has passed on in the environment of this process.
+//! The engine's tracker is gone, so the watchdog compares all of RAM. It opens the store with the
+//! secret that the engine has passed on in the environment of this process.
 //!
-//! Invariant: what is written to RAM is compared again.
+//! Invariant: the watchdog compares again what it has written to RAM.
 
 use crate::error::{Error, RollbackError, error_chain};
 use crate::ram_capture::RamAccess;
 use crate::ram_capture::process::ProcessRam;
-use crate::target_ram::{BATCH_PAGES, TargetRam, used, write_wrong_pages};
+use crate::target_ram::{BATCH_PAGES, COMPARISONS, TargetRam, used, write_wrong_pages};
 use keyframe_store::{CheckpointId, LoadedCheckpoint, Store};
 use keyframe_store_keys::KeyArg;
 use keyframe_units::{HostVirt, PageIndex, PageRange};
@@ -24,9 +25,7 @@ use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::path::PathBuf;
 
-/// How often RAM is compared at most. The last comparison finds no difference.
-const COMPARISONS: u32 = 3;
-/// The file in the run directory that tells how a rollback was ended.
+/// The file in the run directory in which a watchdog tells how it ended a rollback.
 pub const NOTE: &str = "rollback.txt";
 
 /// What the watchdog needs to end a rollback.
@@ -103,15 +102,13 @@ fn write_all_wrong(
     let mut wrong = 0;
     for number in 0..layout.blocks().len() {
         let PageRange { first, len_pages } = used(layout, number);
-        let mut done = 0;
-        while done < len_pages {
+        for done in (0..len_pages).step_by(BATCH_PAGES) {
             let part = (len_pages - done).min(BATCH_PAGES as u64);
             let pages = PageRange::new(PageIndex(first.0 + done), part);
             let batch: Vec<PageIndex> = pages.iter().collect();
             let mut write = |page, right: &_| vm_ram.write_page(page, right);
             let pages = write_wrong_pages(&target_ram, store.path(), &*reader, &mut write, &batch)?;
             wrong += pages.len() as u64;
-            done += part;
         }
     }
     Ok(wrong)

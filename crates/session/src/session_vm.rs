@@ -3,7 +3,7 @@
 //! ```text
 //!   pause:      prepare_pause ─▶ hold ─▶ save_device_state ─▶ release ─▶ finish_pause
 //!   rollback:   begin_standstill ─▶ (checkpoint) ─▶ forbid_running ─▶ ... ─▶ allow_running ─▶ (checkpoint) ─▶ end_standstill
-//!               engine dies: VM runs                the watchdog ends it       engine dies: VM runs
+//!               engine dies: VM runs                watchdog ends rollback    engine dies: VM runs
 //! ```
 //!
 //! [`WatchedVm`] guards pauses and standstills. This module adds the checks that a checkpoint
@@ -361,14 +361,14 @@ impl SessionVm {
         Ok(self.watched.end_look()?)
     }
 
-    /// Tells the watchdog the plan of a rollback; with `None`, the rollback has ended. Error: the
-    /// watchdog has ended.
+    /// Tells the watchdog the plan of a rollback; with `None`, that the rollback has ended. Error:
+    /// the watchdog has ended.
     pub fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), BoxError> {
         Ok(self.watched.plan_rollback(plan)?)
     }
 
-    /// Puts the paused VM back to `target`. `told` is called whenever the watchdog has learnt the
-    /// next step. Errors: the VMM refuses; the watchdog has ended.
+    /// Puts the paused VM back to `target`. Tells the watchdog each step before the VMM takes it,
+    /// and then calls `told`. Errors: the VMM refuses; the watchdog has ended.
     pub fn roll_back(
         &mut self,
         target: &RollbackTarget<'_>,
@@ -379,7 +379,8 @@ impl SessionVm {
     }
 
     /// Declares that the VM's state is about to be replaced: until [`SessionVm::allow_running`] the
-    /// watchdog ends the rollback, or the VM, if the engine dies. Error: the VMM or the watchdog does not answer.
+    /// watchdog ends the rollback, or the VM, if the engine dies. Error: the VMM or the watchdog
+    /// does not answer.
     pub fn forbid_running(&mut self) -> Result<(), BoxError> {
         Ok(self.watched.forbid_running()?)
     }

@@ -10,6 +10,8 @@ use keyframe_vmm::RamSource;
 use std::io;
 use std::path::Path;
 
+/// How often RAM is compared at most. The last comparison finds no difference.
+pub const COMPARISONS: u32 = 3;
 /// Pages that are compared at once: 16 MiB.
 pub const BATCH_PAGES: usize = 4096;
 
@@ -99,8 +101,8 @@ impl RamSource for TargetRam<'_> {
     }
 }
 
-/// Writes those of the rising `pages` in which the paused VM differs from `target`, and returns them.
-/// `store` is the path of the target's store, for errors.
+/// Writes those of the rising `pages` in which the paused VM differs from `target`, and returns
+/// them. `store` is the path of the target's store, for errors.
 pub fn write_wrong_pages(
     target: &TargetRam<'_>,
     store: &Path,

@@ -28,7 +28,7 @@ pub enum Error {
         /// The system's error.
         source: io::Error,
     },
-    /// A process that serves disks serves none of those of a rollback.
+    /// The process that serves a VM's disks serves neither set of a rollback's disks.
     #[error("the process that serves the disks serves others than those of the rollback")]
     OtherDisksServed,
     /// A description could not be written as JSON.

@@ -10,6 +10,7 @@
 
 use crate::error::{Error, Result, StoreError};
 use crate::vm_name::name_from;
+use keyframe_disk::DiskSpec;
 use keyframe_store::{DiskMeta, Store};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -39,6 +40,17 @@ pub struct OverlayInfo {
     pub checkpoint: Option<u64>,
     /// The description of each disk, and the directory of its overlay.
     pub disks: Vec<(DiskMeta, String)>,
+}
+
+impl OverlayInfo {
+    /// Returns it with the overlays of `specs`.
+    pub(crate) fn with_overlays(&self, specs: &[DiskSpec]) -> Self {
+        let mut info = self.clone();
+        for ((_, overlay), spec) in info.disks.iter_mut().zip(specs) {
+            *overlay = spec.overlay.display().to_string();
+        }
+        info
+    }
 }
 
 /// An overlay directory that this process has created.

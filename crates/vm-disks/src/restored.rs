@@ -13,6 +13,7 @@
 use crate::base_image::require_unchanged;
 use crate::error::{Error, Result, StoreError};
 use crate::layer::LayerSource;
+use crate::overlay_directory::OverlayInfo;
 use crate::{DiskToServe, ServedDisks, specs};
 use keyframe_disk::ImageFormat;
 use keyframe_qemu::cmdline::{line_drives, options};
@@ -144,10 +145,8 @@ impl ServedDisks {
     /// Writes to `disks.json` that the disks of checkpoint `id` are served. Error: the file cannot
     /// be written.
     pub fn describe(&mut self, id: CheckpointId) -> Result<()> {
-        self.info.checkpoint = Some(id.0);
-        for ((_, overlay), spec) in self.info.disks.iter_mut().zip(self.disks.specs()) {
-            *overlay = spec.overlay.display().to_string();
-        }
+        let info = self.info.with_overlays(self.disks.specs());
+        self.info = OverlayInfo { checkpoint: Some(id.0), ..info };
         self.directory.describe(&self.info)
     }
 

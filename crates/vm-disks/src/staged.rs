@@ -1,7 +1,8 @@
 //! The disks of a rollback, for the process that ends the rollback if the engine dies.
 //!
 //! ```text
-//!   engine: ServedDisks::staged ──JSON──▶ watchdog ──engine dies──▶ serve the right ones ─▶ tidy: describe, close, remove
+//!   engine: ServedDisks::staged ──JSON──▶ watchdog
+//!     engine dies ─▶ serve the right ones ─▶ tidy: describe, close, remove
 //! ```
 //!
 //! Invariant: as for an engine, only the disks that are not served lose data.
@@ -9,7 +10,7 @@
 use crate::ServedDisks;
 use crate::error::{Error, Result};
 use crate::overlay_directory::{OverlayInfo, write_info};
-use keyframe_disk::{DiskHeir, DiskSpec};
+use keyframe_disk::DiskHeir;
 use keyframe_units::CheckpointId;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -37,23 +38,16 @@ pub struct StagedDisks {
 }
 
 impl ServedDisks {
-    /// Returns what another process needs to end a rollback to checkpoint `id`, before the disks are
-    /// exchanged. `None` if no disks are staged.
+    /// Returns what another process needs to end a rollback to checkpoint `id`, before the disks
+    /// are exchanged. `None` if no disks are staged.
     pub fn staged(&self, id: CheckpointId) -> Option<StagedDisks> {
-        let with_overlays = |specs: &[DiskSpec]| {
-            let mut info = self.info.clone();
-            for ((_, overlay), spec) in info.disks.iter_mut().zip(specs) {
-                *overlay = spec.overlay.display().to_string();
-            }
-            info
-        };
         let staged = self.disks.staged_specs();
-        let target = OverlayInfo { checkpoint: Some(id.0), ..with_overlays(&staged) };
+        let target = self.info.with_overlays(&staged);
         (!staged.is_empty()).then(|| StagedDisks {
             socket: self.disks.socket().to_owned(),
             directory: self.directory.path().to_owned(),
-            former: with_overlays(self.disks.specs()),
-            target,
+            former: self.info.with_overlays(self.disks.specs()),
+            target: OverlayInfo { checkpoint: Some(id.0), ..target },
         })
     }
 }
@@ -96,13 +90,15 @@ impl StagedDisks {
     /// Error: the server does not answer; the file cannot be written.
     pub fn tidy(&self) -> Result<()> {
         let heir = DiskHeir::connect(&self.socket)?;
-        let set = self.served(&heir)?;
-        if set == DiskSet::Target {
-            write_info(&self.directory, self.info(set))?;
-        }
+        let others = match self.served(&heir)? {
+            DiskSet::Former => &self.target,
+            DiskSet::Target => {
+                write_info(&self.directory, &self.target)?;
+                &self.former
+            }
+        };
         heir.dismiss()?;
-        let others = if set == DiskSet::Target { DiskSet::Former } else { DiskSet::Target };
-        for (_, overlay) in &self.info(others).disks {
+        for (_, overlay) in &others.disks {
             // An overlay that is left over takes space and does no other harm.
             let _ = std::fs::remove_dir_all(overlay);
         }

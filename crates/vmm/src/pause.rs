@@ -40,23 +40,17 @@ pub trait PauseWatchdog: Send {
     /// the watchdog has ended or does not answer.
     fn disarm(&mut self) -> Result<bool, VmmError>;
 
-    /// Forbids the VM to run until it is armed or disarmed: if the engine dies meanwhile, the
-    /// watchdog ends the rollback by its plan, or ends the VM. Returns true if it has resumed the VM
-    /// since it was armed. Error: the watchdog has ended or does not answer.
+    /// Forbids the VM to run until the watchdog is armed or disarmed: if the engine dies meanwhile,
+    /// the watchdog ends the rollback by its plan, or ends the VM. Returns true if it has resumed
+    /// the VM since it was armed. Error: the watchdog has ended or does not answer.
     fn forbid_running(&mut self) -> Result<bool, VmmError>;
 
-    /// Tells the plan of a rollback; with `None`, the rollback has ended. Error: the watchdog has
-    /// ended.
-    fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError> {
-        let _ = plan;
-        Ok(())
-    }
+    /// Tells the watchdog the plan of a rollback; with `None`, that the rollback has ended. Error:
+    /// the watchdog has ended.
+    fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError>;
 
-    /// Tells a step of the rollback before it is taken. Error: the watchdog has ended.
-    fn note_step(&mut self, step: &RollbackStep) -> Result<(), VmmError> {
-        let _ = step;
-        Ok(())
-    }
+    /// Tells the watchdog the step that the rollback takes next. Error: the watchdog has ended.
+    fn note_step(&mut self, step: &RollbackStep) -> Result<(), VmmError>;
 
     /// Has the watchdog resume the VM now, and waits a moment for it.
     fn resume_now(&mut self);
@@ -287,15 +281,15 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         Ok(if fired? { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
     }
 
-    /// Tells the watchdog the plan of a rollback; with `None`, the rollback has ended. Error: the
-    /// watchdog has ended.
+    /// Tells the watchdog the plan of a rollback; with `None`, that the rollback has ended. Error:
+    /// the watchdog has ended.
     pub fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError> {
         self.watchdog.plan_rollback(plan)
     }
 
-    /// Puts the paused VM back to `target` ([`Vmm::roll_back`]). The watchdog learns each step
-    /// before it is taken, then `told` is called. Errors: those of [`Vmm::roll_back`]; the watchdog
-    /// has ended.
+    /// Puts the paused VM back to `target` ([`Vmm::roll_back`]). Tells the watchdog each step
+    /// before the VMM takes it, and then calls `told`. Errors: those of [`Vmm::roll_back`]; the
+    /// watchdog has ended.
     pub fn roll_back(
         &mut self,
         target: &RollbackTarget<'_>,

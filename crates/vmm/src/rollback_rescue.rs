@@ -1,9 +1,9 @@
 //! What a process that outlives the engine needs to end a rollback in the engine's place.
 //!
 //! ```text
-//!   engine ── plan, steps ──▶ watchdog            engine dies:
-//!                               driver             the VMM's part: the load, settings, the run state
-//!                               RollbackRescuer    the rest: disks, and RAM compared with the checkpoint
+//!   engine ── plan, steps ──▶ watchdog         engine dies:
+//!                             driver           the VMM's part: the load, settings, the run state
+//!                             RollbackRescuer  the rest: disks, RAM compared with the checkpoint
 //! ```
 
 use crate::{VmmError, VmmErrorKind};
@@ -22,7 +22,7 @@ pub struct RollbackPlan {
     pub words: String,
 }
 
-/// A step of a rollback, told before the VMM carries it out.
+/// A step of a rollback. The engine tells it before the VMM carries it out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RollbackStep {
     /// The VMM's settings are about to change. The text is in the driver's own words, without a
@@ -30,7 +30,7 @@ pub enum RollbackStep {
     Prepares(String),
     /// The machine is about to be reset before the load: it cannot be put back as it was.
     Resets,
-    /// The VMM is about to be told to load the state.
+    /// The engine is about to order the VMM to load the state.
     Loads,
     /// The VMM has loaded the state.
     Loaded,
@@ -42,7 +42,7 @@ pub enum RollbackStep {
 /// ended.
 pub type TellStep<'a> = &'a mut dyn FnMut(RollbackStep) -> Result<(), VmmError>;
 
-/// How a rollback was ended in the place of a dead engine.
+/// What a VM is after another process has ended the rollback of a dead engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RescuedVm {
     /// The VM is as it was before the rollback.
@@ -67,8 +67,8 @@ pub trait RollbackRescuer {
     /// stays.
     fn tidy(&mut self, words: &str);
 
-    /// Tells the user how the rescue ended: as `rescued`, or with an error, upon which the VM is
-    /// ended.
+    /// Tells the user how the rescue ended: as `rescued`, or with an error, after which the
+    /// watchdog ends the VM.
     fn tell(&mut self, words: &str, rescued: Result<RescuedVm, &VmmError>);
 }
 

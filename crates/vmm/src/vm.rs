@@ -187,7 +187,8 @@ pub trait Vmm: Send {
     }
 
     /// Returns true if the VMM's seccomp filter ends or traps its threads for a system call that
-    /// the VMM itself never makes. Such a VMM may be attached to only while the filter is suspended.
+    /// the VMM itself never makes. Keyframe attaches to such a VMM only while the filter is
+    /// suspended.
     fn traps_unknown_calls(&self) -> bool {
         false
     }
@@ -295,7 +296,7 @@ pub trait Vmm: Send {
     }
 
     /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may
-    /// grow as large as the pages. `tell` is called before each step that another process must know
+    /// grow as large as the pages. It calls `tell` before each step that another process must know
     /// of to end the rollback if this one dies.
     ///
     /// Error: the VMM refuses, or RAM cannot be read or written. The VM is then in an unknown

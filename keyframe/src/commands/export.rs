@@ -88,9 +88,11 @@ impl Export {
         }
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         let guest = Guest::choose(&loaded, self.member.as_deref())?;
-        if format != Format::Raw {
-            let fix = "write its RAM: --format raw; or look at the VM itself: keyframe restore";
-            super::vmms::require_readable_state(loaded.meta.machine.vmm, fix)?;
+        if format != Format::Raw && !guest.machine.has_readable_state() {
+            let vmm = guest.machine.vmm;
+            let text = format!("Keyframe does not read the contents of a device state of {vmm}");
+            return Err(Failure::new(text)
+                .fix("write its RAM: --format raw; or look at the VM itself: keyframe restore"));
         }
         let image = match format {
             Format::Raw => Some(guest.raw()?),

@@ -32,16 +32,6 @@ pub fn require(kind: VmmKind, ability: Ability) -> Result<(), Failure> {
     missing.map_or(Ok(()), |missing| Err(missing.into()))
 }
 
-/// Refuses what needs the contents of a device state, which Keyframe reads for QEMU alone. `fix` says
-/// what to do instead.
-pub fn require_readable_state(kind: VmmKind, fix: &str) -> Result<(), Failure> {
-    if restorer(kind).is_none() {
-        return Ok(());
-    }
-    let text = format!("Keyframe does not read the contents of a device state of {kind}");
-    Err(Failure::new(text).fix(fix))
-}
-
 /// Runs Firecracker by the command line `words` and takes checkpoints of its VM into `store`.
 pub fn run_firecracker(
     store: &Store,

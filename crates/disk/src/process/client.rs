@@ -74,9 +74,8 @@ impl Disks {
         let shared = Arc::new(Shared::new(connection, specs.to_vec()));
         let (ours, until) = UnixStream::pair().map_err(Error::io(&name, "watch the server of"))?;
         let (socket, for_thread) = (socket.to_owned(), Arc::clone(&shared));
-        let for_supervisor = socket.clone();
         let supervisor =
-            Supervisor { shared: for_thread, command, socket: for_supervisor, listener, until };
+            Supervisor { shared: for_thread, command, socket: socket.clone(), listener, until };
         let thread = std::thread::Builder::new()
             .name("disk-supervisor".into())
             .spawn(move || supervisor.run())

@@ -128,17 +128,7 @@ impl Connection {
     }
 
     fn receive(&mut self) -> Result<DiskResponse> {
-        match frame::receive(&self.control) {
-            Ok(Some(DiskResponse::Failed { problem, disk_full: true, .. })) => {
-                Err(Error::ServerFull { problem })
-            }
-            Ok(Some(DiskResponse::Failed { problem, fix, disk_full: false })) => {
-                Err(Error::Server { problem, fix })
-            }
-            Ok(Some(response)) => Ok(response),
-            Ok(None) => Err(Error::ServerEnded),
-            Err(error) => Err(self.lost(&error)),
-        }
+        frame::receive(&self.control).map_err(|error| self.lost(&error)).and_then(answer)
     }
 
     /// A late response would be taken for the response to the next request, and a server without
@@ -148,6 +138,21 @@ impl Connection {
         let _ = self.control.shutdown(std::net::Shutdown::Both);
         let _ = self.child.kill();
         Error::ServerEnded
+    }
+}
+
+/// Returns the response that was received. Errors: [`Error::Server`] or [`Error::ServerFull`] if
+/// the server answers with an error; [`Error::ServerEnded`] if it has closed the connection.
+pub(super) fn answer(received: Option<DiskResponse>) -> Result<DiskResponse> {
+    match received {
+        Some(DiskResponse::Failed { problem, disk_full: true, .. }) => {
+            Err(Error::ServerFull { problem })
+        }
+        Some(DiskResponse::Failed { problem, fix, disk_full: false }) => {
+            Err(Error::Server { problem, fix })
+        }
+        Some(response) => Ok(response),
+        None => Err(Error::ServerEnded),
     }
 }
 

@@ -1,4 +1,5 @@
-//! The disks of a dead engine's rollback, for the process that ends the rollback in its place.
+//! The disks of a dead engine's rollback, for the *heir*: the process that ends the rollback in the
+//! engine's place.
 //!
 //! ```text
 //!   engine ── stage ─▶ server listens on heir.sock beside its own socket
@@ -6,10 +7,10 @@
 //! ```
 //!
 //! The server answers an heir only after it has read the last request of the engine. So an exchange
-//! that the engine has sent is done by then, and one that it has not sent never comes.
+//! that the engine has sent is done by then, and no other one comes.
 
-use super::connection::{is_done, unexpected};
-use super::server::Serving;
+use super::connection::{answer, is_done, unexpected};
+use super::server::{Serving, failed};
 use super::{DiskRequest, DiskResponse, frame};
 use crate::{Error, Result};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -39,7 +40,8 @@ pub struct Staging {
 pub struct DiskHeir(UnixStream);
 
 impl DiskHeir {
-    /// Connects to the server of the disks on `socket`. Error: it has ended, or no disks are staged.
+    /// Connects to the server of the disks on `socket`. Error: it has ended, or has no staged
+    /// disks.
     pub fn connect(socket: &Path) -> Result<Self> {
         let path = path_beside(socket);
         let name = || path.display().to_string();
@@ -73,11 +75,7 @@ impl DiskHeir {
 
     fn ask(&self, request: &DiskRequest) -> Result<DiskResponse> {
         frame::send(&self.0, request)?;
-        match frame::receive(&self.0)? {
-            Some(DiskResponse::Failed { problem, fix, .. }) => Err(Error::Server { problem, fix }),
-            Some(response) => Ok(response),
-            None => Err(Error::ServerEnded),
-        }
+        answer(frame::receive(&self.0)?)
     }
 }
 
@@ -95,7 +93,7 @@ impl HeirSocket {
     /// Listens beside `socket`. Error: the socket cannot be made.
     pub fn beside(socket: &Path) -> Result<Self> {
         let path = path_beside(socket);
-        // One that is left is of a server that was killed.
+        // A server that was killed has left its file.
         let _ = std::fs::remove_file(&path);
         let name = || path.display().to_string();
         let listener = UnixListener::bind(&path).map_err(Error::io(name(), "listen on"))?;
@@ -129,7 +127,7 @@ impl Serving<'_> {
                 }
                 _ => Err(Error::protocol(OBJECT, "only an engine may ask for this")),
             };
-            if frame::send(heir, &answer.unwrap_or_else(|e| super::server::failed(&e))).is_err() {
+            if frame::send(heir, &answer.unwrap_or_else(|e| failed(&e))).is_err() {
                 return;
             }
         }

@@ -147,8 +147,12 @@ impl<'a> Judge<'a> {
     /// Adds the records of one thread on one CPU, in their order.
     fn add_thread(&mut self, records: &[Record]) -> Result<(), WindowGap> {
         let (mut before, mut paired) = (None, true);
-        let faults = records.iter().filter(|r| r.kind != RecordKind::Lock);
-        self.faults.threads.extend(faults.map(|r| (r.process, r.thread)));
+        // The pause waits for this: nearly all records of a thread have one process.
+        for of_process in records.chunk_by(|a, b| a.process == b.process) {
+            if let Some(fault) = of_process.iter().find(|r| r.kind != RecordKind::Lock) {
+                self.faults.threads.insert((fault.process, fault.thread));
+            }
+        }
         for record in records {
             let is_own = record.process == self.own;
             match (before, record.kind) {

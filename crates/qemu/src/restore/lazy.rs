@@ -25,9 +25,10 @@ impl From<keyframe_ram_loading::Error> for Error {
     }
 }
 
-/// Marks the RAM of QEMU as missing, and returns the server that provides its pages. QEMU is process
-/// `pid`, a child that this thread started, with the empty `memories` as its memory backends:
-/// memfds, or memory of QEMU's own. Error: the kernel does not let this process serve QEMU's memory.
+/// Marks the RAM of QEMU as missing, and returns the server that provides its pages. QEMU is
+/// process `pid`, a child that this thread started, with the empty `memories` as its memory
+/// backends: memfds, or memory of QEMU's own. Error: the kernel does not let this process serve
+/// QEMU's memory.
 pub(super) fn attach(
     pid: u32,
     memories: &[Memory],

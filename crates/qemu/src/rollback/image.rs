@@ -8,8 +8,9 @@
 //! ```
 //!
 //! One table of each kind, a cluster long, is enough: for 512 MiB with clusters of 64 KiB, and for
-//! 512 GiB with clusters of 2 MiB. QEMU reads whole tables, so a small state has small clusters. The
-//! state lies behind the (empty) disk of one cluster, as qcow2 has it: at the second entry of L1.
+//! 512 GiB with clusters of 2 MiB. QEMU reads whole tables, so a small state has small clusters.
+//! The state lies behind the (empty) disk of one cluster, as qcow2 has it: at the second entry of
+//! L1.
 
 use crate::{Error, Result};
 use std::fs::File;
@@ -48,8 +49,8 @@ impl ClusterSize {
 
 /// Writes a qcow2 image with one snapshot into the empty `file`. `state` writes the content of the
 /// snapshot, about `about_bytes`. Errors: those of `state`; [`Error::Io`] if `file` cannot be
-/// written, or if the content is too long: over 512 GiB, or over 512 MiB if `about_bytes` is at most
-/// 256 MiB.
+/// written, or if the content is too long: over 512 GiB, or over 512 MiB if `about_bytes` is at
+/// most 256 MiB.
 pub fn write(
     file: &mut File,
     about_bytes: u64,

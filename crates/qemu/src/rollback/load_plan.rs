@@ -1,4 +1,4 @@
-//! What is known before a load about it: how long it may take, and what must be set back after it.
+//! What the engine knows before a load: how long QEMU may take, and what must be set back after it.
 
 use super::migration_settings::MigrationSettings;
 use super::reset::{LineActions, Reset};

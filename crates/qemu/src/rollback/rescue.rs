@@ -1,35 +1,40 @@
 //! Ends a rollback whose engine has died: for the watchdog.
 //!
-//! ```text
-//!   last step that the engine told          RAM and devices           the rescue
-//!   none, Prepares                          as they were              image and settings are put back; disks too ──▶ as it was
-//!   Resets                                  reset                     resets again, loads ─────────────────────────┐
-//!   Loads    QEMU has the job               loaded when it ends       waits for it ────────────────────────────────┤
-//!            it has no job                  as they were              removes the image, so that no load begins ──▶ as it was
-//!            it has no job                  reset, or half loaded     loads ───────────────────────────────────────┤
-//!   Loaded                                  loaded                    ─────────────────────────────────────────────┴▶ disks, RAM: the checkpoint
-//!   Failed                                  unknown                   none
-//! ```
+//! | last step that the engine told | RAM and devices | the watchdog | the VM is |
+//! |---|---|---|---|
+//! | none, `Prepares` | as they were | removes the image, sets settings back | as it was |
+//! | `Resets` | reset | resets again, loads | the checkpoint |
+//! | `Loads`; QEMU has the job | loaded when it ends | waits for it | the checkpoint |
+//! | `Loads`; it has no job | as they were | removes the image: no load begins | as it was |
+//! | `Loads`; it has no job | reset, or half loaded | loads | the checkpoint |
+//! | `Loaded` | loaded | | the checkpoint |
+//! | `Failed` | unknown | ends the VM | |
 //!
-//! The engine tells `Loaded` before it dismisses the job. So a QEMU that has no job after `Loads` was
-//! never told to load. A `snapshot-load` of the dead engine that is still on its way fails without
-//! the image.
+//! If the VM is as it was, the watchdog also serves the former disks. If it is the checkpoint, the
+//! watchdog serves the checkpoint's disks and compares all of RAM.
 //!
-//! On the way back from a load that has failed, the goal is the checkpoint before the rollback, and RAM
-//! and devices are not as they were: until the second image is ready, nothing can be done.
+//! The engine tells `Loaded` before it dismisses the job. So if QEMU has no job after `Loads`, the
+//! engine's `snapshot-load` has not reached it. One that is still on its way fails without the
+//! image.
 //!
-//! Invariants: no image is loaded twice while the VM stands still, because a second load of the same
-//! state can crash QEMU; the engine has left the flash chips out of the second image. The VM runs only as exactly the checkpoint, or as exactly what it was. While it is
-//! neither, no other engine attaches to it: this process is marked as its engine.
+//! On the way back from a load that has failed, the goal is the checkpoint before the rollback, and
+//! RAM and devices are not as they were. Until the engine has made the image of that checkpoint,
+//! the watchdog cannot end such a rollback.
+//!
+//! Invariants:
+//! 1. QEMU loads no image twice while the VM stands still, because a second load of the same state
+//!    can crash it. The engine has left the flash chips out of the second image.
+//! 2. The VM runs only as exactly the checkpoint, or as exactly what it was. While it is neither,
+//!    no other engine attaches to it: this process is marked in QEMU as its engine.
 //!
 //! Left out: a VM that another client has resumed during the rollback.
 
 use super::load_plan::LoadPlan;
-use super::{FD_NAME, LOAD_TIMEOUT, LOOK_EVERY, NODE};
-use super::{await_job, dismiss_job, find_job, start_job};
+use super::{FD_NAME, LOAD_TIMEOUT, LOOK_EVERY};
+use super::{await_job, dismiss_job, find_job, remove_node, start_job};
 use crate::{Error, Qmp, Result, statefile};
 use keyframe_vmm::{RescuedVm, RollbackPlan, RollbackRescuer, RollbackStep};
-use serde_json::{Value, json};
+use serde_json::json;
 use std::time::{Duration, Instant};
 
 /// What an engine has told of a rollback that is under way.
@@ -54,7 +59,7 @@ enum Stage {
 }
 
 impl ToldRollback {
-    /// A rollback by `plan` of which no step was taken.
+    /// A rollback by `plan` of which the engine has taken no step.
     pub fn new(plan: RollbackPlan) -> Self {
         Self { plan, ..Self::default() }
     }
@@ -103,39 +108,38 @@ impl ToldRollback {
         if self.stage != Stage::Resets {
             require_still(qmp)?;
         }
-        let is_loaded = self.settle_load(qmp, load, patience)?;
+        let rescued = self.settle_load(qmp, load, patience)?;
         remove_image(qmp)?;
         if let Some(load) = load {
             load.settings.resume(qmp)?;
         }
-        if !is_loaded && !self.plan.is_intact {
+        if rescued == RescuedVm::AsItWas && !self.plan.is_intact {
             return Err(unknown("it was to go back to what it was, and no state was loaded"));
         }
         require_still(qmp)?;
         let words = &self.plan.words;
-        let (done, runs) = if is_loaded {
-            (rescuer.complete(words), self.plan.runs)
-        } else {
-            (rescuer.undo(words), self.plan.ran)
+        let (done, runs) = match rescued {
+            RescuedVm::RolledBack => (rescuer.complete(words), self.plan.runs),
+            RescuedVm::AsItWas => (rescuer.undo(words), self.plan.ran),
         };
         done?;
         require_still(qmp)?;
         if runs {
             qmp.cont()?;
         }
-        Ok(if is_loaded { RescuedVm::RolledBack } else { RescuedVm::AsItWas })
+        Ok(rescued)
     }
 
-    /// Ends the load, or makes sure that none begins. Returns true if the state is loaded. Error:
-    /// the VM is in an unknown state.
+    /// Ends the load, or makes sure that none begins. Returns what RAM and devices are then. Error:
+    /// they are in an unknown state.
     fn settle_load(
         &self,
         qmp: &mut Qmp,
         load: Option<&LoadPlan>,
         patience: Duration,
-    ) -> Result<bool> {
+    ) -> Result<RescuedVm> {
         match self.stage {
-            Stage::Unbegun => Ok(false),
+            Stage::Unbegun => Ok(RescuedVm::AsItWas),
             Stage::Resets => {
                 let known = load.and_then(|load| Some((load.reset.as_ref()?, &load.actions)));
                 let (reset, actions) = known.ok_or_else(|| unknown("its reset is unknown"))?;
@@ -143,38 +147,42 @@ impl ToldRollback {
                 reset.carry_out(qmp, actions)?;
                 start_job(qmp)?;
                 await_job(qmp, patience).and_then(|()| dismiss_job(qmp))?;
-                Ok(true)
+                Ok(RescuedVm::RolledBack)
             }
             Stage::Loads => self.settle_job(qmp, patience),
             Stage::Loaded => {
                 if find_job(qmp)?.is_some() {
                     dismiss_job(qmp)?;
                 }
-                Ok(true)
+                Ok(RescuedVm::RolledBack)
             }
             Stage::Failed => Err(unknown("QEMU could not load the checkpoint")),
         }
     }
 
-    fn settle_job(&self, qmp: &mut Qmp, patience: Duration) -> Result<bool> {
+    /// Waits for QEMU's job. If there is none, begins it, or makes sure that none begins.
+    fn settle_job(&self, qmp: &mut Qmp, patience: Duration) -> Result<RescuedVm> {
         let deadline = Instant::now() + patience;
         loop {
             match find_job(qmp)?.map(|job| job.ended) {
                 Some(Some(ended)) => {
                     dismiss_job(qmp)?;
-                    return ended.map(|()| true).map_err(|problem| unknown(&problem));
+                    return match ended {
+                        Ok(()) => Ok(RescuedVm::RolledBack),
+                        Err(problem) => Err(unknown(&problem)),
+                    };
                 }
                 Some(None) => {}
-                // Nothing puts this machine back. The engine's command may still arrive: QEMU refuses
-                // one of the two.
+                // This machine cannot be put back as it was. The engine's command may still arrive:
+                // QEMU refuses one of the two.
                 None if self.was_reset || !self.plan.is_intact => unless_gone(start_job(qmp))?,
                 // A job that has just begun uses the image, and is found next time.
                 None => {
-                    let removed = qmp.execute("blockdev-del", Some(json!({ "node-name": NODE })));
+                    let removed = remove_node(qmp);
                     if removed.is_ok() && find_job(qmp)?.is_none() {
-                        return Ok(false);
+                        return Ok(RescuedVm::AsItWas);
                     }
-                    unless_gone(removed.map(drop))?;
+                    unless_gone(removed)?;
                 }
             }
             if Instant::now() >= deadline {
@@ -208,15 +216,6 @@ fn require_still(qmp: &mut Qmp) -> Result<()> {
 
 /// Removes the image from QEMU, if it is there.
 fn remove_image(qmp: &mut Qmp) -> Result<()> {
-    let removed = qmp.execute("blockdev-del", Some(json!({ "node-name": NODE })));
-    unless_gone(removed.map(drop))?;
-    let answer = qmp.execute("query-fdsets", None)?;
-    let is_ours = |set: &&Value| {
-        let mut fds = set.get("fds").and_then(Value::as_array).into_iter().flatten();
-        fds.any(|fd| fd.get("opaque").and_then(Value::as_str) == Some(FD_NAME))
-    };
-    for set in answer.as_array().into_iter().flatten().filter(is_ours) {
-        qmp.execute("remove-fd", Some(json!({ "fdset-id": set.get("fdset-id") })))?;
-    }
-    Ok(())
+    unless_gone(remove_node(qmp))?;
+    statefile::forget_marked(qmp, FD_NAME)
 }

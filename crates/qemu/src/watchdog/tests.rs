@@ -4,6 +4,8 @@
 mod rollbacks;
 
 use super::*;
+use crate::EndHold;
+use keyframe_pause_watchdog::LOOK_EVERY;
 use serde_json::{Value, json};
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;

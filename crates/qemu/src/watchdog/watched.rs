@@ -205,8 +205,8 @@ pub(super) struct QemuRescuer<'a> {
 }
 
 impl<'a> QemuRescuer<'a> {
-    /// Connects to the monitor of `watched`. `rescuer` ends the rollback of an engine that has died.
-    /// Error: the monitor cannot be reached.
+    /// Connects to the monitor of `watched`. `rescuer` serves the disks and corrects the RAM of a
+    /// rollback whose engine has died. Error: the monitor cannot be reached.
     pub fn reach(watched: Watched, rescuer: &'a mut dyn RollbackRescuer) -> Result<Self> {
         let reach = Reach::to(watched.monitor)?;
         Ok(Self { reach, pipe: watched.pipe, hold: watched.hold, rollback: None, rescuer })
@@ -408,7 +408,8 @@ impl Reach {
         Ok(())
     }
 
-    /// Calls `operation` with the monitor, which was taken over. Error: that of `operation`.
+    /// Calls `operation` with the monitor, after [`Reach::take_over`]. Errors: those of
+    /// `operation`; [`Error::Gone`] while the connection is shared.
     pub fn on_monitor<T>(&mut self, operation: impl FnOnce(&mut Qmp) -> Result<T>) -> Result<T> {
         match self {
             Self::Own(qmp, _) => operation(qmp),

@@ -2,12 +2,14 @@
 //!
 //! ```text
 //!   no request reached the server for the lease, or the server was restarted
-//!     ─▶ each checkpoint fails, its pages are owed ─▶ the server answers ─▶ a new place, a new run:
-//!        a complete checkpoint; its disks are those of the newest sealed one, and what was written since
+//!     ─▶ each checkpoint fails, its pages are owed ─▶ the server answers
+//!     ─▶ a new place, a new run: a complete checkpoint;
+//!        its disks are those of the newest sealed one, and what was written since
 //! ```
 //!
-//! Meanwhile other processes may have forgotten and pruned what the old run builds on. So nothing of
-//! its state in memory is used again: the new writer reads the store as any other one does.
+//! Meanwhile other processes may have forgotten and pruned what the old run builds on. So the
+//! engine uses nothing of its state in memory again: the new writer reads the store as any other
+//! one does.
 
 use super::{CheckpointError, Engine, Event, NotCaptured};
 use keyframe_store::{DiskState, Writer};

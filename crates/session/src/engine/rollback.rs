@@ -12,7 +12,8 @@
 //!
 //! The watchdog knows the plan of the rollback ([`plan`]) and each step before it is taken. If this
 //! process is killed, the watchdog takes the disks and the machine to the one or the other state
-//! ([`crate::rollback_rescue`]). Only if that fails, or on the way back to "before", it ends the VM.
+//! ([`crate::rollback_rescue`]). It ends the VM only if that fails, or if this process dies on the
+//! way back to "before" and QEMU has not begun to load "before".
 //!
 //! The target's disks are opened beside those that are served while the VM still runs; then the two
 //! change places, in constant time. QEMU keeps its connections, and has nothing of the content
@@ -149,7 +150,7 @@ impl Engine<'_> {
         let was_running = self.vm()?.begin_standstill().map_err(step("pause the VM"))?;
         self.rollback_phases =
             Some(RollbackPhases { pause_ns: elapsed_ns(began), ..RollbackPhases::default() });
-        let vm_before = Self::vm_before(hosts, was_running, &former);
+        let vm_before = VmBefore { hosts, ran: was_running, former };
         let gone = self.go_back(target, way, &vm_before);
         let mut phases = self.rollback_phases.take().unwrap_or_default();
         let gone = match gone {
@@ -365,9 +366,9 @@ impl Engine<'_> {
         self.become_checkpoint(&before, pages)
     }
 
-    /// Puts the paused VM back to `target` by `way`; `vm` is what it was. Returns the
-    /// checkpoint before, if there is one, the one after, which is not sealed yet, and how many
-    /// pages were written.
+    /// Puts the paused VM back to `target` by `way`; `vm` is what it was. Returns the checkpoint
+    /// before, if there is one, the one after, which is not sealed yet, and how many pages were
+    /// written.
     fn go_back(
         &mut self,
         target: &LoadedCheckpoint,
@@ -408,7 +409,7 @@ impl Engine<'_> {
                 return Err(FailedRollback::Lost { why, again });
             }
             self.allow_running();
-            return Err(self.back_from(why, vm.former()));
+            return Err(self.back_from(why, &vm.former));
         }
         self.step();
         if let Some(disks) = &mut self.machines.disks {

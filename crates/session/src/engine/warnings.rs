@@ -1,4 +1,4 @@
-//! When users are warned of what goes on for long: late checkpoints, and a disk that is filling up.
+//! When the engine warns its users of what lasts: late checkpoints, and a disk that is filling up.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ const MEASURED: Duration = Duration::from_mins(2);
 /// A loss within less time may be a burst, such as the first image.
 const MEASURED_MIN: Duration = Duration::from_secs(20);
 
-/// What users were warned of, and what is measured for the next warning.
+/// The times of the last warnings, and what the engine measures for the next one.
 #[derive(Default)]
 pub(super) struct Warnings {
     said_late: Option<Instant>,
@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_with_room_and_one_that_is_not_filled_are_no_matter() {
+    fn a_disk_with_room_or_one_that_does_not_fill_up_causes_no_warning() {
         assert_eq!(warned(1000 * GIB, 32 << 20, 400), []);
         assert_eq!(warned(1000, 0, 400), []);
         assert_eq!(warned(GIB, 32 << 20, 15), [], "that may be the first image");

@@ -45,18 +45,8 @@ impl ProcessRam {
         let blocks = vm.ram_blocks()?;
         let hosts = blocks.iter().map(|b| b.host).collect();
         let layout = RamLayout::new(blocks.into_iter().map(|b| b.block).collect())?;
-        let ram = Arc::new(GuestRam::new(layout, hosts));
-        let process = Process::open(vm.pid())?;
-        let memory = Arc::new(GuestReader::new(&process, &ram.ranges())?);
-        Ok(Box::new(Self {
-            ram,
-            process,
-            memory,
-            watches_discards,
-            is_pinned,
-            traps_unknown_calls,
-            can_fork,
-        }))
+        let opened = Self::of_process(vm.pid(), layout, hosts)?;
+        Ok(Box::new(Self { watches_discards, is_pinned, traps_unknown_calls, can_fork, ..opened }))
     }
 
     /// Opens the RAM of process `pid`, whose blocks `layout` are at the addresses `hosts`, without

@@ -126,12 +126,14 @@ impl FakeControl {
         lock(&self.shared).watchdog.is_armed
     }
 
-    /// Returns whether the VM must not run ([`forbid_running`](crate::PauseWatchdog::forbid_running)).
+    /// Returns whether the VM must not run
+    /// ([`forbid_running`](crate::PauseWatchdog::forbid_running)).
     pub fn is_running_forbidden(&self) -> bool {
         lock(&self.shared).watchdog.running_forbidden
     }
 
-    /// Returns the plan of the rollback that is under way, and the steps told since the plan.
+    /// Returns the plan of the rollback that is under way, and the steps that the engine has told
+    /// since the plan.
     pub fn rollback(&self) -> (Option<RollbackPlan>, Vec<RollbackStep>) {
         let state = lock(&self.shared);
         (state.watchdog.plan.clone(), state.watchdog.steps.clone())

@@ -1,6 +1,7 @@
 //! The rollback of an engine that has died.
 
 use super::*;
+use keyframe_pause_watchdog::{plan_line, step_line};
 use keyframe_vmm::{
     RescuedVm, RollbackPlan, RollbackRescuer, RollbackStep, VmmError, VmmErrorKind,
 };
@@ -109,7 +110,7 @@ fn a_vm_into_which_the_state_was_loaded_becomes_the_checkpoint() {
     assert_eq!(rescue(&stands, &loaded, &[], false).conts, 0, "the checkpoint's VM stood still");
 }
 
-/// The image is in QEMU, and nothing else makes the machine whole.
+/// The image is in QEMU, and only its load makes the machine whole.
 #[test]
 fn a_machine_that_nothing_puts_back_is_loaded() {
     let changed = RollbackPlan { is_intact: false, ..plan() };

@@ -1,4 +1,5 @@
-//! What the watchdog is told of a rollback, so that it can end it if this engine dies.
+//! The plan of a rollback. The engine tells it to the watchdog, which ends the rollback by it if
+//! the engine dies.
 
 use super::{Engine, LoadedCheckpoint, RollbackError, step};
 use crate::control::VmState;
@@ -8,13 +9,15 @@ use keyframe_units::RamLayout;
 use keyframe_vm_disks::staged::DiskSet;
 use keyframe_vmm::{RollbackPlan, RunState};
 
-/// The addresses of the VM's RAM blocks in its VMM, and the run state before a rollback.
+/// The VM before a rollback.
 pub(super) struct VmBefore {
-    /// `None` if the addresses are not known, or not those of the checkpoint's blocks. Then nobody
-    /// can end the rollback but the engine.
-    hosts: Option<Vec<u64>>,
-    ran: bool,
-    former: RunState,
+    /// The addresses of its RAM blocks in its VMM. `None` if the engine does not know them, or if
+    /// they are not those of the checkpoint's blocks: then only the engine can end the rollback.
+    pub hosts: Option<Vec<u64>>,
+    /// Whether it ran.
+    pub ran: bool,
+    /// Its run state.
+    pub former: RunState,
 }
 
 /// A state to which the paused VM goes.
@@ -28,21 +31,8 @@ pub(super) struct Goal<'a> {
     pub is_intact: bool,
 }
 
-impl VmBefore {
-    /// The run state before the rollback.
-    pub(super) fn former(&self) -> &RunState {
-        &self.former
-    }
-}
-
 impl Engine<'_> {
-    /// Looks at the VM, which is paused and ran before if `ran` is true. `hosts` are the addresses of
-    /// its RAM blocks.
-    pub(super) fn vm_before(hosts: Option<Vec<u64>>, ran: bool, former: &RunState) -> VmBefore {
-        VmBefore { hosts, ran, former: former.clone() }
-    }
-
-    /// Returns the addresses of the RAM blocks, if the blocks are those of `layout`.
+    /// Returns the addresses of the VM's RAM blocks, if the blocks are those of `layout`.
     pub(super) fn ram_hosts(&mut self, layout: &RamLayout) -> Option<Vec<u64>> {
         let blocks = self.vm().ok()?.vm_mut().ram_blocks().ok()?;
         let hosts = blocks.iter().map(|block| block.host.0).collect();
@@ -90,8 +80,7 @@ impl Engine<'_> {
         self.vm()?.plan_rollback(Some(&plan)).map_err(step("tell the watchdog"))
     }
 
-    /// Tells the watchdog that no rollback is under way any more. Without a watchdog nothing is
-    /// told.
+    /// Tells the watchdog, if there is one, that the rollback has ended.
     pub(super) fn tell_no_plan(&mut self) {
         if let Ok(vm) = self.vm() {
             let _ = vm.plan_rollback(None);

@@ -2,24 +2,23 @@
 //!
 //! ```text
 //!   pages in which a known state and the target differ ─┐
-//!   pages written since that state ─────────────────────┴─▶ compared with the target; those that differ are written
+//!   pages written since that state ─────────────────────┴─▶ compared with the target;
+//!                                                           those that differ are written
 //! ```
 //!
-//! The known state is the newest sealed checkpoint, or the target of the last rollback. RAM equals it
-//! except in pages that the tracker has reported since. So RAM can differ from the target in those
-//! pages, and in the pages in which the known state and the target differ. The latter are found while
-//! the VM runs. If the tracker fails, it reports every page.
+//! The known state is the newest sealed checkpoint, or the target of the last rollback. RAM equals
+//! it except in pages that the tracker has reported since. So RAM can differ from the target in
+//! those pages, and in the pages in which the known state and the target differ. The engine finds
+//! the latter while the VM runs. If the tracker fails, it reports every page.
 
 use super::{Engine, Error, Instant, RollbackError, step};
-use crate::target_ram::{TargetRam, used, write_wrong_pages};
+use crate::target_ram::{COMPARISONS, TargetRam, used, write_wrong_pages};
 use keyframe_store::LoadedCheckpoint;
 use keyframe_units::{PageIndex, PageRange, PageSet, RamLayout, elapsed_ns};
 use keyframe_vmm::RollbackTarget;
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
 
-/// How often RAM is compared at most. The last comparison finds no difference.
-const COMPARISONS: u32 = 3;
 /// The most pages that QEMU loads from memory: 64 MiB. It loads more from a file on disk.
 const PAGES_IN_MEMORY_MAX: usize = 16 << 10;
 
