@@ -4,16 +4,23 @@
 //   0x1000000  the table: kf.pages pages. A page that was written in step S of the sequence holds
 //              S, and then words that depend on S, on the page and on their position
 //
+// With a drive it also writes blocks of that, one before each line, and looks before each write
+// whether the block holds exactly what was written there last. RAM knows when that was. So a guest
+// whose drive is older or newer than its RAM finds it.
+//
 // It prints a line for each 64 steps:
 //
 //   kf LINE CHAIN      both as 16 hexadecimal digits. CHAIN depends on all steps before
 //   kf ERROR page P    the page P does not hold what it should; nothing follows
+//   kf ERROR block B   the same of a block of the drive, or the drive has failed
 //
-// The sequence depends on nothing outside: line N is the same in each VM with the same kf.pages. So
-// a VM that is restored exactly prints the lines that the first VM printed.
+// The sequence depends on nothing outside: line N is the same in each VM with the same kf.pages and
+// kf.blocks. So a VM that is restored exactly prints the lines that the first VM printed.
 //
 // Options on the kernel's command line: kf.pages=N (default 2048), kf.pause=N (empty turns of a loop
-// after each line, default 0).
+// after each line, default 0), kf.blocks=N (blocks of the drive that are used, at most 4096; default 0:
+// the drive is left alone).
+#include "drive.h"
 #include <stdint.h>
 
 #define TABLE ((uint64_t *)0x1000000)
@@ -65,9 +72,30 @@ static int is_as_written(const volatile uint64_t *words, uint64_t page) {
     return 1;
 }
 
+#define BLOCKS_MAX 4096
+// For each block, the step in which it was written.
+static uint64_t written[BLOCKS_MAX];
+static uint64_t block[WORDS] __attribute__((aligned(4096)));
+
+// Checks the block NUMBER and writes it anew. Returns 1 if it was as it should be.
+static int visit_block(uint64_t number, uint64_t step) {
+    if (!drive_read(number, block)) return 0;
+    if (written[number])
+        for (uint64_t at = 0; at < WORDS; at++)
+            if (block[at] != word(written[number], number, at)) return 0;
+    for (uint64_t at = 0; at < WORDS; at++) block[at] = word(step, number, at);
+    written[number] = step;
+    return drive_write(number, block);
+}
+
 void run(const uint8_t *boot) {
     const char *line = (const char *)(uint64_t) * (const uint32_t *)(boot + COMMAND_LINE);
     uint64_t pages = option(line, "kf.pages", 2048), pause = option(line, "kf.pause", 0);
+    uint64_t blocks = option(line, "kf.blocks", 0), there = blocks ? drive_open() : 0;
+    if (blocks > there || blocks > BLOCKS_MAX) {
+        say("kf ERROR the drive is smaller than kf.blocks, or there is none\n");
+        return;
+    }
     uint64_t step = 0, chain = 0x4b65796672616d65;
     for (uint64_t number = 1;; number++) {
         for (int i = 0; i < STEPS; i++) {
@@ -82,6 +110,12 @@ void run(const uint8_t *boot) {
             }
             chain = mix(chain ^ words[LAST] ^ step);
             for (uint64_t at = 0; at < WORDS; at += STRIDE) words[at] = word(step, page, at);
+        }
+        if (blocks && !visit_block(chain % blocks, step)) {
+            say("kf ERROR block ");
+            say_hex(chain % blocks);
+            put('\n');
+            return;
         }
         say("kf ");
         say_hex(number);
