@@ -1,12 +1,12 @@
 //! Firecracker, with the payload that checks its RAM and prints a fixed sequence
 //! (`guests/firecracker`).
 
-use crate::{PATIENCE, TestEnv, missing_kvm};
+use crate::{PATIENCE, Process, TestEnv, missing_kvm};
 use keyframe_firecracker::api::{Api, InstanceState};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// What `guests/build firecracker` made.
 #[derive(Clone, Debug)]
@@ -47,11 +47,16 @@ impl FirecrackerGuest {
     /// A configuration of a VM with `mem_mib` MiB, and `more` sections of JSON, which begin with a
     /// comma.
     pub fn config(&self, mem_mib: u64, more: &str) -> String {
+        self.config_with(mem_mib, "", more)
+    }
+
+    /// The same with `options` of the payload.
+    pub fn config_with(&self, mem_mib: u64, options: &str, more: &str) -> String {
         // Firecracker insists on the section.
         let drives = if more.contains("\"drives\"") { "" } else { r#", "drives": []"# };
         let kernel = self.directory.join("payload.elf").display().to_string();
         format!(
-            r#"{{ "boot-source": {{ "kernel_image_path": "{kernel}", "boot_args": "" }},
+            r#"{{ "boot-source": {{ "kernel_image_path": "{kernel}", "boot_args": "{options}" }},
                  "machine-config": {{ "vcpu_count": 1, "mem_size_mib": {mem_mib} }}{drives}{more} }}"#
         )
     }
@@ -124,7 +129,7 @@ impl ExternalFirecracker {
         while self.lines().len() < before + more {
             let is_alive = !crate::is_gone(self.pid());
             assert!(is_alive && Instant::now() < until, "it prints nothing: {:?}", self.lines());
-            std::thread::sleep(std::time::Duration::from_millis(20));
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
 
@@ -180,4 +185,55 @@ pub fn assert_same_sequence(first: &[String], later: &[String]) -> usize {
         }
     }
     common
+}
+
+/// Starts `keyframe attach OPTIONS` to `vm`.
+pub fn attach(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Process {
+    Process::start(
+        env.command(&attach_words(env, vm, options).iter().map(|w| &**w).collect::<Vec<_>>()),
+    )
+}
+
+/// The words of that command.
+pub fn attach_words(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Vec<String> {
+    let (store, socket, pid) =
+        (env.store(), vm.socket().display().to_string(), vm.pid().to_string());
+    let own =
+        ["attach", "--store", &store, "--name", "fc", "--api", &socket, "--pause-limit", "1m"];
+    let words = own.iter().chain(options).map(|word| (*word).to_owned());
+    words.chain([pid]).collect()
+}
+
+/// Waits for the end of `run`. On a busy host a pause may not be exact, and its checkpoint fails.
+pub fn assert_ends_well(run: &mut Process) {
+    assert!(matches!(run.wait().code(), Some(0 | 3)), "{}", run.report());
+}
+
+/// Takes `count` audited checkpoints of `vm`.
+pub fn take_audited(env: &TestEnv, vm: &ExternalFirecracker, count: &str) {
+    let options = ["--interval", "300ms", "--count", count, "--audit", "audit"];
+    let mut run = attach(env, vm, &options);
+    assert_ends_well(&mut run);
+    assert!(run.errors().contains("a checkpoint every 300ms"), "{}", run.report());
+    assert_eq!(env.list().len().to_string(), count);
+}
+
+/// Restores `latest` with `options`, and compares what it prints with `printed`, what a VM that it
+/// comes from has printed until now.
+pub fn assert_goes_on(env: &TestEnv, printed: impl Fn() -> Vec<String>, options: &[&str]) {
+    let store = env.store();
+    let words = [&["restore", "--store", &store, "latest"], options].concat();
+    let mut restored = Process::start(env.command(&words));
+    let lines = |process: &Process| payload_lines(&(process.lines().join("\n") + "\n"));
+    let enough = restored.wait_until(|process| (lines(process).len() > 40).then_some(()));
+    assert!(enough.is_some(), "{}", restored.report());
+    let (later, until) = (lines(&restored), Instant::now() + PATIENCE);
+    // A VM that runs on may not have come as far yet.
+    while assert_same_sequence(&printed(), &later) <= 5 {
+        let report = restored.report();
+        assert!(Instant::now() < until, "it does not go on from the checkpoint: {report}");
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    restored.signal(rustix::process::Signal::INT);
+    assert!(restored.wait().success(), "{}", restored.report());
 }

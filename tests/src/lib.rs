@@ -23,6 +23,7 @@ pub mod journaling;
 mod kvm;
 mod machine_line;
 mod memory_cgroup;
+pub mod mounted;
 mod orphan;
 mod payload;
 mod process;

@@ -2,66 +2,16 @@
 //! on whatever happens to the engine; what cannot be exact is refused.
 
 use keyframe_tests::firecracker::{
-    ExternalFirecracker, FirecrackerGuest, assert_same_sequence, payload_lines,
+    ExternalFirecracker, FirecrackerGuest, assert_ends_well, assert_goes_on, assert_same_sequence,
+    attach, attach_words, payload_lines, take_audited,
 };
 use keyframe_tests::helpers::{helper_of, kill};
-use keyframe_tests::{PATIENCE, Process, TestEnv, is_gone, needs_firecracker, number, wait_until};
+use keyframe_tests::{Process, TestEnv, is_gone, needs_firecracker, number, wait_until};
 use serde_json::Value;
 use std::path::Path;
-use std::time::{Duration, Instant};
-
-/// Starts `keyframe attach OPTIONS` to `vm`.
-fn attach(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Process {
-    Process::start(
-        env.command(&attach_words(env, vm, options).iter().map(|w| &**w).collect::<Vec<_>>()),
-    )
-}
-
-fn attach_words(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Vec<String> {
-    let (store, socket, pid) =
-        (env.store(), vm.socket().display().to_string(), vm.pid().to_string());
-    let own =
-        ["attach", "--store", &store, "--name", "fc", "--api", &socket, "--pause-limit", "1m"];
-    let words = own.iter().chain(options).map(|word| (*word).to_owned());
-    words.chain([pid]).collect()
-}
 
 fn start(env: &TestEnv, guest: &FirecrackerGuest) -> ExternalFirecracker {
     ExternalFirecracker::start(env, guest, &guest.config(128, ""))
-}
-
-/// Waits for the end of `run`. On a busy host a pause may not be exact, and its checkpoint fails.
-fn assert_ends_well(run: &mut Process) {
-    assert!(matches!(run.wait().code(), Some(0 | 3)), "{}", run.report());
-}
-
-/// Takes `count` audited checkpoints of `vm`.
-fn take_audited(env: &TestEnv, vm: &ExternalFirecracker, count: &str) {
-    let options = ["--interval", "300ms", "--count", count, "--audit", "audit"];
-    let mut run = attach(env, vm, &options);
-    assert_ends_well(&mut run);
-    assert!(run.errors().contains("a checkpoint every 300ms"), "{}", run.report());
-    assert_eq!(env.list().len().to_string(), count);
-}
-
-/// Restores `latest` with `options`, and compares what it prints with `printed`, what a VM that it
-/// comes from has printed until now.
-fn assert_goes_on(env: &TestEnv, printed: impl Fn() -> Vec<String>, options: &[&str]) {
-    let store = env.store();
-    let words = [&["restore", "--store", &store, "latest"], options].concat();
-    let mut restored = Process::start(env.command(&words));
-    let lines = |process: &Process| payload_lines(&(process.lines().join("\n") + "\n"));
-    let enough = restored.wait_until(|process| (lines(process).len() > 40).then_some(()));
-    assert!(enough.is_some(), "{}", restored.report());
-    let (later, until) = (lines(&restored), Instant::now() + PATIENCE);
-    // A VM that runs on may not have come as far yet.
-    while assert_same_sequence(&printed(), &later) <= 5 {
-        let report = restored.report();
-        assert!(Instant::now() < until, "it does not go on from the checkpoint: {report}");
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    restored.signal(rustix::process::Signal::INT);
-    assert!(restored.wait().success(), "{}", restored.report());
 }
 
 #[test]
@@ -317,24 +267,13 @@ fn what_firecracker_cannot_do_is_refused_and_the_vm_runs_on() {
 }
 
 #[test]
-fn a_vm_with_a_writable_drive_is_refused_and_runs_on() {
+fn a_read_only_drive_that_has_changed_is_not_restored() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
     std::fs::write(env.path().join("disk"), vec![0; 1 << 20]).unwrap();
-    let drive = |is_read_only: bool| {
-        format!(
-            r#", "drives": [{{ "drive_id": "data", "path_on_host": "disk", "is_root_device": false,
-                "is_read_only": {is_read_only} }}]"#
-        )
-    };
-    let vm = ExternalFirecracker::start(&env, &guest, &guest.config(128, &drive(false)));
-    let words = attach_words(&env, &vm, &[]);
-    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
-    env.refused(&words, 1, &["drive data", "is_read_only"]);
-    vm.grows(5);
-    drop(vm);
-    std::fs::remove_file(env.path().join("fc.sock")).unwrap();
-    let vm = ExternalFirecracker::start(&env, &guest, &guest.config(128, &drive(true)));
+    let drive = r#", "drives": [{ "drive_id": "data", "path_on_host": "disk",
+        "is_root_device": false, "is_read_only": true }]"#;
+    let vm = ExternalFirecracker::start(&env, &guest, &guest.config(128, drive));
     take_audited(&env, &vm, "2");
     drop(vm);
     // The guest may have read it.

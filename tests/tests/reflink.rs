@@ -5,58 +5,11 @@ use keyframe_tests::disks::{
     as_strs, numbered_image_in, qemu_img, restored_disk, run_in_guest, shell_guest,
     take_checkpoint, virtio_disk,
 };
+use keyframe_tests::mounted::{Mounted, clones};
 use keyframe_tests::{
-    ExternalVm, Process, Qemu, Scope, TestEnv, chosen_qemus, distribution_qemu, number,
-    record_skip, wait_until,
+    ExternalVm, Process, Qemu, TestEnv, chosen_qemus, distribution_qemu, number, wait_until,
 };
-use std::path::{Path, PathBuf};
-use std::process::Command;
-
-/// A file system in a file, mounted. Dropping this removes both.
-struct Mounted {
-    dir: PathBuf,
-}
-
-impl Mounted {
-    /// Makes and mounts a file system of `kind`. If this machine cannot, counts the running test as
-    /// skipped and returns `None`.
-    fn new(env: &TestEnv, kind: &str) -> Option<Self> {
-        let (file, dir) = (env.path().join(format!("{kind}.fs")), env.path().join(kind));
-        // The least size of both file systems.
-        std::fs::File::create(&file).and_then(|f| f.set_len(400 << 20)).expect("make a file");
-        std::fs::create_dir(&dir).expect("make a directory");
-        let words = [file.display().to_string(), dir.display().to_string()];
-        let mut make = Command::new(format!("mkfs.{kind}"));
-        make.args(["-q", &words[0]]);
-        let mut mount = Command::new("mount");
-        mount.args(["-o", "loop", &words[0], &words[1]]);
-        for mut step in [make, mount] {
-            let done = step.output();
-            if !done.as_ref().is_ok_and(|output| output.status.success()) {
-                let reason = format!("{kind} needs root, loop devices and mkfs.{kind}");
-                println!("{step:?}: {done:?}");
-                record_skip(Scope::Test, reason);
-                return None;
-            }
-        }
-        Some(Self { dir })
-    }
-}
-
-impl Drop for Mounted {
-    fn drop(&mut self) {
-        // The processes that have it open may be about to end.
-        let unmount =
-            || Command::new("umount").arg(&self.dir).output().is_ok_and(|o| o.status.success());
-        for _ in 0..100 {
-            if unmount() {
-                return;
-            }
-            std::thread::sleep(std::time::Duration::from_millis(50));
-        }
-        let _ = Command::new("umount").arg("-l").arg(&self.dir).output();
-    }
-}
+use std::path::Path;
 
 /// The guest's writes at `step`, and their place on the disk.
 fn write(vm: &mut Process, step: usize) {
@@ -76,11 +29,6 @@ fn expected(before: &[u8], steps: usize) -> Vec<u8> {
         disk[at..at + written.len()].copy_from_slice(&written);
     }
     disk
-}
-
-fn clones(dir: &Path) -> usize {
-    let names = std::fs::read_dir(dir).expect("list the directory");
-    names.flatten().filter(|e| e.file_name().to_string_lossy().contains(".keyframe-")).count()
 }
 
 fn each_checkpoint_has_a_clone_of_its_disk(kind: &str, qemus: Vec<Qemu>) {

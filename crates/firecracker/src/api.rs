@@ -133,6 +133,12 @@ impl Api {
         self.send("PUT", "/snapshot/load", &body, LOAD_TIMEOUT)
     }
 
+    /// Gives the loaded VM's drive `id` the file at `path`.
+    pub fn set_drive(&mut self, id: &str, path: &Path) -> Result<()> {
+        let body = json!({ "drive_id": id, "path_on_host": path });
+        self.send("PATCH", &format!("/drives/{id}"), &body, TIMEOUT)
+    }
+
     fn get<T: serde::de::DeserializeOwned>(&mut self, path: &str) -> Result<T> {
         let operation = format!("GET {path}");
         let answer = self.request("GET", path, None, TIMEOUT)?;

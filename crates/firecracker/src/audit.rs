@@ -9,7 +9,6 @@
 //! | rate limiter | a timer carries out requests in a pause |
 //! | `Async` engine of a drive | the kernel carries out requests in a pause |
 //! | huge pages | a page of 4 KiB cannot be write-protected |
-//! | writable drive | Keyframe does not capture it, so it would not fit the RAM |
 
 use crate::config::VmConfig;
 use keyframe_vmm::{AuditFinding, Severity};
@@ -91,13 +90,6 @@ pub fn audit(config: &VmConfig, version: &str) -> Vec<AuditFinding> {
                 "the timer of its rate limiter carries out requests in a pause",
                 "start the VM without the limit",
             );
-        } else if drive.is_writable() {
-            refuse(
-                subject,
-                "the guest can write to it, and Keyframe does not capture drives of Firecracker yet: \
-                 it would not fit the RAM of a checkpoint",
-                "make the drive read-only: is_read_only",
-            );
         }
     }
     findings.extend(warnings(config, version));
@@ -166,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn a_drive_is_admitted_if_the_guest_only_reads_its_file() {
+    fn a_drive_is_admitted_if_it_is_a_file_that_firecracker_reads_and_writes_at_once() {
         let drive = |more: Value| {
             let mut drive = json!({ "drive_id": "d", "path_on_host": "/i", "is_read_only": true });
             for (name, value) in more.as_object().unwrap() {
@@ -175,9 +167,9 @@ mod tests {
             refused("drives", &json!([drive])).len()
         };
         assert_eq!(drive(json!({})), 0);
+        assert_eq!(drive(json!({ "is_read_only": false })), 0);
+        assert_eq!(drive(json!({ "is_read_only": null })), 0);
         for bad in [
-            json!({ "is_read_only": false }),
-            json!({ "is_read_only": null }),
             json!({ "io_engine": "Async" }),
             json!({ "socket": "/s", "path_on_host": null }),
             json!({ "rate_limiter": { "ops": { "size": 1 } } }),

@@ -30,9 +30,14 @@ pub fn capabilities() -> Capabilities {
             "leave out --disk",
         )
         .without(
-            Ability::CapturedDisks,
-            "Keyframe does not capture the drives of Firecracker yet",
-            "make the VM's drives read-only (is_read_only), and leave out --disk",
+            Ability::DirtyBitmaps,
+            "Firecracker does not tell which blocks its guest has written",
+            "leave out --disk",
+        )
+        .without(
+            Ability::LeftOutDisks,
+            "a restored VM would write to the file of the first one",
+            "leave out the option: the files of all drives are captured",
         )
         .without(
             Ability::Rollback,

@@ -1,8 +1,13 @@
 //! The configuration of a VM, as `GET /vm/config` tells it and `--config-file` gives it.
 
+use keyframe_vmm::WritableDrive;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// The unit in which a drive is measured.
+const SECTOR_BYTES: u64 = 512;
 
 /// The sections of a configuration that Keyframe knows. A VM with another one is refused: it may
 /// have a device that writes to RAM unseen.
@@ -126,6 +131,27 @@ impl VmConfig {
             .map(|(name, _)| name.clone())
             .collect();
         Ok(config)
+    }
+
+    /// Returns the drives to which the guest can write. Their relative paths begin in `directory`.
+    /// Error: the file of a drive cannot be looked at.
+    pub fn writable_drives(&self, directory: &Path) -> crate::Result<Vec<WritableDrive>> {
+        let mut drives = Vec::new();
+        for drive in self.drives.iter().filter(|drive| drive.is_writable()) {
+            let (name, Some(path)) = (drive.drive_id.clone(), &drive.path_on_host) else {
+                continue;
+            };
+            let path = directory.join(path);
+            let file = std::fs::metadata(&path).map_err(crate::Error::io(format!(
+                "look at the file of drive {name}, {}",
+                path.display()
+            )))?;
+            // Firecracker leaves out a last sector that is not whole.
+            let disk_bytes = file.len() / SECTOR_BYTES * SECTOR_BYTES;
+            let identity = (file.dev(), file.ino());
+            drives.push(WritableDrive { name, path, disk_bytes, identity });
+        }
+        Ok(drives)
     }
 
     /// Reads the text of a configuration. Error: it has another form than Firecracker's have.

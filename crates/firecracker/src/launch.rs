@@ -8,7 +8,7 @@ use crate::config::VmConfig;
 use crate::process::Lifetime;
 use crate::vm::FirecrackerVm;
 use crate::{Error, Result, audit, identity::Identity};
-use keyframe_vmm::{AuditFinding, Severity, VmOrigin};
+use keyframe_vmm::{AuditFinding, Severity, VmOrigin, WritableDrive};
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -86,6 +86,14 @@ impl CommandLine {
         let mut found = audit::audit(&self.config, &identity.version);
         found.retain(|finding| finding.severity == Severity::Refused);
         Ok(found)
+    }
+
+    /// Returns the drives to which the guest will be able to write. Error: the file of a drive
+    /// cannot be looked at.
+    pub fn writable_drives(&self) -> Result<Vec<WritableDrive>> {
+        let directory =
+            std::env::current_dir().map_err(Error::io("look up the working directory"))?;
+        self.config.writable_drives(&directory)
     }
 
     /// Returns the size of the guest's RAM in bytes.

@@ -14,7 +14,7 @@
 
 use crate::api::{Api, MemoryBackend};
 use crate::attach::command_line;
-use crate::config::VmConfig;
+use crate::config::{Drive, VmConfig};
 use crate::identity::Identity;
 use crate::launch::wait_for_api;
 use crate::process::Lifetime;
@@ -28,8 +28,8 @@ use keyframe_machine::{Lineage, MachineSpec, RamSource, VmmKind};
 use keyframe_ram_loading::{Lazy, PageRun, check_within, pieces};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, RamLayout, elapsed_ns};
 use keyframe_vmm::{
-    Capabilities, CloneRequest, LazyLoading, PlanOptions, RestorePlan, RestoreRam, RestoreSource,
-    RestoredVm, Restorer, SharedRamSource, VmOrigin, Vmm, VmmError,
+    Capabilities, CloneRequest, DriveFile, LazyLoading, PlanOptions, RestorePlan, RestoreRam,
+    RestoreSource, RestoredVm, Restorer, SharedRamSource, VmOrigin, Vmm, VmmError,
 };
 use rustix::fs::{SealFlags, fcntl_add_seals};
 use rustix::process::{Signal, pidfd_send_signal};
@@ -109,6 +109,7 @@ pub struct Plan {
     log: Option<PathBuf>,
     output: Option<PathBuf>,
     is_rehearsal: bool,
+    drives: Vec<DriveFile>,
     notes: Vec<String>,
 }
 
@@ -176,7 +177,7 @@ impl Plan {
                 ));
             }
         }
-        Ok(Self {
+        Self {
             identity,
             machine,
             ram,
@@ -187,8 +188,33 @@ impl Plan {
             log: options.log,
             output: None,
             is_rehearsal: options.is_rehearsal,
+            drives: options.drives,
             notes,
-        })
+        }
+        .with_own_drives(&config)
+    }
+
+    /// Checks that each drive to which the guest can write has a file of its own. A restored VM
+    /// never writes to the file of the VM that it comes from. Error: a drive has none.
+    fn with_own_drives(self, config: &VmConfig) -> Result<Self> {
+        let has_own = |drive: &&Drive| self.drives.iter().any(|own| own.name == drive.drive_id);
+        let mut writable = config.drives.iter().filter(|drive| drive.is_writable());
+        // The VM of a rehearsal never runs, so it writes nothing.
+        match writable.find(|drive| !self.is_rehearsal && !has_own(drive)) {
+            Some(drive) => Err(Error::Restore {
+                problem: format!(
+                    "the checkpoint does not hold drive {}, to which the guest can write",
+                    drive.drive_id
+                ),
+                fix: "restore another checkpoint".into(),
+            }),
+            None => Ok(self),
+        }
+    }
+
+    /// Returns the plan with the drives `drives`.
+    fn with_drives(self, drives: Vec<DriveFile>) -> Self {
+        Self { drives, ..self }
     }
 
     /// Has the VM's API at `socket`, in place of a socket in a directory that is removed with the
@@ -224,7 +250,8 @@ impl Plan {
         let mut lifetime = self.spawn(&place.socket, &[&state, &shared.file], self.is_rehearsal)?;
         let memory = inherited(&shared.file);
         let loaded =
-            load(&mut lifetime, &place.socket, &inherited(&state), MemoryBackend::File(&memory));
+            load(&mut lifetime, &place.socket, &inherited(&state), MemoryBackend::File(&memory))
+                .and_then(|api| self.exchange_drives(api));
         let vm = self.finish(lifetime, loaded, place.folder.take())?;
         Ok((vm, elapsed_ns(began)))
     }
@@ -254,7 +281,8 @@ impl Plan {
                 Ok(Lazy::start(missing, places, source, began)?)
             });
             let backend = MemoryBackend::Uffd(&socket);
-            let loaded = load(&mut lifetime, &place.socket, &inherited(&state), backend);
+            let loaded = load(&mut lifetime, &place.socket, &inherited(&state), backend)
+                .and_then(|api| self.exchange_drives(api));
             given_up.store(loaded.is_err(), Ordering::Relaxed);
             let loading: Result<Lazy> = serving.join().unwrap_or_else(|panic| resume_unwind(panic));
             (loaded, loading)
@@ -293,6 +321,15 @@ impl Plan {
             kill_with_parent(&mut command);
         }
         Lifetime::start(&mut command, files)
+    }
+
+    /// Gives the loaded VM, which is paused, its own drives. Returns its API. Error: Firecracker
+    /// refuses.
+    fn exchange_drives(&self, mut api: Api) -> Result<Api> {
+        for drive in &self.drives {
+            api.set_drive(&drive.name, &drive.path)?;
+        }
+        Ok(api)
     }
 
     /// Takes control of the VM that was `loaded`, and lets it run unless it is to stay paused. Ends
@@ -389,12 +426,16 @@ impl Restorer for FirecrackerRestorer {
     }
 
     fn start_clones(&self, request: CloneRequest<'_>) -> Result<Vec<RestoredVm>, VmmError> {
-        let CloneRequest { source, options, directories, ram, device_state, interrupted } = request;
-        let plan = Plan::new(source, PlanOptions { paused: true, log: None, ..options })?;
+        let CloneRequest { source, options, drives, directories, ram, device_state, interrupted } =
+            request;
+        let first = drives.first().cloned().unwrap_or_default();
+        let options = PlanOptions { paused: true, log: None, drives: first, ..options };
+        let plan = Plan::new(source, options)?;
         let shared = SharedRam::fill(&plan.ram, ram)?;
         let mut clones: Vec<RestoredVm> = Vec::with_capacity(directories.len());
-        for directory in directories {
-            let own = plan.clone().at_socket(directory.join("api.sock"));
+        for (directory, drives) in directories.iter().zip(drives) {
+            let own = plan.clone().with_drives(drives.clone());
+            let own = own.at_socket(directory.join("api.sock"));
             let started = if interrupted.load(Ordering::Relaxed) {
                 Err(Error::Interrupted)
             } else {

@@ -14,7 +14,7 @@ use crate::vcpus::{Reading, VcpuThreads};
 use crate::{Result, audit, ram};
 use keyframe_machine::{HostBlock, Lineage, MachineSpec, Processor, VmmKind};
 use keyframe_units::{LayoutError, RamLayout};
-use keyframe_vmm::{AuditFinding, RunState, StopOutcome, VmEvent, VmOrigin};
+use keyframe_vmm::{AuditFinding, RunState, StopOutcome, VmEvent, VmOrigin, WritableDrive};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -152,6 +152,13 @@ impl FirecrackerVm {
     pub(crate) fn findings(&mut self) -> Result<Vec<AuditFinding>> {
         (self.config, self.config_text) = self.parts.api.config()?;
         Ok(audit::audit(&self.config, &self.parts.identity.version))
+    }
+
+    /// Returns the drives to which the guest can write now. Errors: Firecracker does not answer; the
+    /// file of a drive cannot be looked at.
+    pub(crate) fn drives_to_capture(&mut self) -> Result<Vec<WritableDrive>> {
+        (self.config, self.config_text) = self.parts.api.config()?;
+        self.config.writable_drives(&self.parts.directory)
     }
 
     pub(crate) fn host_blocks(&self) -> Result<Vec<HostBlock>> {

@@ -5,7 +5,7 @@ use keyframe_machine::{HostBlock, MachineSpec};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
     AuditFinding, Capabilities, Lineage, Resumer, RunState, StopOutcome, VmEvent, VmExit, VmOrigin,
-    Vmm, VmmError, VmmErrorKind,
+    Vmm, VmmError, VmmErrorKind, WritableDrive,
 };
 use std::any::Any;
 use std::os::fd::OwnedFd;
@@ -53,6 +53,10 @@ impl Vmm for FirecrackerVm {
         let drives = self.config().drives.iter().filter(|drive| !drive.is_writable());
         let media = drives.filter_map(|d| Some((d.drive_id.clone(), d.path_on_host.clone()?)));
         Ok(media.collect())
+    }
+
+    fn writable_drives(&mut self) -> Result<Vec<WritableDrive>, VmmError> {
+        Ok(self.drives_to_capture()?)
     }
 
     fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError> {

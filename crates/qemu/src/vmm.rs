@@ -290,7 +290,9 @@ impl Restorer for QemuRestorer {
         source: RestoreSource,
         options: PlanOptions,
     ) -> Result<Box<dyn RestorePlan>, VmmError> {
-        let PlanOptions { binary, arguments, paused, lineage, log, is_rehearsal } = options;
+        // The disks of QEMU are on its command line.
+        let PlanOptions { binary, arguments, paused, lineage, log, is_rehearsal, drives: _ } =
+            options;
         let mut options =
             RestoreOptions { qemu: binary, paused, lineage, log, ..self.options.clone() };
         if is_rehearsal {

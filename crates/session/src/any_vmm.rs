@@ -6,9 +6,10 @@
 //! ```
 //!
 //! [`launch`](crate::launch) and [`attach`](crate::attach()) are for QEMU, which can do more:
-//! groups, recordings, captured disks. [`run_vm`] refuses what the VMM cannot do, by its
+//! groups, recordings, disks that Keyframe serves. [`run_vm`] refuses what the VMM cannot do, by its
 //! [`Capabilities`](keyframe_vmm::Capabilities), before it starts or touches the VM.
 
+use super::disk_capture::{DiskCapture, DriveCapture};
 use super::launch::{lock, names, refuse, require_kernel};
 use super::machines::{Machines, Member, Peripherals};
 use super::memory_guard::GuestMemory;
@@ -28,7 +29,9 @@ use keyframe_capture::BoxError;
 use keyframe_pause_watchdog::Watchdog;
 use keyframe_store::{DiskState, MemberMeta, Store, Writer};
 use keyframe_vm_disks::read_files;
-use keyframe_vmm::{Ability, Capabilities, Restorer, Resumer, RunState, VmOrigin, Vmm, VmmError};
+use keyframe_vmm::{
+    Ability, Capabilities, Restorer, Resumer, RunState, VmOrigin, Vmm, VmmError, WritableDrive,
+};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::sync::Arc;
@@ -41,6 +44,8 @@ pub struct VmSource<'a> {
     pub pid: Option<u32>,
     /// The size of its RAM in bytes.
     pub ram_bytes: u64,
+    /// The drives to which its guest will be able to write.
+    pub drives: Vec<WritableDrive>,
     /// Starts the VM, or attaches to it.
     pub start: Box<dyn FnOnce() -> Result<Box<dyn Vmm>, VmmError> + 'a>,
     /// Restores its checkpoints, for a rehearsal. `None` for a session without one.
@@ -57,6 +62,7 @@ pub fn run_vm(store: &Store, source: VmSource<'_>, options: SessionOptions) -> R
     budget::check(&options)?;
     require_kernel(&options)?;
     require_abilities(&source.capabilities, &options)?;
+    DriveCapture::require_possible(&source.drives)?;
     let (name, _) = names(&[None], false, &options)?;
     let run_dir = RunDir::claim(&name)?;
     let guests = [GuestMemory { pid: source.pid, ram_bytes: source.ram_bytes }];
@@ -102,8 +108,8 @@ fn require_abilities(capabilities: &Capabilities, options: &SessionOptions) -> R
         (options.recorded.is_some(), Ability::Record),
         (!matches!(options.lans, LanChoice::None), Ability::Groups),
         (options.disk == DiskMethod::Served, Ability::ServedDisks),
-        (options.disk != DiskMethod::Auto, Ability::CapturedDisks),
-        (!options.leave_out.0.is_empty(), Ability::CapturedDisks),
+        (options.disk == DiskMethod::Bitmap, Ability::DirtyBitmaps),
+        (!options.leave_out.0.is_empty(), Ability::LeftOutDisks),
         (options.strategy == Strategy::Fork, Ability::Fork),
         (options.count_instructions, Ability::InstructionCount),
     ];
@@ -122,6 +128,7 @@ struct Prepared {
     writer: Writer,
     meta: MachineDescriptions,
     watchdog: WatchdogKeeper,
+    disks: Option<Box<dyn DiskCapture>>,
     runs: bool,
 }
 
@@ -133,6 +140,14 @@ fn prepare(
     options: &SessionOptions,
 ) -> Result<Prepared> {
     refuse(vm, &*options.events)?;
+    let drives = vm.writable_drives()?;
+    let disks = if drives.is_empty() {
+        None
+    } else {
+        let events = Arc::clone(&options.events);
+        let capture = DriveCapture::new(store, &name, drives, events)?;
+        Some(Box::new(capture) as Box<dyn DiskCapture>)
+    };
     // Before the attach: it is the last step that costs the VM nothing.
     let watchdog = watchdog(vm, options)?;
     let runs = vm.run_state()? == RunState::Running;
@@ -145,7 +160,8 @@ fn prepare(
         Some(media.map_err(|e| Error::io("look at the VM's read-only drives", e))?);
     let member = MemberMeta { name: name.clone(), pid: vm.pid(), ram_blocks, machine };
     let meta = MachineDescriptions::new(vec![member], false);
-    let run = writer.begin_run_with(&name, &copying.layout, Vec::new(), DiskState::default());
+    let metas = disks.as_ref().map_or_else(Vec::new, |disks| disks.metas().to_vec());
+    let run = writer.begin_run_with(&name, &copying.layout, metas, DiskState::default());
     let run = run.map_err(|e| Error::store(store.path(), e))?;
     let lineage = vm.lineage().filter(|lineage| lineage.store == store.id());
     let origin = lineage.map(|lineage| lineage.checkpoint);
@@ -158,20 +174,20 @@ fn prepare(
     if let Some(fault) = &options.fault {
         fault.bind(vm.pid(), vm.monitor_connection());
     }
-    Ok(Prepared { name, run_dir, copying, sink, writer, meta, watchdog, runs })
+    Ok(Prepared { name, run_dir, copying, sink, writer, meta, watchdog, disks, runs })
 }
 
 impl Prepared {
     /// Makes the session of `vm`, for which all this was prepared.
     fn with(self, vm: Box<dyn Vmm>, options: &SessionOptions) -> PreparedSession {
-        let Self { name, run_dir, copying, sink, writer, meta, watchdog, runs } = self;
+        let Self { name, run_dir, copying, sink, writer, meta, watchdog, disks, runs } = self;
         let health = watchdog.health();
         let watches = copying.watches_discards.first().copied().unwrap_or(false);
         let vm = SessionVm::new(vm, Box::new(watchdog), options.pause_limit, watches)
             .telling(Arc::clone(&options.events))
             .held_at_its_end();
         let member = Member::new(name.clone(), vm, runs).watched_by(health);
-        let machines = Machines::new(vec![member], false, Peripherals::default());
+        let machines = Machines::new(vec![member], false, Peripherals { lans: None, disks });
         PreparedSession { name, run_dir, machines, copying, sink, writer, meta }
     }
 }

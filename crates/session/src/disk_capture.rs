@@ -1,8 +1,9 @@
-//! The disks of a session, and the three methods by which they get into checkpoints.
+//! The disks of a session, and the methods by which they get into checkpoints.
 //!
 //! ```text
 //!   served    the line names a server of ours; its overlay is cut                     run              disk_capture/served.rs
 //!   cloned    QEMU has its image; the file is cloned in the pause (FICLONE)           run, attach      disk_capture/clones.rs
+//!   drives    another VMM has its file; the file is cloned in the pause, after the device state   run, attach   disk_capture/drives.rs
 //!   fleeced   QEMU has its image; dirty bitmaps, what changed is read after the pause   run, attach    disk_capture/fleece.rs
 //!
 //!   engine    begin ─▶ before_stop ─▶ stop ─▶ cut ─▶ ... ─▶ settled ─▶ cont ─▶ resumed ─▶ captured ─▶ sealed | failed
@@ -13,19 +14,22 @@
 //! paused.
 
 mod clones;
+mod drives;
 mod fleece;
+mod image_clones;
 pub mod method;
 mod qemu_disk;
 pub mod served;
 
 pub use clones::ClonedDiskCapture;
+pub use drives::DriveCapture;
 pub use fleece::FleecedDiskCapture;
 pub use method::{DiskMethod, ExcludedDisks};
 
 use super::machines::Member;
 use crate::error::{DiskError, Result, RollbackError};
-use clones::ClonedCut;
 use fleece::FleecedCut;
+use image_clones::ClonedCut;
 use keyframe_capture::BoxError;
 use keyframe_qemu::Vm;
 use keyframe_store::{CheckpointId, DiskMeta, Meta, Run, Store};
@@ -366,11 +370,11 @@ impl DiskCapture for ClonedDiskCapture {
     }
 
     fn before_stop(&mut self) -> Result<(), BoxError> {
-        Self::sync(self)
+        self.clones().sync()
     }
 
     fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
-        Self::cut(self)
+        self.clones().cut()
     }
 
     fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
@@ -378,15 +382,62 @@ impl DiskCapture for ClonedDiskCapture {
     }
 
     fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
-        Self::captured(self, seq);
+        self.clones().captured(seq);
     }
 
     fn sealed(&mut self, seq: u64, _: &mut [Member]) {
-        Self::sealed(self, seq);
+        self.clones().sealed(seq);
     }
 
     fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
-        Self::failed(self, lost);
+        self.clones().failed(lost);
+    }
+}
+
+impl DiskCapture for DriveCapture {
+    fn metas(&self) -> &[DiskMeta] {
+        Self::metas(self)
+    }
+
+    fn takes_new_run(&self) -> bool {
+        Self::takes_new_run(self)
+    }
+
+    fn began_run(&mut self) {
+        Self::began_run(self);
+    }
+
+    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
+        Self::begin(self, members).map(DiskCut::Cloned)
+    }
+
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        self.clones().sync()
+    }
+
+    /// Nothing yet: the VMM may still carry out a request of the guest.
+    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+        Ok(())
+    }
+
+    fn settled(&mut self) -> Result<(), BoxError> {
+        self.clones().cut()
+    }
+
+    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+        Self::require_same(self, members)
+    }
+
+    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+        self.clones().captured(seq);
+    }
+
+    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
+        self.clones().sealed(seq);
+    }
+
+    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
+        self.clones().failed(lost);
     }
 }
 

@@ -6,6 +6,8 @@
 //!   restore  a checkpoint's disks ──▶ DiskToServe ─┴─serve──▶ __disks ──▶ (checkpoint's blocks)
 //!                                                              └──▶ overlay in STORE/disks/NAME.1/
 //!
+//!   restore  a checkpoint's drive files ──▶ DriveFiles: copies, which the VMM opens itself
+//!
 //!   commit, export, mount      StoredDisk ──▶ checkpoint's blocks over a.img, read-only
 //!   commit                     CommitSource ─▶ the layers of a disk, into an image
 //! ```
@@ -14,6 +16,7 @@ pub mod base_image;
 pub mod checkpoint_disks;
 pub mod commit_source;
 pub mod dependents;
+pub mod drive_files;
 mod error;
 pub mod forget;
 pub mod layer;

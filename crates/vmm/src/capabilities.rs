@@ -29,6 +29,10 @@ pub enum Ability {
     AcceleratorChange,
     /// Capture the disks that the VM can write to.
     CapturedDisks,
+    /// Capture disks by dirty bitmaps.
+    DirtyBitmaps,
+    /// Leave disks that the VM can write to out of its checkpoints.
+    LeftOutDisks,
     /// Copy RAM from a fork of the VMM.
     Fork,
     /// Count the guest's instructions by the host's processor.
@@ -37,7 +41,7 @@ pub enum Ability {
 
 impl Ability {
     /// All abilities, in the order of their declaration.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 15] = [
         Self::Attach,
         Self::Groups,
         Self::Record,
@@ -49,6 +53,8 @@ impl Ability {
         Self::Clones,
         Self::AcceleratorChange,
         Self::CapturedDisks,
+        Self::DirtyBitmaps,
+        Self::LeftOutDisks,
         Self::Fork,
         Self::InstructionCount,
     ];
@@ -69,6 +75,8 @@ impl fmt::Display for Ability {
             Self::Clones => "be cloned with shared RAM",
             Self::AcceleratorChange => "change its accelerator",
             Self::CapturedDisks => "have its disks captured",
+            Self::DirtyBitmaps => "have its disks captured by dirty bitmaps",
+            Self::LeftOutDisks => "have disks that its checkpoints leave out",
             Self::Fork => "be captured by a fork",
             Self::InstructionCount => "have its instructions counted",
         })

@@ -44,8 +44,8 @@ pub use error::{VmmError, VmmErrorKind};
 pub use keyframe_machine::{HostBlock, Lineage, MachineSpec, RamSource, VmmKind};
 pub use pause::{Pause, PauseForm, PauseVerdict, PauseWatchdog, WatchedVm};
 pub use restore::{
-    CloneRequest, LazyLoading, PlanOptions, Residency, RestorePlan, RestoreRam, RestoreSource,
-    RestoredVm, Restorer, RollbackTarget, SharedRamSource,
+    CloneRequest, DriveFile, LazyLoading, PlanOptions, Residency, RestorePlan, RestoreRam,
+    RestoreSource, RestoredVm, Restorer, RollbackTarget, SharedRamSource,
 };
 pub use resumer::Resumer;
 pub use rollback_rescue::{
@@ -53,4 +53,5 @@ pub use rollback_rescue::{
 };
 pub use vm::{
     ForeignOperation, GuestEnd, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm,
+    WritableDrive,
 };

@@ -46,6 +46,17 @@ pub struct PlanOptions {
     /// True to find out only whether the checkpoint can be restored: the VM never runs, and its VMM
     /// ends with the thread that starts it.
     pub is_rehearsal: bool,
+    /// A file of its own for each drive to which the guest can write; none for a rehearsal.
+    pub drives: Vec<DriveFile>,
+}
+
+/// The file of a new VM's drive.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DriveFile {
+    /// The name of the drive.
+    pub name: String,
+    /// The absolute path of the file.
+    pub path: PathBuf,
 }
 
 /// Starts VMs from checkpoints.
@@ -80,8 +91,10 @@ pub trait Restorer {
 pub struct CloneRequest<'a> {
     /// The machine of each clone, and its RAM blocks.
     pub source: RestoreSource,
-    /// The options of each clone. `paused` is not looked at, and `log` neither.
+    /// The options of each clone. `paused`, `log` and `drives` are not looked at.
     pub options: PlanOptions,
+    /// The drives of each clone, as in [`PlanOptions::drives`].
+    pub drives: &'a [Vec<DriveFile>],
     /// An empty directory of each clone's own, for its sockets and its output.
     pub directories: &'a [PathBuf],
     /// The RAM of the checkpoint.

@@ -133,6 +133,19 @@ impl fmt::Display for VmExit {
     }
 }
 
+/// A raw file that a VMM has opened for its guest to write to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WritableDrive {
+    /// The name of the drive.
+    pub name: String,
+    /// The absolute path of the file on this host.
+    pub path: PathBuf,
+    /// The size that the guest sees, in bytes.
+    pub disk_bytes: u64,
+    /// Device and inode of the file.
+    pub identity: (u64, u64),
+}
+
 /// A running VM under the control of its VMM.
 ///
 /// Dropping the value leaves the guest running; only [`Vmm::end`] ends it.
@@ -165,6 +178,13 @@ pub trait Vmm: Send {
     /// Returns the files that the guest can only read, which [`Vmm::spec`] does not describe: the
     /// name of each drive, and its path. Error: the VMM refuses or does not answer.
     fn read_only_media(&mut self) -> Result<Vec<(String, PathBuf)>, VmmError> {
+        Ok(Vec::new())
+    }
+
+    /// Returns the files to which the guest can write and which the VMM itself opens. [`Vmm::spec`]
+    /// does not describe them. Error: the VMM refuses or does not answer; a file cannot be looked
+    /// at.
+    fn writable_drives(&mut self) -> Result<Vec<WritableDrive>, VmmError> {
         Ok(Vec::new())
     }
 

@@ -161,10 +161,10 @@ impl Branch {
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
         let mut loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         refuse_recorded(&loaded.meta, id)?;
+        moved_images::apply(&self.moved.image, &mut loaded.meta)?;
         if let Some(restorer) = vmms::restorer(loaded.meta.machine.vmm) {
             return by_restorer::branch(self, &store, &loaded, &*restorer, began);
         }
-        moved_images::apply(&self.moved.image, &mut loaded.meta)?;
         super::changed_files::check(&loaded.meta, self.changed_as_now)?;
         if !loaded.meta.members.is_empty() {
             return Err(Failure::new(format!(

@@ -142,6 +142,7 @@ impl Restore {
         let ram = RestoredRam { source, bar };
         let interrupted = keyframe_session::interrupt::interruption()?;
         refuse_recorded(&meta, id)?;
+        moved_images::apply(&self.moved.image, &mut meta)?;
         if let Some(restorer) = vmms::restorer(meta.machine.vmm) {
             super::changed_files::check(&meta, self.changed_as_now)?;
             let lineage = Lineage { store: store.id().into(), checkpoint: id };
@@ -150,7 +151,6 @@ impl Restore {
             let kept = by_restorer::Kept { id, meta, device_state, ram, lineage, place, began };
             return by_restorer::restore(self, &*restorer, kept, &interrupted);
         }
-        moved_images::apply(&self.moved.image, &mut meta)?;
         self.require_disks(id, &meta)?;
         super::changed_files::check(&meta, self.changed_as_now)?;
         let disks = RestoredDisks::serve(&store, id, &meta, self.work_dir.as_deref())?;

@@ -48,6 +48,7 @@ pub fn run_firecracker(
         capabilities: capabilities(),
         pid: None,
         ram_bytes: line.ram_bytes(),
+        drives: line.writable_drives().map_err(VmmError::from)?,
         start: Box::new(start),
         restorer: restorer(VmmKind::Firecracker),
     };
@@ -61,11 +62,12 @@ pub fn attach_firecracker(
     socket: &Path,
     options: SessionOptions,
 ) -> Result<RunReport, Failure> {
-    let vm = FirecrackerVm::attach(pid, socket).map_err(VmmError::from)?;
+    let mut vm = FirecrackerVm::attach(pid, socket).map_err(VmmError::from)?;
     let source = VmSource {
         capabilities: capabilities(),
         pid: Some(pid),
         ram_bytes: vm.config().machine.mem_size_mib << 20,
+        drives: vm.writable_drives()?,
         start: Box::new(move || Ok(Box::new(vm) as Box<dyn Vmm>)),
         restorer: restorer(VmmKind::Firecracker),
     };

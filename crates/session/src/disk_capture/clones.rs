@@ -1,64 +1,19 @@
-//! Disks whose image files are cloned in each pause, by file systems that can (btrfs, XFS).
+//! Disks of QEMU whose image files are cloned in each pause ([`super::image_clones`]).
 //!
 //! ```text
-//!   begin: empty files beside the images ─▶ sync the images ─▶ stop (QEMU drains and flushes) ─▶ FICLONE ─▶ cont
-//!   encoder: sync the clones, make them read-only, describe them ─▶ the checkpoint's base of each disk
-//!   sealed: they stay      failed: they are removed      engine gone: the next one removes what no checkpoint names
-//!
-//!   DIR/disk.qcow2
-//!   DIR/.disk.qcow2.keyframe-1a2b3c4d-web-17      beside the image, so that backing files are found by the same names
+//!   begin: other disks? ─▶ stop (QEMU drains and flushes) ─▶ FICLONE ─▶ cont ─▶ still the same images?
 //! ```
 //!
 //! After a disk's size was changed, and if a disk was unplugged or plugged in again, the next
 //! checkpoint is the first of another run.
-//!
-//! Invariant: a checkpoint names its clone only when the clone is durable, and no clone that a
-//! checkpoint names is removed.
 
+use super::image_clones::{ClonedCut, ImageClones, Source};
 use super::qemu_disk::{DiskChanges, OtherImages, QemuDisk, QemuDisks, require_same};
-use crate::error::{CloneObstacle, DiskError, Error, Result};
-use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
+use crate::error::{DiskError, Result};
+use crate::event::SharedEventSink;
 use crate::machines::Member;
 use keyframe_capture::BoxError;
-use keyframe_disk::ImageFormat;
-use keyframe_disk::chain::image_files;
-use keyframe_store::{DiskMeta, Run, Store};
-use keyframe_vm_disks::base_image;
-use std::collections::BTreeMap;
-use std::fs::{File, Permissions};
-use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
-use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
-use std::time::{Duration, Instant};
-
-/// The most bytes of an image's name in the name of its clones.
-const STEM_BYTES_MAX: usize = 100;
-/// More clones than a user keeps beside an image.
-const CLONES_MAX: u64 = 1 << 32;
-/// The longest time of a cheap clone. A slower one has no advantage over the other methods.
-const CHEAP: Duration = Duration::from_millis(5);
-
-/// A clone of a disk in a capture.
-#[derive(Clone, Debug)]
-struct Made {
-    disk: usize,
-    path: PathBuf,
-    format: ImageFormat,
-}
-
-/// The clones of a capture. They are known once its pause has begun.
-#[derive(Clone, Debug)]
-pub struct ClonedCut(Arc<OnceLock<Vec<Made>>>);
-
-/// An image that is cloned.
-struct Source {
-    /// The disk's number.
-    disk: usize,
-    image: PathBuf,
-    file: File,
-    format: ImageFormat,
-}
+use keyframe_store::{DiskMeta, Store};
 
 /// Captures disks by cloning their image files in the pause, for the engine's thread. The encoder
 /// takes the clones through a [`ClonedCut`].
@@ -67,16 +22,9 @@ pub struct ClonedDiskCapture {
     metas: Vec<DiskMeta>,
     /// What another client has changed of the disks and the present run does not have.
     changes: DiskChanges,
-    sources: Vec<Source>,
-    /// True if the disks have changed since the sources were opened.
+    /// True if the disks have changed since the images were opened.
     are_sources_old: bool,
-    /// Whose clones they are, in their names.
-    owner: String,
-    events: SharedEventSink,
-    next: u64,
-    prepared: Vec<(Made, File)>,
-    current: Option<ClonedCut>,
-    in_flight: BTreeMap<u64, ClonedCut>,
+    clones: ImageClones,
 }
 
 impl ClonedDiskCapture {
@@ -88,25 +36,11 @@ impl ClonedDiskCapture {
         disks: Vec<QemuDisk>,
         events: SharedEventSink,
     ) -> Result<Self> {
-        let owner = format!("keyframe-{:.8}-{}", store.id(), crate::run_dir::name_from(vm));
-        let sources = sources_of(&disks)?;
-        remove_left_over(store, &sources, &*events)?;
+        let clones = ImageClones::new(store, vm, sources_of(&disks)?, events)?;
         let disks = QemuDisks::new(disks);
         let metas = disks.metas();
-        let (prepared, in_flight) = (Vec::new(), BTreeMap::new());
-        Ok(Self {
-            disks,
-            metas,
-            changes: DiskChanges::default(),
-            sources,
-            are_sources_old: false,
-            owner,
-            events,
-            next: 1,
-            prepared,
-            current: None,
-            in_flight,
-        })
+        let changes = DiskChanges::default();
+        Ok(Self { disks, metas, changes, are_sources_old: false, clones })
     }
 
     /// Returns the descriptions of the disks.
@@ -114,20 +48,17 @@ impl ClonedDiskCapture {
         &self.metas
     }
 
-    /// Begins a capture: makes files to clone into, and flushes the images so that little is left
-    /// to flush in the pause. Error: a file cannot be made, or QEMU does not answer.
+    /// Returns the clones.
+    pub(super) fn clones(&mut self) -> &mut ImageClones {
+        &mut self.clones
+    }
+
+    /// Begins a capture. Errors: the disks have changed, so that another run has to begin; QEMU does
+    /// not answer; those of [`ImageClones::begin`].
     pub fn begin(&mut self, members: &mut [Member]) -> Result<ClonedCut, BoxError> {
         self.follow(members)?;
         require_same(&self.disks.present, members)?;
-        self.discard_prepared();
-        for source in &self.sources {
-            let (path, file) = claim(&source.image, &self.owner, &mut self.next)?;
-            self.prepared.push((Made { disk: source.disk, path, format: source.format }, file));
-        }
-        self.sync()?;
-        let cut = ClonedCut(Arc::default());
-        self.current = Some(cut.clone());
-        Ok(cut)
+        self.clones.begin()
     }
 
     /// Follows disks of other sizes, or unplugged ones. Error: another run has to begin; QEMU does
@@ -140,7 +71,7 @@ impl ClonedDiskCapture {
             self.are_sources_old = true;
         }
         if self.are_sources_old {
-            self.sources = sources_of(&self.disks.present)?;
+            self.clones.change_sources(sources_of(&self.disks.present)?);
             self.are_sources_old = false;
         }
         Ok(self.changes.require_same_run()?)
@@ -156,108 +87,10 @@ impl ClonedDiskCapture {
         self.changes = DiskChanges::default();
     }
 
-    /// Flushes the images, so that little is left to flush in the pause. Error: an image cannot be
-    /// flushed.
-    pub fn sync(&self) -> Result<(), BoxError> {
-        for source in &self.sources {
-            source.file.sync_data().map_err(|e| io_error("sync", &source.image, e))?;
-        }
-        Ok(())
-    }
-
-    /// Clones the images. Called while the VMs are paused and QEMU has flushed its caches. Error:
-    /// an image cannot be cloned.
-    pub fn cut(&mut self) -> Result<(), BoxError> {
-        let Some(current) = &self.current else { return Ok(()) };
-        for (source, (made, file)) in self.sources.iter().zip(&self.prepared) {
-            rustix::fs::ioctl_ficlone(file, &source.file).map_err(|e| DiskError::Clone {
-                image: source.image.clone(),
-                clone: made.path.clone(),
-                source: e.into(),
-            })?;
-        }
-        let made = self.prepared.drain(..).map(|(made, _)| made).collect();
-        current.0.set(made).map_err(|_| DiskError::CutTwice.into())
-    }
-
     /// Checks that the guests still write to the same images. Error: an image was exchanged, or
     /// QEMU does not answer.
     pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
         require_same(&self.disks.present, members).map(drop)
-    }
-
-    /// Records the end of a capture: it has number `seq`, or failed if `seq` is `None`.
-    pub fn captured(&mut self, seq: Option<u64>) {
-        self.discard_prepared();
-        let Some(cut) = self.current.take() else { return };
-        match seq {
-            Some(seq) => {
-                self.in_flight.insert(seq, cut);
-            }
-            None => cut.discard(&*self.events),
-        }
-    }
-
-    /// Records that the checkpoint of capture `seq` is sealed, and has its clones.
-    pub fn sealed(&mut self, seq: u64) {
-        self.in_flight.remove(&seq);
-    }
-
-    /// Removes the clones of the captures `lost`, whose checkpoints are lost.
-    pub fn failed(&mut self, lost: &[u64]) {
-        for cut in lost.iter().filter_map(|seq| self.in_flight.remove(seq)) {
-            cut.discard(&*self.events);
-        }
-    }
-
-    fn discard_prepared(&mut self) {
-        for (made, _) in self.prepared.drain(..) {
-            discard(&made.path, &*self.events);
-        }
-    }
-}
-
-impl Drop for ClonedDiskCapture {
-    fn drop(&mut self) {
-        self.captured(None);
-    }
-}
-
-impl ClonedCut {
-    /// Makes the clones durable, and makes them the bases of the disks in the checkpoint in
-    /// progress of `run`. Calls `fault` before each clone.
-    ///
-    /// Errors: that of `fault`; the disks were not cut; a clone cannot be written to its medium or
-    /// described; the run refuses a base.
-    pub fn put(
-        &self,
-        run: &mut Run,
-        fault: &mut dyn FnMut() -> Result<(), BoxError>,
-    ) -> Result<(), BoxError> {
-        for made in self.0.get().ok_or(DiskError::NotCut)? {
-            fault()?;
-            let path = &made.path;
-            let durable = || {
-                let file = File::open(path)?;
-                file.set_permissions(Permissions::from_mode(0o400))?;
-                file.sync_all()?;
-                File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
-            };
-            durable().map_err(|e| io_error("sync", path, e))?;
-            let base = base_image::describe(path, made.format).map_err(Error::from)?;
-            run.set_base(made.disk, base)?;
-        }
-        Ok(())
-    }
-
-    /// A cut of no disk.
-    #[cfg(test)]
-    pub(super) fn nothing() -> Self {
-        Self(Arc::new(OnceLock::from(Vec::new())))
-    }
-
-    fn discard(&self, events: &dyn EventSink<Event>) {
-        self.0.get().into_iter().flatten().for_each(|made| discard(&made.path, events));
     }
 }
 
@@ -265,142 +98,7 @@ fn sources_of(disks: &[QemuDisk]) -> Result<Vec<Source>> {
     let mut sources = Vec::new();
     for (number, disk) in disks.iter().enumerate().filter(|(_, disk)| !disk.left_out) {
         let format = disk.format.ok_or_else(|| DiskError::UnknownFormat(disk.meta.name.clone()))?;
-        let file = File::open(&disk.image).map_err(|e| io_error("open", &disk.image, e))?;
-        sources.push(Source { disk: number, image: disk.image.clone(), file, format });
+        sources.push(Source::open(number, &disk.image, format)?);
     }
     Ok(sources)
-}
-
-/// Tries to clone the image. Returns the reason why it cannot be cloned, or `None`; with `cheaply`,
-/// a clone that takes long is a reason too.
-pub fn objection(
-    image: &Path,
-    format: Option<ImageFormat>,
-    cheaply: bool,
-) -> Option<CloneObstacle> {
-    tried(image, format, cheaply).err()
-}
-
-fn tried(image: &Path, format: Option<ImageFormat>, cheaply: bool) -> Result<(), CloneObstacle> {
-    let path = || image.to_owned();
-    let io = |operation, source| CloneObstacle::Io { operation, path: path(), source };
-    if format.is_none() {
-        return Err(CloneObstacle::Format(path()));
-    }
-    let source = File::open(image).map_err(|e| io("open", e))?;
-    if !source.metadata().map_err(|e| io("look at", e))?.is_file() {
-        return Err(CloneObstacle::NotRegular(path()));
-    }
-    if format == Some(ImageFormat::Qcow2) {
-        if let Err(keyframe_disk::Error::Refused { .. }) = image_files(image, ImageFormat::Qcow2) {
-            let reason = "has a backing image that Keyframe does not read";
-            return Err(CloneObstacle::NotWhole { path: path(), reason });
-        }
-        stands_alone(&source).map_err(|reason| CloneObstacle::NotWhole { path: path(), reason })?;
-    }
-    let folder = image.parent().unwrap_or(Path::new("/"));
-    let target = tempfile::Builder::new().prefix(".keyframe-try-").tempfile_in(folder);
-    let target = target.map_err(|e| io("make a file beside", e))?;
-    source.sync_data().map_err(|e| io("sync", e))?;
-    let began = Instant::now();
-    rustix::fs::ioctl_ficlone(&target, &source)
-        .map_err(|e| CloneObstacle::NoClones { path: path(), source: e.into() })?;
-    let took = began.elapsed();
-    if cheaply && took > CHEAP {
-        let took_ms = u64::try_from(took.as_millis()).unwrap_or(u64::MAX);
-        return Err(CloneObstacle::Slow { path: path(), took_ms });
-    }
-    Ok(())
-}
-
-/// Checks that a clone of this qcow2 file is a complete image: the file holds all data, and its
-/// tables are consistent after each flush of QEMU.
-fn stands_alone(file: &File) -> Result<(), &'static str> {
-    let mut header = [0u8; 88];
-    let read = file.read_exact_at(&mut header, 0);
-    let version = header[4..8].iter().fold(0u32, |n, b| n << 8 | u32::from(*b));
-    if read.is_err() || version < 3 {
-        return Ok(());
-    }
-    // The lowest byte of the incompatible features, and of the compatible ones.
-    let (incompatible, compatible) = (header[79], header[87]);
-    if incompatible & 4 != 0 {
-        return Err("has its data in another file (data_file)");
-    }
-    if incompatible & 2 != 0 {
-        return Err("is marked as corrupt");
-    }
-    if compatible & 1 != 0 {
-        return Err("has lazy_refcounts, and is whole only when QEMU has ended");
-    }
-    Ok(())
-}
-
-/// Creates an empty file beside the image, to clone into. Returns its path and the open file.
-fn claim(image: &Path, owner: &str, next: &mut u64) -> Result<(PathBuf, File), DiskError> {
-    let folder = image.parent().unwrap_or(Path::new("/"));
-    let stem = stem(image);
-    while *next < CLONES_MAX {
-        let path = folder.join(format!(".{stem}.{owner}-{next}"));
-        *next += 1;
-        match File::options().write(true).create_new(true).mode(0o600).open(&path) {
-            Ok(file) => return Ok((path, file)),
-            Err(e) if e.kind() == io::ErrorKind::AlreadyExists => {}
-            Err(e) => return Err(io_error("make", &path, e)),
-        }
-    }
-    Err(DiskError::TooManyClones { folder: folder.to_owned(), image: image.to_owned() })
-}
-
-fn stem(image: &Path) -> String {
-    let name = image.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let end = (0..=name.len().min(STEM_BYTES_MAX))
-        .rev()
-        .find(|at| name.is_char_boundary(*at))
-        .unwrap_or(0);
-    name[..end].to_owned()
-}
-
-/// Removes clones of this store that no checkpoint names. They lie beside the images.
-fn remove_left_over(
-    store: &Store,
-    sources: &[Source],
-    events: &dyn EventSink<Event>,
-) -> Result<()> {
-    if sources.is_empty() {
-        return Ok(());
-    }
-    let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
-    if !listing.unreadable.is_empty() {
-        // What an unreadable checkpoint names is not known.
-        return Ok(());
-    }
-    let disks = listing.sealed.iter().flat_map(|sealed| &sealed.meta.disks);
-    let named: Vec<&str> = disks.map(|disk| disk.base.path.as_str()).collect();
-    for source in sources {
-        let folder = source.image.parent().unwrap_or(Path::new("/"));
-        let ours = format!(".{}.keyframe-{:.8}-", stem(&source.image), store.id());
-        let entries = std::fs::read_dir(folder).map_err(|e| io_error("list", folder, e))?;
-        for path in entries.flatten().map(|entry| entry.path()) {
-            let is_ours =
-                path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&ours));
-            if is_ours && !path.to_str().is_some_and(|path| named.contains(&path)) {
-                discard(&path, events);
-            }
-        }
-    }
-    Ok(())
-}
-
-fn discard(path: &Path, events: &dyn EventSink<Event>) {
-    match std::fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => {
-            tell_failed(events, Step::RemoveFile, Err(io_error("remove", path, e)));
-        }
-        _ => {}
-    }
-}
-
-fn io_error(operation: &'static str, path: &Path, source: io::Error) -> DiskError {
-    DiskError::Io { operation, path: path.to_owned(), source }
 }

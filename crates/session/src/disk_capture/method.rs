@@ -85,7 +85,7 @@ pub fn for_launch(way: DiskMethod, drives: &[Drive]) -> Result<DiskMethod> {
                 } else if drive.slice.is_some() {
                     Some(CloneObstacle::Slice(drive.name.clone()))
                 } else {
-                    super::clones::objection(&drive.image, format_of(drive), false)
+                    super::image_clones::objection(&drive.image, format_of(drive), false)
                 };
                 if let Some(why) = objection {
                     return Err(DiskError::NotCloneable(why).into());
@@ -142,7 +142,7 @@ pub fn own(
         if disk.slice.is_some() {
             return Some(CloneObstacle::Slice(disk.meta.name.clone()));
         }
-        super::clones::objection(&disk.image, disk.format, way == DiskMethod::Auto)
+        super::image_clones::objection(&disk.image, disk.format, way == DiskMethod::Auto)
     });
     match (way, objection) {
         (DiskMethod::Served, _) => Err(DiskError::AlreadyOpen.into()),

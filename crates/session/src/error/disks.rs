@@ -27,6 +27,17 @@ pub enum DiskError {
     /// `--disk reflink` was asked for, and an image cannot be cloned.
     #[error("--disk reflink: {0}")]
     NotCloneable(CloneObstacle),
+    /// The drive of a VMM that opens its files itself cannot be captured.
+    #[error("drive {name}, to which the guest can write, cannot be captured: {why}")]
+    DriveNotCloneable {
+        /// The drive.
+        name: String,
+        /// The reason why its file cannot be cloned.
+        why: CloneObstacle,
+    },
+    /// A drive of a VMM that opens its files itself has another file than before.
+    #[error("a drive of the VM was given another file, or another size")]
+    DrivesChanged,
     /// `--disk served` was asked for, and QEMU has opened the images already.
     #[error("--disk served: QEMU has its images open already")]
     AlreadyOpen,
@@ -210,6 +221,9 @@ impl DiskError {
         Some(match self {
             Self::NotCloneable(_) => "put the image on btrfs or XFS, or leave --disk out: another \
                                       way is chosen then"
+                .into(),
+            Self::DriveNotCloneable { .. } => "put the drive's file on btrfs or XFS, or make the \
+                                               drive read-only (is_read_only)"
                 .into(),
             Self::AlreadyOpen => "leave --disk out, or start the VM with `keyframe run`".into(),
             Self::OtherJob(_) => "wait until it ends, or cancel it (block-job-cancel)".into(),

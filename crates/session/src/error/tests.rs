@@ -158,6 +158,11 @@ fn disks() -> Vec<String> {
         cloned(CloneObstacle::NoClones { path: image(), source: denied() }),
         cloned(CloneObstacle::Slow { path: image(), took_ms: 40 }),
         cloned(CloneObstacle::Io { operation: "sync", path: image(), source: denied() }),
+        DiskError::DriveNotCloneable {
+            name: "rootfs".into(),
+            why: CloneObstacle::NoClones { path: image(), source: denied() },
+        },
+        DiskError::DrivesChanged,
         DiskError::AlreadyOpen,
         DiskError::OtherJob(disk()),
         DiskError::UnknownDisk { name: "vdb".into(), disks: vec![disk(), "virtio1".into()] },

@@ -10,6 +10,7 @@ use keyframe_machine::{Lineage, VmmKind};
 use keyframe_session::control::OnExit;
 use keyframe_session::run_dir::{RunDir, RunKind, numbered_name};
 use keyframe_store::{LoadedCheckpoint, Store};
+use keyframe_vm_disks::drive_files::DriveFiles;
 use keyframe_vmm::{Ability, CloneRequest, PlanOptions, Restorer, Vmm};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,6 +22,8 @@ struct Alive {
     name: String,
     directory: RunDir,
     vm: Box<dyn Vmm>,
+    /// The files of its drives; `None` if it can write to none.
+    drives: Option<DriveFiles>,
     ended: bool,
 }
 
@@ -39,6 +42,15 @@ pub fn branch(
     let places = places(command, &loaded.meta.vm)?;
     let directories: Vec<PathBuf> =
         places.iter().map(|(_, _, directory)| directory.path().to_owned()).collect();
+    let drives = |(_, name, _): &(u32, String, RunDir)| {
+        DriveFiles::make(&loaded.meta, name, command.work_dir.as_deref())
+    };
+    let mut drives: Vec<Option<DriveFiles>> =
+        places.iter().map(drives).collect::<Result<_, _>>()?;
+    let files: Vec<_> = drives
+        .iter()
+        .map(|own| own.as_ref().map_or_else(Vec::new, |own| own.files().to_vec()))
+        .collect();
     let lineage = Lineage { store: store.id().into(), checkpoint: loaded.id };
     let options = PlanOptions {
         binary: command.qemu.clone(),
@@ -47,12 +59,14 @@ pub fn branch(
         lineage: Some(lineage),
         log: None,
         is_rehearsal: false,
+        drives: Vec::new(),
     };
     let guest = Guest::choose(loaded, None)?;
     let pages = StoredPages::new(loaded, &guest);
     let started = restorer.start_clones(CloneRequest {
         source: source_of(&loaded.meta.machine, &loaded.meta.ram),
         options,
+        drives: &files,
         directories: &directories,
         ram: &pages,
         device_state: &loaded.device_state,
@@ -65,9 +79,12 @@ pub fn branch(
     rights::trace_only();
     let alive = |((number, name, directory), restored): ((u32, String, RunDir), _)| {
         let keyframe_vmm::RestoredVm { vm, .. } = restored;
-        Alive { number, name, directory, vm, ended: false }
+        Alive { number, name, directory, vm, drives: None, ended: false }
     };
     let mut clones: Vec<Alive> = places.into_iter().zip(started).map(alive).collect();
+    for (clone, own) in clones.iter_mut().zip(&mut drives) {
+        clone.drives = own.take();
+    }
     let ran = run(command, &mut clones, store, loaded);
     if let Err(error) = ran.and_then(|()| tell(command, &clones, vmm, (began, loaded))) {
         // The user gets the first error alone.
@@ -84,9 +101,6 @@ pub fn branch(
 fn refuse_options(command: &Branch, vmm: VmmKind) -> Result<(), Failure> {
     if command.accel.is_some() {
         vmms::require(vmm, Ability::AcceleratorChange)?;
-    }
-    if command.keep_disks || command.work_dir.is_some() || !command.moved.image.is_empty() {
-        vmms::require(vmm, Ability::CapturedDisks)?;
     }
     Ok(())
 }
@@ -168,15 +182,22 @@ fn wait(clones: &mut [Alive], interrupted: &AtomicBool) -> Outcome {
 /// Ends the clones that still run, or keeps them, as the options say.
 fn end(command: &Branch, clones: Vec<Alive>, vmm: VmmKind, ended: Outcome) -> Outcome {
     let mut killed = Ok(());
-    for mut clone in clones.into_iter().filter(|clone| !clone.ended) {
-        if command.on_exit == OnExit::Keep {
+    for mut clone in clones {
+        let runs_on = !clone.ended && command.on_exit == OnExit::Keep;
+        if runs_on {
             clone.directory.keep();
-            let (name, pid) = (clone.name, clone.vm.leave_running());
+            let (name, pid) = (&clone.name, clone.vm.leave_running());
             if !command.quiet {
                 eprintln!("keyframe: clone {name} runs on: {vmm} {pid}");
             }
-        } else {
+        } else if !clone.ended {
             killed = killed.and(clone.vm.end());
+        }
+        let kept = clone.drives.filter(|_| runs_on || command.keep_disks);
+        if let Some(place) = kept.and_then(DriveFiles::leave)
+            && !command.quiet
+        {
+            eprintln!("keyframe: the drives of clone {} are in {}", clone.name, place.display());
         }
     }
     killed?;

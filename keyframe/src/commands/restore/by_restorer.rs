@@ -8,6 +8,7 @@ use keyframe_inspect::source_of;
 use keyframe_machine::Lineage;
 use keyframe_store::Meta;
 use keyframe_units::CheckpointId;
+use keyframe_vm_disks::drive_files::DriveFiles;
 use keyframe_vmm::{
     Ability, PlanOptions, RestoreRam, RestoredVm, Restorer, SharedRamSource, VmmErrorKind,
 };
@@ -45,6 +46,8 @@ pub fn restore(
 ) -> Outcome {
     let vmm = restorer.capabilities().vmm();
     refuse_options(command, restorer)?;
+    let work_dir = command.work_dir.as_deref();
+    let drives = DriveFiles::make(kept.meta, &kept.meta.vm, work_dir).map_err(Failure::from)?;
     let options = PlanOptions {
         binary: command.qemu.clone(),
         arguments: command.extra.clone(),
@@ -52,6 +55,7 @@ pub fn restore(
         lineage: Some(kept.lineage),
         log: None,
         is_rehearsal: false,
+        drives: drives.as_ref().map_or_else(Vec::new, |drives| drives.files().to_vec()),
     };
     let plan = restorer.plan(source_of(&kept.meta.machine, &kept.meta.ram), options)?;
     for note in plan.notes() {
@@ -90,6 +94,9 @@ pub fn restore(
     if ended.is_err() {
         let _ = restored.vm.end();
     }
+    if let Some(place) = drives.filter(|_| command.keep_disks).and_then(DriveFiles::leave) {
+        command.say(|| format!("the VM's drives are in {}", place.display()));
+    }
     ended
 }
 
@@ -103,13 +110,7 @@ fn refuse_options(command: &Restore, restorer: &dyn Restorer) -> Result<(), Fail
         ),
         (command.lazy, Ability::LazyRestore),
         (!command.lan.is_empty(), Ability::Groups),
-        (
-            command.keep_disks
-                || command.work_dir.is_some()
-                || command.left_out_as_now
-                || !command.moved.image.is_empty(),
-            Ability::CapturedDisks,
-        ),
+        (command.left_out_as_now, Ability::LeftOutDisks),
     ];
     for (_, ability) in needs.into_iter().filter(|(is_needed, _)| *is_needed) {
         vmms::require(capabilities.vmm(), ability)?;

@@ -1,0 +1,122 @@
+//! Drives whose files a VMM other than QEMU opens itself: the files are cloned in each pause
+//! ([`super::image_clones`]).
+//!
+//! ```text
+//!   begin: other drives? ─▶ stop ─▶ the VMM saves its devices ─▶ settled: FICLONE ─▶ cont ─▶ the same files?
+//! ```
+//!
+//! The VMM saves its devices after it has carried out each request that the guest made before the
+//! pause, and the guest makes none in the pause. So the files are cloned after the save.
+//!
+//! After a drive got another file, the next checkpoint is the first of another run.
+
+use super::image_clones::{ClonedCut, ImageClones, Source, objection};
+use crate::error::{DiskError, Result};
+use crate::event::SharedEventSink;
+use crate::machines::Member;
+use keyframe_capture::BoxError;
+use keyframe_disk::ImageFormat;
+use keyframe_store::{DiskMeta, Store};
+use keyframe_vm_disks::base_image;
+use keyframe_vmm::WritableDrive;
+
+/// Captures the drives of a VM by cloning their files, for the engine's thread.
+pub struct DriveCapture {
+    drives: Vec<WritableDrive>,
+    metas: Vec<DiskMeta>,
+    /// True if the drives are others than those of the present run.
+    have_changed: bool,
+    clones: ImageClones,
+}
+
+impl DriveCapture {
+    /// Prepares to clone `drives` for the checkpoints of `vm` in `store`. Removes the files that a
+    /// killed engine has left. Errors: a file cannot be cloned; it cannot be read.
+    pub fn new(
+        store: &Store,
+        vm: &str,
+        drives: Vec<WritableDrive>,
+        events: SharedEventSink,
+    ) -> Result<Self> {
+        Self::require_possible(&drives)?;
+        let clones = ImageClones::new(store, vm, sources_of(&drives)?, events)?;
+        Ok(Self { metas: metas_of(&drives)?, drives, have_changed: false, clones })
+    }
+
+    /// Checks that `drives` can be captured, by a clone of each. Error: a file cannot be cloned.
+    pub fn require_possible(drives: &[WritableDrive]) -> Result<()> {
+        for drive in drives {
+            if let Some(why) = objection(&drive.path, Some(ImageFormat::Raw), false) {
+                return Err(DiskError::DriveNotCloneable { name: drive.name.clone(), why }.into());
+            }
+        }
+        Ok(())
+    }
+
+    /// Returns the descriptions of the drives.
+    pub fn metas(&self) -> &[DiskMeta] {
+        &self.metas
+    }
+
+    /// Returns the clones.
+    pub(super) fn clones(&mut self) -> &mut ImageClones {
+        &mut self.clones
+    }
+
+    /// Begins a capture. Errors: the drives have changed, so that another run has to begin; the VMM
+    /// does not answer; those of [`ImageClones::begin`].
+    pub fn begin(&mut self, members: &mut [Member]) -> Result<ClonedCut, BoxError> {
+        let now = drives_of(members)?;
+        if now != self.drives {
+            (self.metas, self.have_changed) = (metas_of(&now)?, true);
+            self.clones.change_sources(sources_of(&now)?);
+            self.drives = now;
+        }
+        if self.have_changed {
+            return Err(DiskError::DrivesChanged.into());
+        }
+        self.clones.begin()
+    }
+
+    /// Returns true while the drives need another run.
+    pub fn takes_new_run(&self) -> bool {
+        self.have_changed
+    }
+
+    /// Records that a run has begun with the present drives.
+    pub fn began_run(&mut self) {
+        self.have_changed = false;
+    }
+
+    /// Checks that the guest still writes to the same files. Errors: a drive got another file; the
+    /// VMM does not answer.
+    pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
+        if drives_of(members)? == self.drives {
+            Ok(())
+        } else {
+            Err(DiskError::DrivesChanged.into())
+        }
+    }
+}
+
+fn drives_of(members: &mut [Member]) -> Result<Vec<WritableDrive>, BoxError> {
+    let mut drives = Vec::new();
+    for member in members {
+        drives.append(&mut member.vm.vm_mut().writable_drives()?);
+    }
+    Ok(drives)
+}
+
+fn metas_of(drives: &[WritableDrive]) -> Result<Vec<DiskMeta>> {
+    let meta = |drive: &WritableDrive| {
+        let base = base_image::describe(&drive.path, ImageFormat::Raw)?;
+        let (name, disk_bytes) = (drive.name.clone(), drive.disk_bytes);
+        Ok(DiskMeta { name, disk_bytes, base, ..DiskMeta::default() })
+    };
+    drives.iter().map(meta).collect()
+}
+
+fn sources_of(drives: &[WritableDrive]) -> Result<Vec<Source>> {
+    let drives = drives.iter().enumerate();
+    drives.map(|(number, drive)| Source::open(number, &drive.path, ImageFormat::Raw)).collect()
+}

@@ -1,0 +1,212 @@
+//! Tests drives to which a guest of Firecracker can write: each checkpoint has the drive of its
+//! instant, and each restored VM a file of its own.
+
+use keyframe_tests::attach_soak::Draws;
+use keyframe_tests::firecracker::{
+    ExternalFirecracker, FirecrackerGuest, assert_ends_well, assert_goes_on, assert_same_sequence,
+    attach, attach_words, payload_lines, take_audited,
+};
+use keyframe_tests::helpers::{helper_of, kill};
+use keyframe_tests::mounted::{Mounted, clones};
+use keyframe_tests::{Process, TestEnv, needs_firecracker, wait_until};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+const DISK_BYTES: u64 = 4 << 20;
+/// The payload checks each of its blocks.
+const OPTIONS: &str = "kf.blocks=512";
+
+/// Makes the drive's file in `folder`. Returns its path.
+fn make_drive(folder: &Path) -> PathBuf {
+    let path = folder.join("disk.img");
+    std::fs::File::create(&path).and_then(|file| file.set_len(DISK_BYTES)).unwrap();
+    path
+}
+
+/// The configuration of a VM with `drive`.
+fn config(guest: &FirecrackerGuest, drive: &Path) -> String {
+    let drive = format!(
+        r#", "drives": [{{ "drive_id": "data", "path_on_host": "{}", "is_root_device": false,
+            "is_read_only": false }}]"#,
+        drive.display()
+    );
+    guest.config_with(128, OPTIONS, &drive)
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn a_drive_is_of_the_instant_of_its_checkpoint_and_a_restored_vm_has_its_own() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new().with_rehearsals();
+    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
+    let drive = make_drive(&mounted.dir);
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    vm.grows(100);
+    take_audited(&env, &vm, "6");
+    vm.grows(100);
+    let printed = vm.lines();
+    drop(vm);
+    assert_eq!(clones(&mounted.dir), 6, "a clone for each checkpoint");
+    let (files, before) = (names(&mounted.dir), std::fs::read(&drive).unwrap());
+    assert_goes_on(&env, || printed.clone(), &[]);
+    assert_goes_on(&env, || printed.clone(), &["--lazy"]);
+    assert_eq!(names(&mounted.dir), files, "restores leave nothing");
+    let kept = env.path().join("kept").display().to_string();
+    assert_goes_on(&env, || printed.clone(), &["--keep-disks", "--work-dir", &kept]);
+    let own = std::fs::read(env.path().join("kept/fc.1/0-data")).unwrap();
+    assert_eq!(own.len() as u64, DISK_BYTES);
+    assert!(own != before, "the restored VM has another past");
+    assert!(
+        std::fs::read(&drive).unwrap() == before,
+        "a restored VM wrote to the first one's file"
+    );
+    let shown = env.json(&["show", "--json", "--store", &env.store(), "latest"]);
+    assert_eq!(shown["disks"][0]["name"], "data", "{shown}");
+    env.ok(&["check", "--read-data", "--store", &env.store()]);
+    env.ok(&["forget", "--store", &env.store(), "--keep-last", "1"]);
+    env.ok(&["prune", "--store", &env.store()]);
+    assert_eq!(clones(&mounted.dir), 1, "clones go with their checkpoints");
+}
+
+#[test]
+fn clones_write_to_drives_of_their_own() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "btrfs") else { return };
+    let drive = make_drive(&mounted.dir);
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    vm.grows(50);
+    take_audited(&env, &vm, "2");
+    let words = ["branch", "--store", &env.store(), "latest", "-n", "3", "--json"];
+    let mut branch = Process::start(env.command(&words));
+    let whole =
+        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let started = whole.unwrap_or_else(|| panic!("{}", branch.report()));
+    vm.grows(100);
+    for clone in &started {
+        let console = Path::new(clone["directory"].as_str().unwrap()).join("console.log");
+        let lines = || payload_lines(&std::fs::read_to_string(&console).unwrap_or_default());
+        wait_until("the clone prints", || lines().len() > 60);
+        wait_until("the first VM is where the clone was", || {
+            assert_same_sequence(&vm.lines(), &lines()) > 5
+        });
+    }
+    branch.signal(rustix::process::Signal::INT);
+    assert!(branch.wait().success(), "{}", branch.report());
+    assert_eq!(clones(&mounted.dir), 2, "{:?}", names(&mounted.dir));
+    assert_eq!(names(&mounted.dir).len(), 3, "{:?}", names(&mounted.dir));
+}
+
+#[test]
+fn an_engine_that_dies_in_any_phase_leaves_the_drive_to_its_vm() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
+    let drive = make_drive(&mounted.dir);
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    for phase in ["precopy", "paused", "device-state", "copied", "resumed", "encoding", "sealing"] {
+        let fault = format!("kill:{phase}:2");
+        let mut run = attach(&env, &vm, &["--interval", "100ms", "--fault", &fault]);
+        assert!(!run.wait().success(), "{phase}: {}", run.report());
+        vm.grows(10);
+    }
+    let mut run = attach(&env, &vm, &["--interval", "200ms", "--count", "3", "--audit", "audit"]);
+    assert_ends_well(&mut run);
+    assert_eq!(clones(&mounted.dir), env.list().len(), "{:?}", names(&mounted.dir));
+    assert_goes_on(&env, || vm.lines(), &[]);
+}
+
+/// 200 times the engine or its watchdog is killed at a random moment. No VM is lost, and what was
+/// sealed is exact.
+#[test]
+#[ignore = "takes minutes; scripts/soak runs it"]
+fn soak_killed_engines_lose_no_page_and_no_vm() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
+    let drive = make_drive(&mounted.dir);
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let seed = std::env::var("KEYFRAME_TEST_SEED").ok().and_then(|seed| seed.parse().ok());
+    let mut draws = Draws::new(seed.unwrap_or(1));
+    for cycle in 1..=200 {
+        let interval = format!("{}ms", 20 + draws.below(80));
+        let mut run = attach(&env, &vm, &["--interval", &interval]);
+        run.wait_for_error("a checkpoint every");
+        std::thread::sleep(Duration::from_millis(draws.below(700)));
+        if draws.below(4) == 0 {
+            kill(helper_of(run.pid(), "__watchdog"));
+            std::thread::sleep(Duration::from_millis(draws.below(200)));
+        }
+        kill(run.pid());
+        run.wait();
+        vm.grows(3);
+        if cycle % 10 == 0 {
+            let audited = ["--interval", "100ms", "--count", "2", "--audit", "audit"];
+            assert_ends_well(&mut attach(&env, &vm, &audited));
+            assert_goes_on(&env, || vm.lines(), &[]);
+            println!("{cycle} cycles, {} checkpoints", env.list().len());
+            env.ok(&["forget", "--store", &env.store(), "--keep-last", "5"]);
+            env.ok(&["prune", "--store", &env.store()]);
+        }
+    }
+    env.ok(&["check", "--read-data", "--store", &env.store()]);
+    assert_eq!(clones(&mounted.dir), env.list().len(), "{:?}", names(&mounted.dir));
+}
+
+#[test]
+fn a_drive_that_is_given_another_file_is_followed() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
+    let (drive, other) = (make_drive(&mounted.dir), mounted.dir.join("other.img"));
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let mut run = attach(&env, &vm, &["--interval", "none", "--audit", "audit"]);
+    run.wait_for_error("checkpoints by `keyframe take`");
+    env.ok(&["take", "--name", "fc"]);
+    vm.api().pause().unwrap();
+    std::fs::copy(&drive, &other).unwrap();
+    vm.api().set_drive("data", &other).unwrap();
+    vm.api().resume().unwrap();
+    std::fs::write(&drive, "no drive any more").unwrap();
+    vm.grows(50);
+    env.ok(&["take", "--name", "fc"]);
+    vm.grows(50);
+    env.ok(&["stop", "--name", "fc"]);
+    assert_ends_well(&mut run);
+    let shown = env.json(&["show", "--json", "--store", &env.store(), "latest"]);
+    assert!(shown.to_string().contains(".other.img.keyframe-"), "{shown}");
+    assert_goes_on(&env, || vm.lines(), &[]);
+}
+
+#[test]
+fn a_drive_that_cannot_be_cloned_is_refused_and_its_vm_runs_on() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let drive = make_drive(env.path());
+    // The directory for temporary files may be on a file system that clones.
+    let copy = tempfile::NamedTempFile::new_in(env.path()).unwrap();
+    if rustix::fs::ioctl_ficlone(&copy, std::fs::File::open(&drive).unwrap()).is_ok() {
+        keyframe_tests::skip!("the directory for temporary files is on a file system that clones");
+    }
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let words = attach_words(&env, &vm, &[]);
+    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
+    let said = ["drive data", "cannot be captured", "btrfs or XFS", "is_read_only"];
+    env.refused(&words, 1, &said);
+    vm.grows(5);
+    // Refused before Firecracker is started.
+    let file = env.path().join("fc.json").display().to_string();
+    let (store, binary) = (env.store(), guest.binary());
+    let socket = env.path().join("run.sock").display().to_string();
+    let line = ["--", &binary, "--api-sock", &socket, "--config-file", &file];
+    env.refused(&[&["run", "--store", &store, "--name", "fc"], &line[..]].concat(), 1, &said);
+    assert!(!Path::new(&socket).exists());
+}
