@@ -267,6 +267,25 @@ fn what_firecracker_cannot_do_is_refused_and_the_vm_runs_on() {
 }
 
 #[test]
+fn what_a_vm_writes_is_measured_and_it_runs_on() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    let (socket, pid) = (vm.socket().display().to_string(), vm.pid().to_string());
+    let words = ["profile", "--epochs", "20ms,200ms", "--samples", "5", "--json"];
+    let profile = env.json(&[&words[..], &["--api", &socket, &pid]].concat());
+    assert_eq!(number(&profile, "ram_bytes"), 128 << 20, "{profile}");
+    let rows = profile["curves"][0]["rows"].as_array().unwrap();
+    let pages = |at: usize| rows[at]["pages"]["mean"].as_f64().unwrap();
+    assert!(rows.len() == 2 && pages(0) > 0.0 && pages(1) > pages(0), "{profile}");
+    assert!(profile["notes"].to_string().contains("Firecracker does not tell them"), "{profile}");
+    vm.grows(5);
+    env.refused(&["profile", &pid], 1, &["is no QEMU", "--api SOCKET"]);
+    // A userfaultfd that was left would end this.
+    take_audited(&env, &vm, "2");
+}
+
+#[test]
 fn a_read_only_drive_that_has_changed_is_not_restored() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();

@@ -48,6 +48,9 @@ pub enum Error {
         /// Its program.
         program: PathBuf,
     },
+    /// The VM's VMM does not answer, or refuses.
+    #[error(transparent)]
+    Vmm(#[from] keyframe_vmm::VmmError),
     /// The command line does not tell the RAM's size.
     #[error("the RAM of process {pid} cannot be told from its command line: {part:?}")]
     UnclearCommandLine {
@@ -111,6 +114,7 @@ impl Error {
         match self {
             Self::Kernel(error) => error.fix(),
             Self::Qemu(error) => error.fix(),
+            Self::Vmm(error) => error.fix().map(str::to_owned),
             Self::Monitor(_) => Some(
                 "name a QMP socket (-qmp unix:PATH,server=on,wait=off) that no other program uses"
                     .into(),
@@ -119,7 +123,9 @@ impl Error {
                 Some(format!("is process {pid} the QEMU behind {}?", socket.display()))
             }
             Self::NotQemu { .. } => Some(
-                "give the pid of the qemu-system process, or its monitor with --qmp SOCKET".into(),
+                "give the pid of the qemu-system process, or its monitor with --qmp SOCKET; for a \
+                 Firecracker, its pid and its API with --api SOCKET"
+                    .into(),
             ),
             Self::UnclearCommandLine { .. } | Self::UnclearMappings { .. } => {
                 Some(ASK_MONITOR.into())

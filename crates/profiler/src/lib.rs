@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   launched:  launch (paused) ─▶ find RAM ─▶ cont ─▶ settle, or wait for a line ─┐
-//!   attached:  find RAM, by the monitor or by the command line ───────────────────┤
+//!   attached:  find RAM, by the monitor, the VMM's driver or the command line ────┤
 //!                                                                                 ▼
 //!         ┌── attach (one userfaultfd), count packets and sectors from here on ───┘
 //!         ▼
@@ -37,6 +37,7 @@ pub use event::{EventSink, NoEvents, ProfilerEvent};
 
 use keyframe_kernel::{END_SIGNALS, Interrupt};
 use keyframe_profile::{Curve, Ladder, MeasuredEpoch};
+use keyframe_vmm::Vmm;
 use meter::{EpochOutcome, Meter};
 use serde::Serialize;
 use std::ffi::OsString;
@@ -60,6 +61,8 @@ pub enum MeasuredVm {
         /// The socket of its QMP monitor. Without one, RAM alone is measured.
         qmp: Option<PathBuf>,
     },
+    /// A VM of another VMM, which runs already. It runs on after the measurement.
+    Attached(Box<dyn Vmm>),
     /// A VM that the measurement starts and ends: once for each number in `vcpus`. If `vcpus` is
     /// empty, the VM runs once, with the number of vCPUs that its command line gives.
     Launched {
@@ -120,6 +123,7 @@ pub fn measure(
     let mut run = Run { options, events, interrupted, profile: Profile::empty() };
     match vm {
         MeasuredVm::Running { pid, qmp } => run.target(Target::running(pid, qmp.as_deref())?, 1)?,
+        MeasuredVm::Attached(vm) => run.target(Target::of_vm(vm)?, 1)?,
         MeasuredVm::Launched { command, vcpus, start } => run.launched(&command, &vcpus, &start)?,
     }
     let mut profile = run.profile;

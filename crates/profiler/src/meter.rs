@@ -4,7 +4,7 @@ use super::counters::Counters;
 use super::target::Target;
 use crate::error::Result;
 use crate::event::{EventSink, ProfilerEvent};
-use keyframe_kernel::attach::inject_userfaultfd;
+use keyframe_kernel::attach::{inject_userfaultfd, inject_userfaultfd_unfiltered};
 use keyframe_kernel::write_tracker::WriteTracker;
 use keyframe_profile::MeasuredEpoch;
 use keyframe_units::duration_ns;
@@ -31,7 +31,11 @@ fn track(
     target: &Target,
     events: &dyn EventSink<ProfilerEvent>,
 ) -> Result<WriteTracker, keyframe_kernel::Error> {
-    let attached = inject_userfaultfd(&target.process)?;
+    let attached = if target.traps_unknown_calls {
+        inject_userfaultfd_unfiltered(&target.process)?
+    } else {
+        inject_userfaultfd(&target.process)?
+    };
     if !attached.guarded {
         events.event(&ProfilerEvent::UnguardedAttach { qemu_pid: target.process.pid() });
     }

@@ -10,6 +10,7 @@ use keyframe_qemu::{
     find_ram_blocks,
 };
 use keyframe_units::{HostRange, PAGE_BYTES};
+use keyframe_vmm::{RunState, Vmm};
 use std::ffi::OsString;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -29,12 +30,14 @@ pub struct Target {
     pub vcpus: Option<u32>,
     /// True if writes are also counted for RAM that the VM may discard (balloon).
     pub watch_discards: bool,
+    /// True if its seccomp filter has to be suspended for the attach.
+    pub traps_unknown_calls: bool,
     /// What cannot be counted, and why.
     pub notes: Vec<String>,
     access: Access,
 }
 
-/// How commands reach QEMU.
+/// How commands reach the VMM.
 enum Access {
     /// Not at all.
     NoMonitor,
@@ -76,6 +79,7 @@ impl Target {
                 ranges,
                 vcpus,
                 watch_discards: true,
+                traps_unknown_calls: false,
                 notes,
                 access: Access::NoMonitor,
             }
@@ -95,10 +99,28 @@ impl Target {
             ranges: ranges(&blocks),
             vcpus,
             watch_discards: true,
+            traps_unknown_calls: false,
             notes: vec![],
             access,
         };
         target.noting_a_pause()
+    }
+
+    /// Describes the VM of another VMM, which runs. Errors: its process has ended; its RAM is not
+    /// found; the VMM does not answer.
+    pub fn of_vm(mut vm: Box<dyn Vmm>) -> Result<Self> {
+        let process = Process::open(vm.pid())?;
+        let ranges = ranges(&vm.ram_blocks()?);
+        let (vcpus, kind) = (vm.spec()?.vcpus, vm.kind());
+        let mut notes = vec![format!("sectors and packets: {kind} does not tell them")];
+        let state = vm.run_state()?;
+        if state != RunState::Running {
+            notes.push(not_running(&state));
+        }
+        let (watch_discards, traps_unknown_calls) = (vm.discards_ram()?, vm.traps_unknown_calls());
+        let (vcpus, access) = (Some(vcpus), Access::NoMonitor);
+        Ok(Self { process, ranges, vcpus, watch_discards, traps_unknown_calls, notes, access }
+            .with_page_sizes_noted())
     }
 
     /// Launches the VM of the command line `command`, with `vcpus` virtual CPUs if given. The VM
@@ -125,7 +147,9 @@ impl Target {
         let prepared = Self::prepare(&mut launched.vm, vcpus, starts_paused)?;
         let Prepared { process, ranges, vcpus, watch_discards, notes } = prepared;
         let access = Access::Launched(launched);
-        let target = Self { process, ranges, vcpus: Some(vcpus), watch_discards, notes, access };
+        let (vcpus, traps_unknown_calls) = (Some(vcpus), false);
+        let target =
+            Self { process, ranges, vcpus, watch_discards, traps_unknown_calls, notes, access };
         Ok((target.noting_a_pause()?, console))
     }
 
@@ -153,7 +177,7 @@ impl Target {
         }
     }
 
-    /// Returns QEMU's monitor, if there is one.
+    /// Returns QEMU's monitor; `None` if there is none.
     pub fn qmp(&mut self) -> Option<&mut Qmp> {
         match &mut self.access {
             Access::NoMonitor => None,
@@ -204,8 +228,7 @@ impl Target {
             None => RunStatus::Running,
         };
         if !status.is_running() {
-            self.notes
-                .push(format!("the VM was not running when the measuring began ({status:?})"));
+            self.notes.push(not_running(&status));
         }
         Ok(self.with_page_sizes_noted())
     }
@@ -225,6 +248,11 @@ impl Target {
         }
         self
     }
+}
+
+/// Returns the note about a VM in another state than running.
+fn not_running(state: &impl std::fmt::Debug) -> String {
+    format!("the VM was not running when the measuring began ({state:?})")
 }
 
 /// A launched VM before its first instruction.

@@ -1,5 +1,6 @@
 //! `keyframe profile`: what a VM writes in epochs of different lengths.
 
+use crate::commands::vmms;
 use crate::failure::{DONE, Failure, Outcome, WARNED, chain};
 use crate::output;
 use crate::progress;
@@ -24,6 +25,7 @@ output goes to standard error. The monitor takes about a millisecond to tell the
 
 Examples:
   keyframe profile 4711
+  keyframe profile --api /run/fc.sock $(pidof firecracker)
   keyframe profile --qmp /run/vm.sock --epochs 10ms..500ms --plot pages.svg 4711
   keyframe profile --vcpus 1,2,4 --when login: --csv vm.csv --plot vm.png -- qemu-system-x86_64 -m 1G -nographic ..."
 )]
@@ -48,6 +50,9 @@ pub struct ProfileCommand {
     /// QMP socket of the running QEMU
     #[arg(long, value_name = "SOCKET", conflicts_with = "command")]
     qmp: Option<PathBuf>,
+    /// The socket of Firecracker's API, for a VM of Firecracker
+    #[arg(long, value_name = "SOCKET", requires = "pid", conflicts_with_all = ["command", "qmp"])]
+    api: Option<PathBuf>,
     /// Write the figures as CSV
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -60,7 +65,7 @@ pub struct ProfileCommand {
     /// No progress
     #[arg(long, short)]
     quiet: bool,
-    /// The pid of a running QEMU
+    /// The pid of a running QEMU, or of a Firecracker
     #[arg(value_name = "PID", required_unless_present = "command", conflicts_with = "command")]
     pid: Option<u32>,
     /// QEMU's command line
@@ -75,7 +80,7 @@ impl ProfileCommand {
         let bar = progress::bar(self.quiet, Some(0), "{msg} {wide_bar} {percent} % {eta}");
         let options = MeasurementOptions { ladder: self.epochs.clone(), samples: self.samples };
         let words = ProfilerWords { bar: bar.clone() };
-        let measured = measure(self.vm(), &options, &words);
+        let measured = measure(self.vm()?, &options, &words);
         bar.finish_and_clear();
         let profile = measured?;
         self.write_files(&profile)?;
@@ -101,9 +106,13 @@ impl ProfileCommand {
         [&self.csv, &self.plot].into_iter().flatten().try_for_each(|path| writable(path))
     }
 
-    fn vm(&self) -> MeasuredVm {
-        if let Some(pid) = self.pid {
-            return MeasuredVm::Running { pid, qmp: self.qmp.clone() };
+    fn vm(&self) -> Result<MeasuredVm, Failure> {
+        match (self.pid, &self.api) {
+            (Some(pid), Some(socket)) => {
+                return Ok(MeasuredVm::Attached(vmms::attach(pid, socket)?));
+            }
+            (Some(pid), None) => return Ok(MeasuredVm::Running { pid, qmp: self.qmp.clone() }),
+            (None, _) => {}
         }
         let settle = if self.when.is_some() { Duration::ZERO } else { Duration::from_secs(5) };
         let start = StartCondition {
@@ -111,7 +120,8 @@ impl ProfileCommand {
             settle: self.settle.unwrap_or(settle),
             quiet_stdout: self.json,
         };
-        MeasuredVm::Launched { command: self.command.clone(), vcpus: self.vcpus.clone(), start }
+        let (command, vcpus) = (self.command.clone(), self.vcpus.clone());
+        Ok(MeasuredVm::Launched { command, vcpus, start })
     }
 
     fn write_files(&self, profile: &Profile) -> Result<(), Failure> {

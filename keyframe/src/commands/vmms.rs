@@ -55,6 +55,11 @@ pub fn run_firecracker(
     Ok(run_vm(store, source, options)?)
 }
 
+/// Takes control of the VM of the Firecracker `pid`, whose API is at `socket`. It runs on.
+pub fn attach(pid: u32, socket: &Path) -> Result<Box<dyn Vmm>, Failure> {
+    Ok(Box::new(FirecrackerVm::attach(pid, socket).map_err(VmmError::from)?))
+}
+
 /// Takes checkpoints into `store` of the VM of the Firecracker `pid`, whose API is at `socket`.
 pub fn attach_firecracker(
     store: &Store,
