@@ -85,3 +85,9 @@ pub fn table(header: &[&str], rows: &[Vec<String>]) -> String {
     lines.extend(rows.iter().map(|row| line(&mut row.iter().map(String::as_str))));
     lines.join("\n")
 }
+
+/// Returns `number` and what is counted: `1 block`, `2 blocks`.
+pub fn counted(number: u64, thing: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {thing}{plural}")
+}

@@ -83,7 +83,7 @@ pub struct ServedFiles {
     store: [u8; 16],
     open: Mutex<HashMap<String, Open>>,
     memory: Arc<Memory>,
-    /// The writers elsewhere; `None` if the server accepts no checkpoints.
+    /// The remote writers; `None` if the server accepts no checkpoints.
     writers: Option<Arc<RemoteWriters>>,
 }
 
@@ -107,7 +107,7 @@ impl ServedFiles {
         Self { writers: Some(writers), ..self }
     }
 
-    /// Returns the writers elsewhere. Refuses if the server accepts no checkpoints.
+    /// Returns the remote writers. Refuses if the server accepts no checkpoints.
     pub fn writers(&self) -> Result<&Arc<RemoteWriters>, Refusal> {
         let said = "this server accepts no checkpoints";
         self.writers.as_ref().ok_or_else(|| Refusal(RefusalCode::Denied, said.into()))

@@ -11,7 +11,7 @@
 //! encrypted files stay encrypted, so the server needs no key. `docs/formats/serve.md` describes
 //! the requests, and `keyframe_store_backend::served` parses them.
 //!
-//! Invariants: the server writes only for writers elsewhere that have a place, and only what
+//! Invariants: the server writes only for remote writers that have a place, and only what
 //! [`write_rules`] allow. A client without the token learns nothing. No name leads
 //! out of the store. Connections, the length of requests, the memory for answers and each wait are
 //! bounded.

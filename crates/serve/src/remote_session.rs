@@ -1,4 +1,4 @@
-//! One writer elsewhere that has a place: its open files, the bytes that it has staged, and its acts.
+//! One remote writer that has a place: its open files, the bytes that it has staged, and its acts.
 
 use crate::files::{Memory, MemoryShare, Refusal};
 use crate::remote_writers::Highest;
@@ -17,7 +17,7 @@ const FILE_BYTES_MAX: u64 = 1 << 30;
 /// The longest pack.
 const PACK_BYTES_MAX: u64 = 1 << 40;
 
-/// A writer elsewhere that has a place. The fields are dropped in this order: the place is given
+/// A remote writer that has a place. The fields are dropped in this order: the place is given
 /// back when nothing of the writer is open any more.
 #[derive(Debug)]
 pub struct RemoteSession {
@@ -211,7 +211,7 @@ impl RemoteSession {
             return Err(Refusal(RefusalCode::Strange, format!("{len} bytes are staged")));
         }
         if len.saturating_add(bytes.len() as u64) > FILE_BYTES_MAX {
-            let said = format!("a writer elsewhere puts files of {FILE_BYTES_MAX} bytes at most");
+            let said = format!("a remote writer puts files of {FILE_BYTES_MAX} bytes at most");
             return Err(Refusal(RefusalCode::Denied, said));
         }
         self.shares.push(memory.take_now(bytes.len() as u64)?);

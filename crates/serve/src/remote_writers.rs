@@ -1,4 +1,4 @@
-//! The writers elsewhere: each has a place among the writers of the store, which the server holds
+//! The remote writers: each has a place among the writers of the store, which the server holds
 //! for it under a lease.
 //!
 //! ```text
@@ -24,7 +24,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// The most writers elsewhere at a time.
+/// The most remote writers at a time.
 const WRITERS_MAX: usize = 1000;
 /// A join waits so long for other writers that start. Then the client asks again.
 const JOIN_WAIT: Duration = Duration::from_secs(2);
@@ -40,7 +40,7 @@ pub type Settle =
 /// Returns the time in milliseconds since some instant. It never goes back.
 pub type Clock = Box<dyn Fn() -> u64 + Send + Sync>;
 
-/// How a server holds places for writers elsewhere.
+/// How a server holds places for remote writers.
 pub struct RemoteWriterOptions {
     /// The time without a request after which a writer's place is given back.
     pub lease: Duration,
@@ -52,7 +52,7 @@ pub struct RemoteWriterOptions {
     pub clock: Clock,
 }
 
-/// The writers elsewhere of one store.
+/// The writers of one store that run on other hosts.
 pub struct RemoteWriters {
     options: RemoteWriterOptions,
     writers: Mutex<HashMap<WriterId, Arc<Entry>>>,
@@ -63,7 +63,7 @@ pub struct RemoteWriters {
 
 impl std::fmt::Debug for RemoteWriters {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} writers elsewhere", self.writers.lock().ignore_poison().len())
+        write!(f, "{} remote writers", self.writers.lock().ignore_poison().len())
     }
 }
 
@@ -93,7 +93,7 @@ impl Highest {
     }
 }
 
-/// A writer elsewhere.
+/// A writer on another host.
 #[derive(Debug)]
 struct Entry {
     /// The end of its lease; 0 if it has ended.
@@ -190,7 +190,7 @@ impl RemoteWriters {
             return Ok((Arc::clone(entry), false));
         }
         if writers.len() >= WRITERS_MAX {
-            let said = format!("{WRITERS_MAX} writers elsewhere have a place already");
+            let said = format!("{WRITERS_MAX} remote writers have a place already");
             return Err(Refusal(RefusalCode::Failed, said));
         }
         let entry = Arc::new(Entry {
@@ -211,7 +211,7 @@ impl RemoteWriters {
                 EntryState::Open(Box::new(session))
             }
             Err(refusal) => {
-                // It is told once; the sweep removes it.
+                // The writer gets this answer once; the sweep removes the entry.
                 entry.until_ms.store(self.next_end(), Ordering::Release);
                 EntryState::Refused(refusal)
             }

@@ -38,7 +38,7 @@ pub struct ServerOptions {
     pub identity: ServerIdentity,
     /// The largest number of open connections. The server closes further ones at once.
     pub connections_max: usize,
-    /// The lease of writers elsewhere; `None` if the server accepts no checkpoints.
+    /// The lease of remote writers; `None` if the server accepts no checkpoints.
     pub writers_lease: Option<Duration>,
 }
 
@@ -222,7 +222,7 @@ impl Server {
     }
 }
 
-/// The writers elsewhere of the store in the directory `place`.
+/// The remote writers of the store in the directory `place`.
 fn of_directory(place: &Path, lease: Duration) -> RemoteWriterOptions {
     let (to_open, to_settle) = (place.to_owned(), place.to_owned());
     let began = Instant::now();

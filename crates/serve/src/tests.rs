@@ -141,7 +141,7 @@ fn what_makes_no_sense_ends_its_connection_and_no_other() {
         let mut plain = socket(address);
         plain.write_all(&[0x55; 3000]).unwrap();
         assert!(has_ended(&mut plain) || has_ended(&mut plain));
-        // Before the greeting: a request, a length that nobody has, and the beginning of a
+        // Before the greeting: a request, a length that no request has, and the beginning of a
         // greeting.
         let mut early = link(address, config);
         let mut bytes = Vec::new();

@@ -1,7 +1,7 @@
-//! What a writer elsewhere may do to which files: it adds to the store, and takes back only what it
+//! What a remote writer may do to which files: it adds to the store, and takes back only what it
 //! has added itself.
 //!
-//! | file | a writer elsewhere may |
+//! | file | a remote writer may |
 //! |---|---|
 //! | pack | create it, append to it, remove it again |
 //! | map | put it if it does not exist, remove it again |
@@ -12,7 +12,7 @@
 //! | anything else | nothing |
 //!
 //! Invariant: no sealed checkpoint of another writer, and nothing that one needs, can be removed or
-//! replaced by a writer elsewhere.
+//! replaced by a remote writer.
 
 use crate::files::Refusal;
 use keyframe_store_backend::layout::{self, CHECKPOINTS, MAPS, PACKS, PIN_PREFIX, TAGS, WORKSETS};
@@ -26,7 +26,7 @@ const REMEMBERED_MAX: usize = 8192;
 /// writer takes one.
 pub const NUMBERS_AHEAD_MAX: u64 = 1 << 17;
 
-/// The files of one writer elsewhere.
+/// The files of one remote writer.
 #[derive(Debug)]
 pub struct WriteRules {
     slot: u32,
@@ -112,7 +112,7 @@ impl WriteRules {
 /// The refusal of something that the rules do not allow.
 pub fn denied(name: &str) -> Refusal {
     let name: String = name.chars().take(80).collect();
-    Refusal(RefusalCode::Denied, format!("a writer elsewhere may not do this to {name:?}"))
+    Refusal(RefusalCode::Denied, format!("a remote writer may not do this to {name:?}"))
 }
 
 #[cfg(test)]

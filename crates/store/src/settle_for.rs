@@ -1,4 +1,4 @@
-//! Settling a store for a writer elsewhere, by the checkpoint server that holds its place.
+//! Settling a store for a remote writer, by the checkpoint server that holds its place.
 //!
 //! A writer sets damaged checkpoints aside when it starts. A server does that itself, so that no
 //! client needs the right to remove checkpoints of others.
@@ -14,7 +14,7 @@ use keyframe_store_backend::{Backend, LockGuard, WriterSlot};
 use std::path::Path;
 use std::sync::Arc;
 
-/// The slot of the writer elsewhere. Only its number matters here.
+/// The slot of the remote writer. Only its number matters here.
 #[derive(Debug)]
 struct SlotNumber(u32);
 

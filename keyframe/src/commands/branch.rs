@@ -293,7 +293,7 @@ impl Branch {
             started = ran.map_err(|e| Failure::qemu(&e));
         }
         if let Err(error) = started {
-            // It is the first error that is told.
+            // The user gets the first error.
             let _ = kill(&mut clones);
             return Err(error);
         }

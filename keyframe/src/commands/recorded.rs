@@ -1,4 +1,4 @@
-//! What commands that replay a recording's intervals are told of it.
+//! The options of commands that replay a recording's intervals.
 
 use crate::failure::Failure;
 use crate::progress::instructions_bar;

@@ -164,7 +164,11 @@ fn of_ram(ram_bytes: u64, layout: &RamLayout) -> [String; 2] {
     };
     let rows: Vec<_> = layout.blocks().iter().map(row).collect();
     [
-        format!("RAM        {} in {} blocks:", output::bytes(ram_bytes), rows.len()),
+        format!(
+            "RAM        {} in {}:",
+            output::bytes(ram_bytes),
+            output::counted(rows.len() as u64, "block")
+        ),
         output::table(&["  block", "given back by", "used", "reserved"], &rows),
     ]
 }
@@ -172,8 +176,11 @@ fn of_ram(ram_bytes: u64, layout: &RamLayout) -> [String; 2] {
 fn of_machine(machine: &MachineMeta) -> [String; 2] {
     [
         format!(
-            "machine    {}, {} CPUs, {} {}",
-            machine.machine_type, machine.vcpus, machine.vmm, machine.vmm_version
+            "machine    {}, {}, {} {}",
+            machine.machine_type,
+            output::counted(machine.vcpus.into(), "CPU"),
+            machine.vmm,
+            machine.vmm_version
         ),
         format!("command    {}", machine.user_command.join(" ")),
     ]

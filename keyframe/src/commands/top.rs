@@ -34,7 +34,7 @@ pub struct Top {
 const ANSWER_MAX: Duration = Duration::from_secs(2);
 /// More often is of no use to an eye, and a load on the engines.
 const EVERY_MIN: Duration = Duration::from_millis(100);
-/// A key or a signal is seen in that time.
+/// The command reacts to a key or a signal within that time.
 const LOOK: Duration = Duration::from_millis(100);
 
 impl Top {

@@ -94,7 +94,8 @@ fn a_lease_that_ends_gives_the_place_back_and_one_that_is_renewed_does_not() {
 fn a_writer_that_starts_for_too_long_is_ended_even_if_it_renews_its_lease() {
     let bench = Bench::new();
     RemoteWriters::join(&bench.writers, [1; 16], "stuck").unwrap();
-    // Another one has to wait, and is told so; the same place is told again.
+    // Another writer gets the answer that it has to wait. The first one asks again and gets the same
+    // place.
     for _ in 0..60 {
         bench.pass(900);
         let _ = bench.writers.renew(&[1; 16], false);

@@ -99,7 +99,7 @@ pub fn assert_known(medium: &FaultyBackend, known: &Known, context: &str) {
         });
         assert_image(&store, sealed.id, image);
     }
-    assert!(strangers <= 1, "{context}: {strangers} checkpoints that nobody sealed");
+    assert!(strangers <= 1, "{context}: {strangers} checkpoints that no writer sealed");
     for id in known.sealed.keys() {
         assert!(store.load(*id).is_ok(), "{context}: checkpoint {id} is gone");
     }

@@ -147,7 +147,7 @@ fn a_writer_whose_lease_has_ended_cannot_seal_and_holds_up_nobody() {
     assert!(store.lock_holder().unwrap().is_some(), "the lease is not over yet");
     server.pass(1);
     assert_eq!(store.lock_holder().unwrap(), None);
-    // A prune waits for nobody, and may take what the old run builds on.
+    // A prune does not wait for a writer, and may take what the old run builds on.
     store.forget(&[first.id].into()).unwrap();
     let options = PruneOptions { max_unused: 0.0, ..PruneOptions::default() };
     let report = store.prune(&options, &mut |_| {}).unwrap();

@@ -1,4 +1,4 @@
-//! What `keyframe plan --simulate` is told of the cluster.
+//! The description of the cluster for `keyframe plan --simulate`.
 
 use super::super::checkpoints::parse_duration;
 use keyframe_model::simulation::{

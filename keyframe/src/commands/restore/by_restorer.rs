@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often it is looked whether the VM has ended, or waits for this process no more.
+/// The time between two looks at the VM: has it ended, and does it still wait for this process?
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// A checkpoint, and where its VM is found.

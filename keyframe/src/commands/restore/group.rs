@@ -186,7 +186,7 @@ fn all_or_none(results: Vec<Result<Restored, Failure>>) -> Result<Vec<Restored>,
 
 fn kill(members: &mut [Restored]) {
     for member in members {
-        // It is the first error that is told.
+        // The user gets the first error.
         let _ = member.kill();
     }
 }

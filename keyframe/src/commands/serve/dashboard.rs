@@ -1,4 +1,4 @@
-//! What `keyframe serve` is told about the dashboard, and the thread that serves it.
+//! The dashboard's options of `keyframe serve`, and the thread that serves it.
 
 use crate::failure::Failure;
 use keyframe_dashboard::{DashboardData, DashboardSources};
@@ -37,7 +37,7 @@ pub struct DashboardArgs {
     allow_start: bool,
     #[command(flatten)]
     key: KeyArg,
-    /// How the dashboard's requests are told on standard error; json tells each, text only with
+    /// How the dashboard writes its requests to standard error; json writes each, text only with
     /// --verbose
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     log_format: Format,
@@ -96,7 +96,7 @@ impl DashboardArgs {
         };
         if !server.address().ip().is_loopback() {
             eprintln!(
-                "keyframe: warning: the dashboard is plain HTTP, and whoever sees the network sees the token: put a proxy with TLS before it, \
+                "keyframe: warning: the dashboard is plain HTTP, and everyone on the network can see the token: put a proxy with TLS before it, \
                  or keep it at 127.0.0.1 and forward the port (ssh -L 7421:127.0.0.1:7421 HOST)"
             );
         }

@@ -8,7 +8,8 @@ use super::{NAMES_PER_ACT_MAX, WRITE_BYTES_MAX};
 use crate::STATE_BYTES_MAX;
 use keyframe_bytes::ByteReader;
 
-/// The secret number by which a writer is known to its server: whoever has it can write as it.
+/// The secret number by which a server knows a writer. Any process that has it can write as that
+/// writer.
 pub type WriterId = [u8; 16];
 
 /// An act of a writer behind a checkpoint server. The names are those of files of the store.

@@ -68,7 +68,7 @@ const MUST_COME: [&str; 19] = [
     "taken by power loss",
     "failed sync",
     "full disk",
-    "writer elsewhere",
+    "remote writer",
     "message or answer lost",
     "late writer refused",
 ];
@@ -101,7 +101,7 @@ struct Known {
 struct Fleet {
     medium: Mutex<FaultyBackend>,
     members: Vec<Mutex<Option<Member>>>,
-    /// The servers of writers elsewhere.
+    /// The servers of remote writers.
     servers: Mutex<Vec<Arc<DirectWriters>>>,
     known: Mutex<Known>,
     chance: Mutex<SeededRandom>,
@@ -317,7 +317,7 @@ impl Fleet {
         let mut image: Image = vec![Some(0); RAM_PAGES];
         image.resize(RAM_PAGES + if has_disk { BLOCKS } else { 0 }, None);
         let guest = Guest { image, owed: false };
-        self.came("writer elsewhere", u64::from(elsewhere.is_some()));
+        self.came("remote writer", u64::from(elsewhere.is_some()));
         let (writer, run) = (Some(writer), Some(run));
         Some(Member { serial, medium, elsewhere, writer, run, guest, tuning })
     }

@@ -53,7 +53,7 @@ impl Network for Unsteady {
     }
 }
 
-/// What a writer elsewhere has in place of the medium.
+/// What a remote writer has in place of the medium.
 #[derive(Debug)]
 pub(super) struct OfServer {
     network: Arc<Unsteady>,
@@ -67,7 +67,7 @@ impl OfServer {
 }
 
 impl Fleet {
-    /// The store as a writer elsewhere opens it. The server works for it in `process`.
+    /// The store as a remote writer opens it. The server works for it in `process`.
     pub(super) fn open_elsewhere(
         self: &Arc<Self>,
         process: &FaultyBackend,
@@ -86,7 +86,7 @@ impl Fleet {
         (OfServer { network }, store)
     }
 
-    /// Lets the lease of some writer elsewhere end, whatever that writer is doing.
+    /// Lets the lease of some remote writer end, whatever that writer is doing.
     pub(super) fn end_a_lease(&self) {
         let server = {
             let servers = locked(&self.servers);
