@@ -186,6 +186,32 @@ fn a_drive_that_is_given_another_file_is_followed() {
     assert_goes_on(&env, || vm.lines(), &[]);
 }
 
+/// A clone of the file under the path would not be the guest's drive.
+#[test]
+fn a_drive_whose_file_was_replaced_is_refused_and_its_vm_runs_on() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
+    let (drive, moved) = (make_drive(&mounted.dir), mounted.dir.join("moved.img"));
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let mut run = attach(&env, &vm, &["--interval", "none"]);
+    run.wait_for_error("checkpoints by `keyframe take`");
+    env.ok(&["take", "--name", "fc"]);
+    std::fs::rename(&drive, &moved).unwrap();
+    std::fs::copy(&moved, &drive).unwrap();
+    env.refused(&["take", "--name", "fc"], 1, &["drive data", "replaced"]);
+    vm.grows(5);
+    std::fs::rename(&moved, &drive).unwrap();
+    env.ok(&["take", "--name", "fc"]);
+    env.ok(&["stop", "--name", "fc"]);
+    assert!(matches!(run.wait().code(), Some(0 | 3)), "{}", run.report());
+    std::fs::rename(&drive, &moved).unwrap();
+    let words = attach_words(&env, &vm, &[]);
+    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
+    env.refused(&words, 1, &["drive data", "replaced or removed", "PATCH"]);
+    vm.grows(5);
+}
+
 #[test]
 fn a_drive_that_cannot_be_cloned_is_refused_and_its_vm_runs_on() {
     let guest = needs_firecracker!();

@@ -79,6 +79,18 @@ pub enum Error {
         /// What the user can do.
         fix: String,
     },
+    /// The file of a drive is not where its path leads.
+    #[error("drive {name}, {}: {problem}", path.display())]
+    Drive {
+        /// The drive.
+        name: String,
+        /// Its path on this host.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+        /// What the user can do.
+        fix: String,
+    },
     /// The guest's RAM was not found in the process.
     #[error("the RAM of Firecracker (process {pid}): {problem}")]
     Ram {
@@ -146,6 +158,7 @@ impl Error {
         Some(match self {
             Self::Attach { fix, .. }
             | Self::CommandLine { fix, .. }
+            | Self::Drive { fix, .. }
             | Self::Restore { fix, .. } => fix.clone(),
             Self::Gone { .. } => {
                 "start Firecracker with --api-sock, and name that socket; it must not be removed \

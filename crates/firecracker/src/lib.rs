@@ -30,6 +30,7 @@ mod error;
 mod http;
 pub mod identity;
 pub mod launch;
+mod open_drives;
 mod process;
 pub mod ram;
 pub mod restore;

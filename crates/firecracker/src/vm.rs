@@ -6,8 +6,9 @@
 //! ```
 
 use crate::api::{Api, Instance, InstanceState};
-use crate::config::VmConfig;
+use crate::config::{Drive, VmConfig};
 use crate::identity::Identity;
+use crate::open_drives::OpenFiles;
 use crate::process::Lifetime;
 use crate::state_file::StateFile;
 use crate::vcpus::{Reading, VcpuThreads};
@@ -151,14 +152,24 @@ impl FirecrackerVm {
 
     pub(crate) fn findings(&mut self) -> Result<Vec<AuditFinding>> {
         (self.config, self.config_text) = self.parts.api.config()?;
+        self.require_open(|_| true)?;
         Ok(audit::audit(&self.config, &self.parts.identity.version))
     }
 
     /// Returns the drives to which the guest can write now. Errors: Firecracker does not answer; the
-    /// file of a drive cannot be looked at.
+    /// file of a drive cannot be looked at, or is not the one under its path ([`crate::Error::Drive`]).
     pub(crate) fn drives_to_capture(&mut self) -> Result<Vec<WritableDrive>> {
         (self.config, self.config_text) = self.parts.api.config()?;
+        let writable = |drive: &&Drive| drive.is_writable();
+        self.require_open(writable)?;
         self.config.writable_drives(&self.parts.directory)
+    }
+
+    /// Checks that the path of each drive of the `kind` leads to the file that Firecracker has open.
+    fn require_open(&self, kind: impl Fn(&&Drive) -> bool) -> Result<()> {
+        let open = OpenFiles::of(self.process_id())?;
+        let mut drives = self.config.drives.iter().filter(kind);
+        drives.try_for_each(|drive| open.require(drive, &self.parts.directory))
     }
 
     pub(crate) fn host_blocks(&self) -> Result<Vec<HostBlock>> {
