@@ -44,6 +44,11 @@ impl FirecrackerGuest {
         self.directory.join("bin/firecracker").display().to_string()
     }
 
+    /// The kernel that the VMs boot.
+    pub fn payload(&self) -> PathBuf {
+        self.directory.join("payload.elf")
+    }
+
     /// A configuration of a VM with `mem_mib` MiB, and `more` sections of JSON, which begin with a
     /// comma.
     pub fn config(&self, mem_mib: u64, more: &str) -> String {
@@ -54,7 +59,7 @@ impl FirecrackerGuest {
     pub fn config_with(&self, mem_mib: u64, options: &str, more: &str) -> String {
         // Firecracker insists on the section.
         let drives = if more.contains("\"drives\"") { "" } else { r#", "drives": []"# };
-        let kernel = self.directory.join("payload.elf").display().to_string();
+        let kernel = self.payload().display().to_string();
         format!(
             r#"{{ "boot-source": {{ "kernel_image_path": "{kernel}", "boot_args": "{options}" }},
                  "machine-config": {{ "vcpu_count": 1, "mem_size_mib": {mem_mib} }}{drives}{more} }}"#
@@ -87,12 +92,41 @@ impl ExternalFirecracker {
         let (socket, output) = (env.path().join("fc.sock"), env.path().join("fc.out"));
         let file = env.path().join("fc.json");
         std::fs::write(&file, config).unwrap();
-        let child = Command::new(guest.binary())
-            .arg("--api-sock")
-            .arg(&socket)
-            .arg("--config-file")
-            .arg(&file)
-            .current_dir(env.path())
+        let mut command = Command::new(guest.binary());
+        command.arg("--api-sock").arg(&socket).arg("--config-file").arg(&file);
+        Self::run(command.current_dir(env.path()), socket, output)
+    }
+
+    /// Starts a VM as the jailer does: as another user, with a root directory of its own in the
+    /// directory of `env`. `config` names files below that root, where `files` are copied to.
+    /// Error: the reason why this machine cannot.
+    pub fn start_jailed(
+        env: &TestEnv,
+        guest: &FirecrackerGuest,
+        config: &str,
+        files: &[&Path],
+    ) -> Result<Self, String> {
+        let root = env.path().join("jail");
+        std::fs::create_dir_all(root.join("dev")).unwrap();
+        let binary = PathBuf::from(guest.binary());
+        for file in files.iter().copied().chain([&*binary, &*guest.payload()]) {
+            std::fs::copy(file, root.join(file.file_name().unwrap())).unwrap();
+        }
+        std::fs::write(root.join("fc.json"), config).unwrap();
+        let script = "mknod dev/kvm c 10 232 && chmod 666 dev/kvm && chown -R 65534:65534 .";
+        let made = Command::new("sh").args(["-c", script]).current_dir(&root).output().unwrap();
+        if !made.status.success() {
+            return Err(format!("a jail: {}", String::from_utf8_lossy(&made.stderr).trim()));
+        }
+        let (socket, output) = (root.join("fc.sock"), env.path().join("fc.out"));
+        let mut command = Command::new("chroot");
+        command.arg("--userspec=65534:65534").arg(&root);
+        command.args(["/firecracker", "--api-sock", "/fc.sock", "--config-file", "/fc.json"]);
+        Ok(Self::run(&mut command, socket, output))
+    }
+
+    fn run(command: &mut Command, socket: PathBuf, output: PathBuf) -> Self {
+        let child = command
             .stdin(Stdio::null())
             .stdout(std::fs::File::create(&output).unwrap())
             .stderr(Stdio::null())

@@ -212,6 +212,39 @@ fn a_drive_whose_file_was_replaced_is_refused_and_its_vm_runs_on() {
     vm.grows(5);
 }
 
+/// A VM in a jail is checkpointed, and restored outside of it. With a drive it is refused: a restored
+/// VM would look for the drive's file outside.
+#[test]
+fn a_vm_in_a_jail_is_checkpointed_if_it_has_no_drive() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let inside =
+        |config: String| config.replace(&guest.payload().display().to_string(), "/payload.elf");
+    let start = |config: &str, files: &[&Path]| {
+        ExternalFirecracker::start_jailed(&env, &guest, config, files)
+    };
+    let drive = make_drive(env.path());
+    let jailed = inside(config(&guest, Path::new("/disk.img")));
+    let vm = match start(&jailed, &[&drive]) {
+        Ok(vm) => vm,
+        Err(reason) => keyframe_tests::skip!("{reason}"),
+    };
+    let words = attach_words(&env, &vm, &[]);
+    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
+    env.refused(&words, 1, &["drive data", "another root directory", "jail"]);
+    vm.grows(5);
+    drop(vm);
+    std::fs::remove_dir_all(env.path().join("jail")).unwrap();
+    let vm = start(&inside(guest.config(128, "")), &[]).unwrap();
+    take_audited(&env, &vm, "3");
+    vm.grows(60);
+    let printed = vm.lines();
+    drop(vm);
+    let left = names(&env.path().join("jail"));
+    assert!(!left.iter().any(|name| name.contains("keyframe")), "{left:?}");
+    assert_goes_on(&env, || printed.clone(), &["--vmm", &guest.binary()]);
+}
+
 #[test]
 fn a_drive_that_cannot_be_cloned_is_refused_and_its_vm_runs_on() {
     let guest = needs_firecracker!();
