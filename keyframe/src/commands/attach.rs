@@ -25,7 +25,8 @@ QEMU keeps the blocks that the guest overwrites in STORE/disks. If that file sys
 A disk that holds internal snapshots (savevm) is read completely for each checkpoint: QEMU could not load a snapshot of a disk
 that has a dirty bitmap.
 
-A Firecracker needs the socket of its API (--api-sock), and no change. Other clients may go on to use the API.
+A Firecracker needs the socket of its API (--api-sock), and no change. Other clients may go on to use the API. The files of
+drives to which its guest can write must be on a file system that clones files (btrfs, XFS).
 
 Examples:
   keyframe attach --store S --qmp /run/vm.sock $(pidof qemu-system-x86_64)

@@ -100,7 +100,8 @@ pub struct Branch {
     #[command(flatten)]
     moved: MovedArg,
     /// Put what the clones write to their disks into this directory instead of the store [default
-    /// for a store that cannot be written: the runtime directory]
+    /// for a store that cannot be written: the runtime directory; for Firecracker, which gets copies
+    /// of its drives: a directory beside the first one]
     #[arg(long, value_name = "DIR")]
     work_dir: Option<PathBuf>,
     /// Report errors only

@@ -93,7 +93,8 @@ pub struct Restore {
     #[command(flatten)]
     moved: MovedArg,
     /// Put what the VM writes to its disks into this directory instead of the store [default for a
-    /// store that cannot be written: the runtime directory]
+    /// store that cannot be written: the runtime directory; for Firecracker, which gets copies of
+    /// its drives: a directory beside the first one]
     #[arg(long, value_name = "DIR")]
     work_dir: Option<PathBuf>,
     /// Report errors only
