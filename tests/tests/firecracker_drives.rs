@@ -105,6 +105,81 @@ fn clones_write_to_drives_of_their_own() {
     assert_eq!(names(&mounted.dir).len(), 3, "{:?}", names(&mounted.dir));
 }
 
+/// The clones of its drives, and the drive that its configuration names, lie in its directory.
+#[test]
+fn checkpoints_of_a_clone_outlive_it_and_the_first_drive() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
+    let drive = make_drive(&mounted.dir);
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    vm.grows(30);
+    take_audited(&env, &vm, "1");
+    vm.grows(200);
+    let printed = vm.lines();
+    drop(vm);
+    let words = ["branch", "--store", &env.store(), "latest", "--name", "clone", "--json"];
+    let mut branch = Process::start(env.command(&words));
+    let whole =
+        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
+    let clone = whole.unwrap_or_else(|| panic!("{}", branch.report())).remove(0);
+    let (api, pid) = (clone["monitor"].as_str().unwrap(), clone["qemu_pid"].to_string());
+    let words = ["attach", "--store", &env.store(), "--name", "of-clone", "--api", api];
+    let options = ["--interval", "200ms", "--count", "2", "--audit", "of-clone"];
+    env.ok(&[&words[..], &options, &[&pid]].concat());
+    branch.signal(rustix::process::Signal::INT);
+    assert!(branch.wait().success(), "{}", branch.report());
+    assert!(branch.errors().contains(".keyframe-drives"), "{}", branch.report());
+    assert_goes_on(&env, || printed.clone(), &[]);
+    std::fs::remove_file(&drive).unwrap();
+    env.ok(&["forget", "--store", &env.store(), "2", "3"]);
+    assert_goes_on(&env, || printed.clone(), &[]);
+    assert!(!drive.exists(), "the file for a moment is left");
+}
+
+#[test]
+fn a_bundle_has_the_drive() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
+    let drive = make_drive(&mounted.dir);
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    vm.grows(30);
+    take_audited(&env, &vm, "2");
+    vm.grows(100);
+    let printed = vm.lines();
+    drop(vm);
+    env.ok(&["bundle", "--store", &env.store(), "latest", "-o", "vm.bundle"]);
+    env.ok(&["forget", "--store", &env.store(), "1", "2"]);
+    env.ok(&["prune", "--store", &env.store()]);
+    std::fs::remove_file(&drive).unwrap();
+    assert_eq!(names(&mounted.dir), [""; 0], "no file of the drive is left");
+    env.ok(&["import", "--store", &env.store(), "vm.bundle"]);
+    assert_goes_on(&env, || printed.clone(), &[]);
+}
+
+/// It is refused after it has looked for clones that a killed engine has left.
+#[test]
+fn a_second_engine_leaves_the_clones_of_the_first() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
+    let drive = make_drive(&mounted.dir);
+    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let mut run = attach(&env, &vm, &["--interval", "30ms"]);
+    run.wait_for_error("a checkpoint every");
+    let words = attach_words(&env, &vm, &[]);
+    let words: Vec<&str> =
+        words.iter().map(|word| if word == "fc" { "second" } else { &**word }).collect();
+    for _ in 0..10 {
+        env.refused(&words, 1, &["another userfaultfd"]);
+    }
+    env.ok(&["stop", "--name", "fc"]);
+    assert_ends_well(&mut run);
+    assert!(!run.errors().contains("checkpoint failed"), "{}", run.report());
+    assert_eq!(clones(&mounted.dir), env.list().len(), "{:?}", names(&mounted.dir));
+}
+
 #[test]
 fn an_engine_that_dies_in_any_phase_leaves_the_drive_to_its_vm() {
     let guest = needs_firecracker!();

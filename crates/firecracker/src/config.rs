@@ -146,8 +146,8 @@ impl VmConfig {
                 "look at the file of drive {name}, {}",
                 path.display()
             )))?;
-            // Firecracker leaves out a last sector that is not whole.
-            let disk_bytes = file.len() / SECTOR_BYTES * SECTOR_BYTES;
+            // As for each raw image, a last sector that is not whole counts.
+            let disk_bytes = file.len().div_ceil(SECTOR_BYTES) * SECTOR_BYTES;
             let identity = (file.dev(), file.ino());
             drives.push(WritableDrive { name, path, disk_bytes, identity });
         }

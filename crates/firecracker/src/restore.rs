@@ -37,7 +37,7 @@ use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -110,7 +110,22 @@ pub struct Plan {
     output: Option<PathBuf>,
     is_rehearsal: bool,
     drives: Vec<DriveFile>,
+    /// For each drive to which the guest can write, the path in the device state.
+    first_files: Vec<(String, PathBuf)>,
     notes: Vec<String>,
+}
+
+/// Files under the paths that Firecracker opens before it gets the VM's own drives, where there is
+/// none any more. Dropping this removes them.
+#[derive(Debug, Default)]
+struct StandIns(Vec<PathBuf>);
+
+impl Drop for StandIns {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            let _ = std::fs::remove_file(path);
+        }
+    }
 }
 
 impl Plan {
@@ -168,9 +183,14 @@ impl Plan {
             ));
         }
         let directory = machine.directory();
+        let mut first_files = Vec::new();
         for drive in &config.drives {
-            let path = drive.path_on_host.as_ref().map(|path| directory.join(path));
-            if let Some(path) = path.filter(|path| !path.exists()) {
+            let Some(path) = drive.path_on_host.as_ref().map(|path| directory.join(path)) else {
+                continue;
+            };
+            if drive.is_writable() {
+                first_files.push((drive.drive_id.clone(), path));
+            } else if !path.exists() {
                 return Err(refuse(
                     format!("the file of drive {} is missing: {}", drive.drive_id, path.display()),
                     "put it back",
@@ -189,6 +209,7 @@ impl Plan {
             output: None,
             is_rehearsal: options.is_rehearsal,
             drives: options.drives,
+            first_files,
             notes,
         }
         .with_own_drives(&config)
@@ -246,6 +267,7 @@ impl Plan {
             });
         }
         let state = state_file(device_state)?;
+        let _stand_ins = self.stand_ins()?;
         let mut place = Place::new(self.socket.clone())?;
         let mut lifetime = self.spawn(&place.socket, &[&state, &shared.file], self.is_rehearsal)?;
         let memory = inherited(&shared.file);
@@ -266,6 +288,7 @@ impl Plan {
     ) -> Result<(FirecrackerVm, Lazy, u64)> {
         let began = Instant::now();
         let state = state_file(device_state)?;
+        let _stand_ins = self.stand_ins()?;
         let mut place = Place::new(self.socket.clone())?;
         let folder = tempfile::Builder::new().prefix("keyframe-uffd-").tempdir();
         let folder = folder.map_err(Error::io("make a directory for a socket"))?;
@@ -321,6 +344,28 @@ impl Plan {
             kill_with_parent(&mut command);
         }
         Lifetime::start(&mut command, files)
+    }
+
+    /// Makes a file for each path of the device state where there is none. Firecracker opens them
+    /// and neither reads nor writes them. Error: a file cannot be made.
+    fn stand_ins(&self) -> Result<StandIns> {
+        let mut made = StandIns::default();
+        for (name, path) in self.first_files.iter().filter(|(_, path)| !path.exists()) {
+            let own = self.drives.iter().find(|own| own.name == *name);
+            let bytes = own.and_then(|own| Some(std::fs::metadata(&own.path).ok()?.len()));
+            let file = File::options().write(true).create_new(true).mode(0o600).open(path);
+            let file = file.map_err(|error| Error::Restore {
+                problem: format!(
+                    "the first file of drive {name} is missing: {}; Firecracker opens it for a \
+                     moment, and Keyframe cannot make one there: {error}",
+                    path.display()
+                ),
+                fix: "make a file there, with any content".into(),
+            })?;
+            made.0.push(path.clone());
+            file.set_len(bytes.unwrap_or(0)).map_err(Error::io("make a file for a drive"))?;
+        }
+        Ok(made)
     }
 
     /// Gives the loaded VM, which is paused, its own drives. Returns its API. Error: Firecracker

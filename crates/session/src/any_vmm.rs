@@ -20,6 +20,7 @@ use super::{DiskMethod, LanChoice, RunReport, SessionOptions, budget, rights};
 use crate::control::Strategy;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::event::Event;
 use crate::launch::PreparedSession;
 use crate::rehearsal::{Rehearsal, Rehearser};
 use crate::run_dir::RunDir;
@@ -145,6 +146,9 @@ fn prepare(
         None
     } else {
         let events = Arc::clone(&options.events);
+        for warning in DriveCapture::warnings(&drives) {
+            events.event(&Event::AuditWarning(warning));
+        }
         let capture = DriveCapture::new(store, &name, drives, events)?;
         Some(Box::new(capture) as Box<dyn DiskCapture>)
     };

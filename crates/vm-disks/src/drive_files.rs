@@ -4,17 +4,23 @@
 //!   .rootfs.ext4.keyframe-1a2b3c4d-web-17 ──clone, or copy──▶ DIR/NAME.1/0-rootfs ◀── the VM reads and writes
 //! ```
 //!
-//! `DIR` is beside the first drive's file, because a file system clones within itself alone. The
-//! copies are removed at the VM's end unless the user keeps them.
+//! `DIR` is beside the first drive's file, because a file system clones within itself alone. A disk
+//! that is whole in the store (of a bundle) is written from there. The copies are removed at the VM's
+//! end, unless the user keeps them, or checkpoints were taken of them: the clones of those lie in the
+//! same directory.
 
 use crate::base_image::require_unchanged;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, StoreError};
 use crate::overlay_directory::OverlayDirectory;
-use keyframe_store::{DiskMeta, Meta};
+use crate::stored::StoredDisk;
+use keyframe_disk::{ImageFormat, commit};
+use keyframe_store::{DiskMeta, Meta, Store};
+use keyframe_units::CheckpointId;
 use keyframe_vmm::DriveFile;
 use std::fs::File;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// The folder beside a drive's file in which restored VMs have theirs.
 const FOLDER: &str = ".keyframe-drives";
@@ -28,22 +34,34 @@ pub struct DriveFiles {
 }
 
 impl DriveFiles {
-    /// Copies the drives of the checkpoint `meta` for a VM `name`, into a new directory in
-    /// `work_dir`, or beside the first of them. Returns `None` if the VM can write to no drive.
+    /// Copies the drives of checkpoint `id` of `store`, described by `meta`, for a VM `name`: into a
+    /// new directory in `work_dir`, or beside the first of them. Returns `None` if the VM can write
+    /// to no drive.
     ///
     /// Errors: the file of a drive is missing or has changed since the checkpoint; those of
-    /// [`OverlayDirectory::claim_in`]; a file cannot be written.
-    pub fn make(meta: &Meta, name: &str, work_dir: Option<&Path>) -> Result<Option<Self>> {
+    /// [`OverlayDirectory::claim`]; a file cannot be read or written.
+    pub fn make(
+        store: &Store,
+        (id, meta): (CheckpointId, &Meta),
+        name: &str,
+        work_dir: Option<&Path>,
+    ) -> Result<Option<Self>> {
         let Some(first) = meta.disks.first() else { return Ok(None) };
         meta.disks.iter().try_for_each(|disk| require_unchanged(&disk.base))?;
-        let beside = Path::new(&first.base.path).with_file_name(FOLDER);
-        let directory = OverlayDirectory::claim_in(work_dir.unwrap_or(&beside), name)?;
+        let beside =
+            (!first.base.is_blank()).then(|| Path::new(&first.base.path).with_file_name(FOLDER));
+        let directory = OverlayDirectory::claim(store, name, work_dir.or(beside.as_deref()))?;
         let mut made = Self { directory: None, files: Vec::new() };
         for (index, disk) in meta.disks.iter().enumerate() {
             let path = directory.overlay(index, &disk.name);
             let path = std::path::absolute(&path).map_err(|e| Error::io("resolve", &path, e))?;
-            if let Err(error) = copy(disk, &path) {
-                remove(&directory);
+            let copied = if disk.base.is_blank() {
+                write_stored((store, id), index, &path)
+            } else {
+                copy(disk, &path)
+            };
+            if let Err(error) = copied {
+                directory.remove();
                 return Err(error);
             }
             made.files.push(DriveFile { name: disk.name.clone(), path });
@@ -57,6 +75,15 @@ impl DriveFiles {
         &self.files
     }
 
+    /// Returns the directory of the files if it outlives the VM, because checkpoints were taken of
+    /// the VM.
+    pub fn with_checkpoints(&self) -> Option<&Path> {
+        self.directory
+            .as_ref()
+            .filter(|directory| has_clones(directory))
+            .map(OverlayDirectory::path)
+    }
+
     /// Leaves the files to a VM that runs on, or to the user. Returns their directory.
     pub fn leave(mut self) -> Option<PathBuf> {
         self.directory.take().map(|directory| directory.path().to_owned())
@@ -65,17 +92,26 @@ impl DriveFiles {
 
 impl Drop for DriveFiles {
     fn drop(&mut self) {
-        if let Some(directory) = &self.directory {
-            remove(directory);
+        if let Some(directory) = self.directory.as_ref().filter(|own| !has_clones(own)) {
+            directory.remove();
+            // It stays if another VM has files there.
+            let folder = directory.path().parent().filter(|folder| folder.ends_with(FOLDER));
+            let _ = folder.map(std::fs::remove_dir);
         }
     }
 }
 
-fn remove(directory: &OverlayDirectory) {
-    directory.remove();
-    // It stays if another VM has files there.
-    let folder = directory.path().parent().filter(|folder| folder.ends_with(FOLDER));
-    let _ = folder.map(std::fs::remove_dir);
+/// True if the directory holds more than the files that were made in it. An unreadable one may.
+fn has_clones(directory: &OverlayDirectory) -> bool {
+    let Ok(entries) = std::fs::read_dir(directory.path()) else { return true };
+    entries.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"."))
+}
+
+/// Writes disk number `index` of checkpoint `id`, which is whole in the store, to `path`.
+fn write_stored((store, id): (&Store, CheckpointId), index: usize, path: &Path) -> Result<()> {
+    let disks = Arc::new(store.load_disks(id).map_err(|e| StoreError::of(store, e))?);
+    let Some(disk) = StoredDisk::of(disks, index) else { return Ok(()) };
+    Ok(commit::to_file(&disk.open()?, path, ImageFormat::Raw, false, &mut |_| Ok(()))?)
 }
 
 fn copy(disk: &DiskMeta, path: &Path) -> Result<()> {

@@ -140,7 +140,7 @@ pub struct WritableDrive {
     pub name: String,
     /// The absolute path of the file on this host.
     pub path: PathBuf,
-    /// The size that the guest sees, in bytes.
+    /// Its size in bytes, in whole sectors.
     pub disk_bytes: u64,
     /// Device and inode of the file.
     pub identity: (u64, u64),

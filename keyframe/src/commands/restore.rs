@@ -150,7 +150,7 @@ impl Restore {
             let (meta, ram, place) = (&meta, &ram, &Place::claim(&meta.vm, &store));
             let device_state = &*device_state;
             let kept = by_restorer::Kept { id, meta, device_state, ram, lineage, place, began };
-            return by_restorer::restore(self, &*restorer, kept, &interrupted);
+            return by_restorer::restore(self, &store, &*restorer, kept, &interrupted);
         }
         self.require_disks(id, &meta)?;
         super::changed_files::check(&meta, self.changed_as_now)?;

@@ -18,7 +18,7 @@ use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_store::{DiskMeta, Store};
 use keyframe_vm_disks::base_image;
-use keyframe_vmm::WritableDrive;
+use keyframe_vmm::{AuditFinding, Severity, WritableDrive};
 
 /// Captures the drives of a VM by cloning their files, for the engine's thread.
 pub struct DriveCapture {
@@ -43,14 +43,40 @@ impl DriveCapture {
         Ok(Self { metas: metas_of(&drives)?, drives, have_changed: false, clones })
     }
 
-    /// Checks that `drives` can be captured, by a clone of each. Error: a file cannot be cloned.
+    /// Checks that `drives` can be captured, by a clone of each. Errors: a file cannot be cloned; two
+    /// drives have the same file, and a restored VM would have two.
     pub fn require_possible(drives: &[WritableDrive]) -> Result<()> {
-        for drive in drives {
+        for (at, drive) in drives.iter().enumerate() {
+            if let Some(twin) = drives[..at].iter().find(|one| one.identity == drive.identity) {
+                let (first, second) = (twin.name.clone(), drive.name.clone());
+                return Err(DiskError::SameFile { first, second }.into());
+            }
             if let Some(why) = objection(&drive.path, Some(ImageFormat::Raw), false) {
                 return Err(DiskError::DriveNotCloneable { name: drive.name.clone(), why }.into());
             }
         }
         Ok(())
+    }
+
+    /// Returns what the user should know before `drives` are captured: with clones of it, each block
+    /// that the guest overwrites takes new space.
+    pub fn warnings(drives: &[WritableDrive]) -> Vec<AuditFinding> {
+        let is_narrow = |drive: &&WritableDrive| {
+            let space = rustix::fs::statvfs(&drive.path);
+            space
+                .is_ok_and(|space| space.f_bavail.saturating_mul(space.f_frsize) < drive.disk_bytes)
+        };
+        let finding = |drive: &WritableDrive| AuditFinding {
+            subject: format!("drive {}", drive.name),
+            reason:
+                "its file system has less free space than the drive is large; with clones of it, \
+                     each block that the guest overwrites takes new space, and without space the \
+                     guest's writes fail"
+                    .into(),
+            fix: "make space, or forget checkpoints in time (--keep-last, --keep-within)".into(),
+            severity: Severity::Warning,
+        };
+        drives.iter().filter(is_narrow).map(finding).collect()
     }
 
     /// Returns the descriptions of the drives.

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Invariant: a checkpoint names its clone only when the clone is durable, and no clone that a
-//! checkpoint names is removed.
+//! checkpoint of this store names is removed.
 
 use crate::error::{CloneObstacle, DiskError, Error, Result};
 use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
@@ -19,7 +19,7 @@ use keyframe_disk::ImageFormat;
 use keyframe_disk::chain::image_files;
 use keyframe_store::{Run, Store};
 use keyframe_vm_disks::base_image;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::fs::{File, Permissions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt, PermissionsExt};
@@ -89,9 +89,9 @@ impl ImageClones {
         events: SharedEventSink,
     ) -> Result<Self> {
         let owner = format!("keyframe-{:.8}-{}", store.id(), crate::run_dir::name_from(vm));
-        remove_left_over(store, &sources, &*events)?;
+        let next = remove_left_over(store, &sources, &owner, &*events)? + 1;
         let (prepared, in_flight) = (Vec::new(), BTreeMap::new());
-        Ok(Self { sources, owner, events, next: 1, prepared, current: None, in_flight })
+        Ok(Self { sources, owner, events, next, prepared, current: None, in_flight })
     }
 
     /// Clones `sources` from the next capture on.
@@ -302,35 +302,53 @@ fn stem(image: &Path) -> String {
     name[..end].to_owned()
 }
 
-/// Removes clones of this store that no checkpoint names. They lie beside the images.
+/// Removes the clones that a killed engine of this VM has left: those of `owner` that no checkpoint
+/// names. They lie beside the images. Returns the highest number of a clone.
+///
+/// A checkpoint may name a clone by another path, because the folder was moved or is reached through
+/// a link. So a clone stays if a checkpoint names any file of its name. Clones of other VMs stay: an
+/// engine of theirs may be making them.
 fn remove_left_over(
     store: &Store,
     sources: &[Source],
+    owner: &str,
     events: &dyn EventSink<Event>,
-) -> Result<()> {
-    if sources.is_empty() {
-        return Ok(());
-    }
-    let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
-    if !listing.unreadable.is_empty() {
-        // What an unreadable checkpoint names is not known.
-        return Ok(());
-    }
-    let disks = listing.sealed.iter().flat_map(|sealed| &sealed.meta.disks);
-    let named: Vec<&str> = disks.map(|disk| disk.base.path.as_str()).collect();
+) -> Result<u64> {
+    let mut highest = 0;
+    let mut found = Vec::new();
     for source in sources {
         let folder = source.image.parent().unwrap_or(Path::new("/"));
-        let ours = format!(".{}.keyframe-{:.8}-", stem(&source.image), store.id());
         let entries = std::fs::read_dir(folder).map_err(|e| io_error("list", folder, e))?;
         for path in entries.flatten().map(|entry| entry.path()) {
-            let is_ours =
-                path.file_name().is_some_and(|name| name.to_string_lossy().starts_with(&ours));
-            if is_ours && !path.to_str().is_some_and(|path| named.contains(&path)) {
-                discard(&path, events);
+            let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            if let Some(number) = number_of(&name, &source.image, owner) {
+                highest = highest.max(number);
+                found.push((name, path));
             }
         }
     }
-    Ok(())
+    if found.is_empty() {
+        return Ok(0);
+    }
+    // After the folders, so that no checkpoint is missing whose clone was found.
+    let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
+    if !listing.unreadable.is_empty() {
+        // What an unreadable checkpoint names is not known.
+        return Ok(highest);
+    }
+    let disks = listing.sealed.iter().flat_map(|sealed| &sealed.meta.disks);
+    let named: HashSet<_> =
+        disks.filter_map(|disk| Path::new(&disk.base.path).file_name()?.to_str()).collect();
+    for (_, path) in found.iter().filter(|(name, _)| !named.contains(&**name)) {
+        discard(path, events);
+    }
+    Ok(highest)
+}
+
+/// Returns the number of the clone `name` of `image`; `None` if it is none of `owner`.
+fn number_of(name: &str, image: &Path, owner: &str) -> Option<u64> {
+    let number = name.strip_prefix(&format!(".{}.{owner}-", stem(image)))?;
+    number.bytes().all(|byte| byte.is_ascii_digit()).then(|| number.parse().ok()).flatten()
 }
 
 fn discard(path: &Path, events: &dyn EventSink<Event>) {
@@ -344,4 +362,19 @@ fn discard(path: &Path, events: &dyn EventSink<Event>) {
 
 fn io_error(operation: &'static str, path: &Path, source: io::Error) -> DiskError {
     DiskError::Io { operation, path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clone_is_told_from_those_of_other_vms_and_images() {
+        let number = |name| number_of(name, Path::new("/d/a.img"), "keyframe-1a2b3c4d-web");
+        assert_eq!(number(".a.img.keyframe-1a2b3c4d-web-17"), Some(17));
+        assert_eq!(number(".a.img.keyframe-1a2b3c4d-web-1-17"), None, "VM web-1");
+        assert_eq!(number(".a.img.keyframe-1a2b3c4d-web-"), None);
+        assert_eq!(number(".a.img.keyframe-ffffffff-web-17"), None, "another store");
+        assert_eq!(number(".b.img.keyframe-1a2b3c4d-web-17"), None);
+    }
 }

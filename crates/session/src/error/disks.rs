@@ -35,6 +35,14 @@ pub enum DiskError {
         /// The reason why its file cannot be cloned.
         why: CloneObstacle,
     },
+    /// Two drives of a VMM that opens its files itself have one file.
+    #[error("drives {first} and {second} have the same file, and a restored VM would have two")]
+    SameFile {
+        /// The one.
+        first: String,
+        /// The other.
+        second: String,
+    },
     /// A drive of a VMM that opens its files itself has another file than before.
     #[error("a drive of the VM was given another file, or another size")]
     DrivesChanged,
@@ -222,9 +230,16 @@ impl DiskError {
             Self::NotCloneable(_) => "put the image on btrfs or XFS, or leave --disk out: another \
                                       way is chosen then"
                 .into(),
+            Self::DriveNotCloneable { why: CloneObstacle::Io { .. }, .. } => {
+                "let Keyframe write beside the drive's file, where it puts the clones".into()
+            }
+            Self::DriveNotCloneable { why: CloneObstacle::NotRegular(_), .. } => {
+                "give the drive a file on btrfs or XFS, or make it read-only (is_read_only)".into()
+            }
             Self::DriveNotCloneable { .. } => "put the drive's file on btrfs or XFS, or make the \
                                                drive read-only (is_read_only)"
                 .into(),
+            Self::SameFile { .. } => "give each drive a file of its own".into(),
             Self::AlreadyOpen => "leave --disk out, or start the VM with `keyframe run`".into(),
             Self::OtherJob(_) => "wait until it ends, or cancel it (block-job-cancel)".into(),
             Self::NbdServer(_) => {

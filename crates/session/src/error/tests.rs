@@ -162,6 +162,7 @@ fn disks() -> Vec<String> {
             name: "rootfs".into(),
             why: CloneObstacle::NoClones { path: image(), source: denied() },
         },
+        DiskError::SameFile { first: "a".into(), second: "b".into() },
         DiskError::DrivesChanged,
         DiskError::AlreadyOpen,
         DiskError::OtherJob(disk()),

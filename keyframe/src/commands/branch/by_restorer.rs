@@ -43,7 +43,8 @@ pub fn branch(
     let directories: Vec<PathBuf> =
         places.iter().map(|(_, _, directory)| directory.path().to_owned()).collect();
     let drives = |(_, name, _): &(u32, String, RunDir)| {
-        DriveFiles::make(&loaded.meta, name, command.work_dir.as_deref())
+        let what = (loaded.id, &loaded.meta);
+        DriveFiles::make(store, what, name, command.work_dir.as_deref())
     };
     let mut drives: Vec<Option<DriveFiles>> =
         places.iter().map(drives).collect::<Result<_, _>>()?;
@@ -193,7 +194,8 @@ fn end(command: &Branch, clones: Vec<Alive>, vmm: VmmKind, ended: Outcome) -> Ou
         } else if !clone.ended {
             killed = killed.and(clone.vm.end());
         }
-        let kept = clone.drives.filter(|_| runs_on || command.keep_disks);
+        let stays = |own: &DriveFiles| own.with_checkpoints().is_some();
+        let kept = clone.drives.filter(|own| runs_on || command.keep_disks || stays(own));
         if let Some(place) = kept.and_then(DriveFiles::leave)
             && !command.quiet
         {

@@ -6,7 +6,7 @@ use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::{output, rights};
 use keyframe_inspect::source_of;
 use keyframe_machine::Lineage;
-use keyframe_store::Meta;
+use keyframe_store::{Meta, Store};
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::drive_files::DriveFiles;
 use keyframe_vmm::{
@@ -37,9 +37,10 @@ pub struct Kept<'a> {
     pub began: Instant,
 }
 
-/// Restores `kept` by `restorer`, and waits for the VM's end.
+/// Restores `kept` of `store` by `restorer`, and waits for the VM's end.
 pub fn restore(
     command: &Restore,
+    store: &Store,
     restorer: &dyn Restorer,
     kept: Kept<'_>,
     interrupted: &AtomicBool,
@@ -47,7 +48,7 @@ pub fn restore(
     let vmm = restorer.capabilities().vmm();
     refuse_options(command, restorer)?;
     let work_dir = command.work_dir.as_deref();
-    let drives = DriveFiles::make(kept.meta, &kept.meta.vm, work_dir).map_err(Failure::from)?;
+    let drives = DriveFiles::make(store, (kept.id, kept.meta), &kept.meta.vm, work_dir)?;
     let options = PlanOptions {
         binary: command.qemu.clone(),
         arguments: command.extra.clone(),
@@ -94,7 +95,11 @@ pub fn restore(
     if ended.is_err() {
         let _ = restored.vm.end();
     }
-    if let Some(place) = drives.filter(|_| command.keep_disks).and_then(DriveFiles::leave) {
+    if let Some(place) = drives.as_ref().and_then(DriveFiles::with_checkpoints) {
+        command.say(|| {
+            format!("the VM's drives stay in {}: checkpoints were taken of it", place.display())
+        });
+    } else if let Some(place) = drives.filter(|_| command.keep_disks).and_then(DriveFiles::leave) {
         command.say(|| format!("the VM's drives are in {}", place.display()));
     }
     ended
