@@ -13,7 +13,8 @@
 // a VM that is restored exactly prints the lines that the first VM printed.
 //
 // Options on the kernel's command line: kf.pages=N (default 2048), kf.pause=N (empty turns of a loop
-// after each line, default 0).
+// after each line, default 0), kf.fill=N (pages after the table that are written once, before the
+// first line, so that RAM is in use; default 0), kf.idle=1 (the guest halts after the first line).
 #include <stdint.h>
 
 #define TABLE ((uint64_t *)0x1000000)
@@ -68,7 +69,9 @@ static int is_as_written(const volatile uint64_t *words, uint64_t page) {
 void run(const uint8_t *boot) {
     const char *line = (const char *)(uint64_t) * (const uint32_t *)(boot + COMMAND_LINE);
     uint64_t pages = option(line, "kf.pages", 2048), pause = option(line, "kf.pause", 0);
+    uint64_t fill = option(line, "kf.fill", 0), idle = option(line, "kf.idle", 0);
     uint64_t step = 0, chain = 0x4b65796672616d65;
+    for (uint64_t page = pages; page < pages + fill; page++) ((volatile uint64_t *)TABLE)[page * WORDS] = mix(page);
     for (uint64_t number = 1;; number++) {
         for (int i = 0; i < STEPS; i++) {
             step++;
@@ -88,6 +91,7 @@ void run(const uint8_t *boot) {
         put(' ');
         say_hex(chain);
         put('\n');
+        if (idle) return;
         for (volatile uint64_t turn = 0; turn < pause; turn++) {}
     }
 }
