@@ -84,6 +84,7 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     let plan = Plan::new(options);
     let bench = Bench { options, interrupt: &interrupt, dir: dir.path(), plan };
     let mut rows = Rows::default();
+    let load_before = load_average();
     let mut last_error = None;
     for vmm in VMMS {
         let chosen = sizes.iter().copied().filter(|mib| parts.has(&part(vmm, *mib)));
@@ -100,8 +101,23 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     }
     match last_error {
         Some(error) if rows.is_empty() => Err(error),
-        _ => Ok(report(&rows)),
+        _ => {
+            let mut report = report(&rows);
+            let machine = format!(
+                "load average {load_before} at the beginning and {} at the end, of which the VMs and \
+                 Keyframe are a part",
+                load_average()
+            );
+            report.notes.insert("machine".into(), machine);
+            Ok(report)
+        }
     }
+}
+
+/// Returns the processes that ran or waited for a processor in the last minute, on average.
+fn load_average() -> String {
+    let text = std::fs::read_to_string("/proc/loadavg").unwrap_or_default();
+    text.split_whitespace().next().unwrap_or("unknown").to_owned()
 }
 
 /// Returns the name of a VMM for a person.

@@ -12,22 +12,26 @@ const RESTORE_TIMEOUT: Duration = Duration::from_secs(120);
 /// What the command prints before the time at which the VM runs.
 const RUNNING: &str = "is running after";
 
+/// The time until a restored VM runs.
+pub struct TimeToRun {
+    /// From the start of the command until it tells that the VM runs.
+    pub whole_ns: f64,
+    /// As the command tells it: without its own start.
+    pub reported_ns: f64,
+}
+
 /// The times of a lazy restore.
 pub struct LazyTimes {
-    /// The time until the command told that the VM runs.
-    pub first_ns: f64,
-    /// The time until the VM ran, as the command tells it: without the start of the command.
-    pub reported_ns: f64,
+    /// The time until the VM runs.
+    pub running: TimeToRun,
     /// The time until all RAM was loaded.
     pub resident_ns: f64,
 }
 
 /// The times of an eager restore.
 pub struct EagerTimes {
-    /// The time until the command told that the VM runs.
-    pub first_ns: f64,
-    /// The time until the VM ran, as the command tells it: without the start of the command.
-    pub reported_ns: f64,
+    /// The time until the VM runs.
+    pub running: TimeToRun,
     /// The time to load all RAM, as the restore reports it.
     pub filled_ns: f64,
 }
@@ -53,20 +57,20 @@ impl CheckpointRestores<'_> {
     /// Restores lazily.
     pub fn lazy(&self) -> Result<LazyTimes, Error> {
         let (_running, started, lines) = self.start(&["--lazy"])?;
-        let (first_ns, line) = wait_for_line(&lines, started, RUNNING, RESTORE_TIMEOUT)?;
+        let running = wait_until_running(&lines, started)?.0;
         let resident = "all of its RAM is there after";
         let (resident_ns, _) = wait_for_line(&lines, started, resident, RESTORE_TIMEOUT)?;
         // The restore writes the working set right after that line.
         std::thread::sleep(Duration::from_millis(100));
-        Ok(LazyTimes { first_ns, reported_ns: time_after(&line, RUNNING)?, resident_ns })
+        Ok(LazyTimes { running, resident_ns })
     }
 
     /// Restores eagerly.
     pub fn eager(&self) -> Result<EagerTimes, Error> {
         let (_running, started, lines) = self.start(&[])?;
-        let (first_ns, line) = wait_for_line(&lines, started, RUNNING, RESTORE_TIMEOUT)?;
+        let (running, line) = wait_until_running(&lines, started)?;
         let filled_ns = time_after(&line, "its RAM filled in")?;
-        Ok(EagerTimes { first_ns, reported_ns: time_after(&line, RUNNING)?, filled_ns })
+        Ok(EagerTimes { running, filled_ns })
     }
 
     fn start(&self, options: &[&str]) -> Result<(RunningProcess, Instant, Lines), Error> {
@@ -85,6 +89,12 @@ impl CheckpointRestores<'_> {
         let lines = collect_lines(errors);
         Ok((running, started, lines))
     }
+}
+
+/// Waits until the command tells that the VM runs. Returns its times, and the line.
+fn wait_until_running(lines: &Lines, started: Instant) -> Result<(TimeToRun, String), Error> {
+    let (whole_ns, line) = wait_for_line(lines, started, RUNNING, RESTORE_TIMEOUT)?;
+    Ok((TimeToRun { whole_ns, reported_ns: time_after(&line, RUNNING)? }, line))
 }
 
 /// Runs `line`, a QEMU that loads its own snapshot. Returns the ns until its monitor reports that the

@@ -181,13 +181,13 @@ impl FirecrackerVms<'_> {
         self.bench.interrupt.check()?;
         let restores = CheckpointRestores { options: self.bench.options, store, dir: &self.dir };
         let eager = restores.eager()?;
-        rows.push(self.vm, measures.eager, eager.reported_ns);
-        rows.push(self.vm, measures.eager_command, eager.first_ns);
+        rows.push(self.vm, measures.eager, eager.running.reported_ns);
+        rows.push(self.vm, measures.eager_command, eager.running.whole_ns);
         rows.push(self.vm, measures.fill, eager.filled_ns);
         restores.forget_working_set()?;
         let lazy = restores.lazy()?;
-        rows.push(self.vm, measures.lazy, lazy.reported_ns);
-        rows.push(self.vm, measures.lazy_command, lazy.first_ns);
+        rows.push(self.vm, measures.lazy, lazy.running.reported_ns);
+        rows.push(self.vm, measures.lazy_command, lazy.running.whole_ns);
         rows.push(self.vm, measures.lazy_resident, lazy.resident_ns);
         Ok(())
     }

@@ -16,6 +16,13 @@ use std::time::Duration;
 const INTERVAL: Duration = Duration::from_secs(1);
 /// The pages that the guest writes in a second under TCG, and in a pass under KVM.
 const RATE: u64 = 1000;
+/// The strategies, which take turns, and the names of their pauses.
+const STRATEGIES: [(&str, &str); 4] = [
+    ("precopy", "pause_ns"),
+    ("pre-scan", "pre_scan_pause_ns"),
+    ("stop-copy", "stop_copy_pause_ns"),
+    ("fork", "fork_pause_ns"),
+];
 /// The RAM that the guest's kernel needs.
 const KERNEL_MIB: u64 = 112;
 /// The largest part of RAM that the guest writes.
@@ -75,15 +82,10 @@ fn checkpoints(
     let first = vm.take("precopy")?;
     rows.push(guest.vm, "first_stored_bytes", stored_bytes(&first)?);
     for _ in 0..bench.plan.checkpoints.div_ceil(2) {
-        for strategy in ["precopy", "fork"] {
+        for (strategy, measure) in STRATEGIES {
             bench.interrupt.sleep(INTERVAL)?;
             let taken = vm.take(strategy)?;
-            let pause_ns = number_of(&taken, "pause_ns")?;
-            if strategy == "fork" {
-                rows.push(guest.vm, "fork_pause_ns", pause_ns);
-                continue;
-            }
-            rows.push(guest.vm, "pause_ns", pause_ns);
+            rows.push(guest.vm, measure, number_of(&taken, "pause_ns")?);
             rows.push(guest.vm, "dirty_pages", number_of(&taken, "dirty_pages")?);
             rows.push(guest.vm, "later_stored_bytes", stored_bytes(&taken)?);
         }
@@ -103,13 +105,13 @@ fn restores(
     for _ in 0..bench.plan.restores {
         bench.interrupt.check()?;
         let eager = restores.eager()?;
-        rows.push(guest.vm, "restore_ns", eager.reported_ns);
-        rows.push(guest.vm, "restore_command_ns", eager.first_ns);
+        rows.push(guest.vm, "restore_ns", eager.running.reported_ns);
+        rows.push(guest.vm, "restore_command_ns", eager.running.whole_ns);
         rows.push(guest.vm, "restore_fill_ns", eager.filled_ns);
         restores.forget_working_set()?;
         let lazy = restores.lazy()?;
-        rows.push(guest.vm, "lazy_restore_ns", lazy.reported_ns);
-        rows.push(guest.vm, "lazy_restore_command_ns", lazy.first_ns);
+        rows.push(guest.vm, "lazy_restore_ns", lazy.running.reported_ns);
+        rows.push(guest.vm, "lazy_restore_command_ns", lazy.running.whole_ns);
         rows.push(guest.vm, "lazy_resident_ns", lazy.resident_ns);
     }
     Ok(())

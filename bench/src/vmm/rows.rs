@@ -10,8 +10,10 @@ use std::fmt::Write;
 pub const VMMS: [&str; 3] = ["firecracker", "tcg", "kvm"];
 
 /// The measures of which the worst size is a figure without a size.
-const SUMMARIZED: [&str; 8] = [
+const SUMMARIZED: [&str; 10] = [
     "pause_ns",
+    "pre_scan_pause_ns",
+    "stop_copy_pause_ns",
     "fork_pause_ns",
     "restore_ns",
     "lazy_restore_ns",
@@ -32,8 +34,10 @@ const RATIOS: [(&str, &str, &str); 8] = [
     ("loadvm_over_lazy_restore", "loadvm_ns", "lazy_restore_ns"),
 ];
 /// The columns of the table: a title, and the measures of which a VMM has one.
-const COLUMNS: [(&str, &[&str]); 13] = [
+const COLUMNS: [(&str, &[&str]); 15] = [
     ("pause", &["pause_ns"]),
+    ("pre-scan", &["pre_scan_pause_ns"]),
+    ("stop-copy", &["stop_copy_pause_ns"]),
     ("forked", &["fork_pause_ns"]),
     ("own full", &["full_ns", "savevm_ns"]),
     ("own diff", &["diff_ns"]),
@@ -47,8 +51,44 @@ const COLUMNS: [(&str, &[&str]); 13] = [
     ("first", &["first_stored_bytes"]),
     ("later", &["later_stored_bytes"]),
 ];
-const TABLE_HEAD: &str = "Medians: times in ms (pause to 20 clones), sizes in MiB (RAM to later). \
+const TABLE_HEAD: &str = "Medians: times in ms (pause to 20 clones); sizes in MiB (RAM to later). \
     Own: by the VMM itself.";
+
+/// How each thing is measured, and what is not.
+const METHODS: [(&str, &str); 6] = [
+    (
+        "pause",
+        "Keyframe's pauses are those that it reports: from before the request to pause until the VMM \
+         has confirmed that the VM runs. A checkpoint follows a second after the one before; the \
+         first one of a VM is left out",
+    ),
+    (
+        "firecracker_own_snapshots",
+        "full and diff: from before PATCH Paused until PATCH Resumed is answered, with new files for \
+         each snapshot, a second after the one before. Each has a VM of its own with the same guest; \
+         that of diff has track_dirty_pages",
+    ),
+    ("qemu_own_snapshots", "savevm and migrate: the time between QEMU's events STOP and RESUME"),
+    (
+        "restore",
+        "restore and lazy_restore: as keyframe restore reports it, from its beginning until the VMM \
+         has confirmed that the VM runs; restore_command: from the start of the command. \
+         load_command: from the start of Firecracker until it has loaded and resumed its own Full \
+         snapshot; load: these two requests alone; loadvm: from the start of QEMU. All files are in \
+         the page cache. bare: a VM that has written 8 MiB",
+    ),
+    (
+        "clones",
+        "branch_20: as keyframe branch -n 20 reports it, until all run; of a guest that has halted. \
+         clone_ram: private, written pages of the guest's RAM, two seconds later, of the clone with \
+         the most",
+    ),
+    (
+        "not_measured",
+        "forked checkpoints of Firecracker (its seccomp filter forbids the fork); the file system of \
+         a guest (table 7); copy threads and huge pages by interval",
+    ),
+];
 
 /// A measured VM: its VMM, and the size of its RAM in MiB.
 pub type Vm = (&'static str, u64);
@@ -102,6 +142,9 @@ impl Rows {
         }
         for (vmm, note) in &self.notes {
             report.notes.insert((*vmm).into(), note.clone());
+        }
+        for (topic, note) in METHODS {
+            report.notes.insert(topic.into(), note.into());
         }
     }
 
@@ -208,6 +251,9 @@ mod tests {
         let table = measured().table();
         let lines: Vec<&str> = table.lines().collect();
         assert_eq!(lines.len(), 4, "{table}");
-        assert!(lines[3].contains("1024      3.00         -    240.00     24.00"), "{table}");
+        assert!(
+            lines[3].contains("1024      3.00         -         -         -    240.00     24.00"),
+            "{table}"
+        );
     }
 }
