@@ -24,6 +24,8 @@ pub struct Options {
     pub guest: Option<PathBuf>,
     /// The directory of the real guest; built if `None`.
     pub real_guest: Option<PathBuf>,
+    /// The directory of Firecracker and its payload; built if `None`.
+    pub firecracker_guest: Option<PathBuf>,
     /// The QEMU with which `replay`, `speedup` and `evaluation` record; `qemu-system-x86_64` if `None`.
     pub qemu: Option<PathBuf>,
     /// The directory to which `evaluation` writes; `out/evaluation` if `None`.

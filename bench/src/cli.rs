@@ -112,6 +112,9 @@ pub struct Cli {
     /// The directory of the guest that compiles [default: built by guests/build real]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_REAL_GUEST")]
     real_guest: Option<PathBuf>,
+    /// The directory of Firecracker and its payload [default: built by guests/build firecracker]
+    #[arg(long, value_name = "DIR", env = "KEYFRAME_FIRECRACKER_GUEST")]
+    firecracker_guest: Option<PathBuf>,
     /// The QEMU with which `replay`, `speedup` and `evaluation` record and replay
     /// [default: qemu-system-x86_64]
     #[arg(long, value_name = "PATH")]
@@ -167,6 +170,7 @@ impl Cli {
             seconds: self.seconds,
             guest: self.guest.clone(),
             real_guest: self.real_guest.clone(),
+            firecracker_guest: self.firecracker_guest.clone(),
             qemu: self.qemu.clone(),
             out: self.out.clone(),
             stop_after: self.stop_after,

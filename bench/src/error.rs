@@ -83,8 +83,8 @@ impl Error {
     pub fn fix(&self) -> Option<&'static str> {
         match self {
             Self::NoGuest { guest: "firecracker", .. } => Some(
-                "get Firecracker and its payload with guests/build firecracker in the project's \
-                 directory, and run the benchmark there",
+                "get it with guests/build firecracker in the project's directory, and name its \
+                 directory with --firecracker-guest or KEYFRAME_FIRECRACKER_GUEST",
             ),
             Self::NoGuest { guest: "payload", .. } => Some(
                 "build it with guests/build payload in the project's directory, and run the \

@@ -26,9 +26,13 @@ pub struct PayloadGuest {
 }
 
 impl FirecrackerFiles {
-    /// Builds them with `guests/build firecracker`.
-    pub fn find() -> Result<Self, Error> {
-        Ok(Self { dir: find("firecracker", None, &["bin/firecracker", "payload.elf"])? })
+    /// Finds those that `--firecracker-guest` names, or builds them with `guests/build firecracker`.
+    pub fn find(options: &Options) -> Result<Self, Error> {
+        let files = ["bin/firecracker", "payload.elf"];
+        let dir = find("firecracker", options.firecracker_guest.as_deref(), &files)?;
+        // Firecracker runs in another directory.
+        let dir = std::path::absolute(dir).map_err(Error::io("find Firecracker"))?;
+        Ok(Self { dir })
     }
 
     /// Returns the path of the VMM.

@@ -134,7 +134,7 @@ impl Bench<'_> {
         match vmm {
             "firecracker" => {
                 check_kvm()?;
-                let files = FirecrackerFiles::find()?;
+                let files = FirecrackerFiles::find(self.options)?;
                 sizes.iter().try_for_each(|mib| firecracker::measure(self, &files, *mib, rows))
             }
             "tcg" => {

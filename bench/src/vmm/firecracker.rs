@@ -119,6 +119,7 @@ impl FirecrackerVms<'_> {
             }
             rows.push(self.vm, "later_stored_bytes", stored);
             rows.push(self.vm, "pause_ns", number_of(checkpoint, "pause_ns")?);
+            push_pause_parts(self.vm, checkpoint, rows)?;
             rows.push(self.vm, "dirty_pages", number_of(checkpoint, "dirty_pages")?);
         }
         Ok(())
@@ -296,6 +297,20 @@ fn whole_json(lines: &Lines) -> Result<Vec<Value>, Error> {
             return Ok(values);
         }
     }
+}
+
+/// Adds the parts of a checkpoint's pause.
+pub fn push_pause_parts(vm: Vm, checkpoint: &Value, rows: &mut Rows) -> Result<(), Error> {
+    for (part, measure) in [
+        ("stop", "pause_stop_ns"),
+        ("device_state", "pause_device_state_ns"),
+        ("scan", "pause_scan_ns"),
+        ("copy", "pause_copy_ns"),
+        ("resume", "pause_resume_ns"),
+    ] {
+        rows.push(vm, measure, number_of(&checkpoint["pause"], part)?);
+    }
+    Ok(())
 }
 
 /// Returns what a checkpoint takes in the store: pages, map and device state.

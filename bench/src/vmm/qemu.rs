@@ -2,7 +2,7 @@
 //! `-loadvm`.
 
 use super::Bench;
-use super::firecracker::{allocated_bytes, number_of, stored_bytes};
+use super::firecracker::{allocated_bytes, number_of, push_pause_parts, stored_bytes};
 use super::rows::{Rows, Vm};
 use crate::Error;
 use crate::guest_files::{PayloadGuest, SmallGuest};
@@ -86,6 +86,9 @@ fn checkpoints(
             bench.interrupt.sleep(INTERVAL)?;
             let taken = vm.take(strategy)?;
             rows.push(guest.vm, measure, number_of(&taken, "pause_ns")?);
+            if strategy == "precopy" {
+                push_pause_parts(guest.vm, &taken, rows)?;
+            }
             rows.push(guest.vm, "dirty_pages", number_of(&taken, "dirty_pages")?);
             rows.push(guest.vm, "later_stored_bytes", stored_bytes(&taken)?);
         }
