@@ -352,8 +352,7 @@ fn soak_firecracker_is_measured_beside_its_own_snapshots() {
     let directory = directory.display().to_string();
     let env = TestEnv::exclusive();
     let part = ["vmm", "--only", "firecracker_128mib", "--rounds", "1", "--plot", "vmm.svg"];
-    let (report, _) =
-        report(&env, &[&part[..], &["--firecracker-guest", &directory]].concat());
+    let (report, _) = report(&env, &[&part[..], &["--firecracker-guest", &directory]].concat());
     let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
     for key in [
         "firecracker_pause_p50_ns",
