@@ -2,7 +2,7 @@
 
 use crate::{
     Error, Report, evaluation, fleet, memtrace_columns, overhead, pause, replay, replication,
-    restore, speedup, store,
+    restore, speedup, store, vmm,
 };
 use keyframe_units::error_chain as chain;
 use std::path::PathBuf;
@@ -24,6 +24,8 @@ pub struct Options {
     pub guest: Option<PathBuf>,
     /// The directory of the real guest; built if `None`.
     pub real_guest: Option<PathBuf>,
+    /// The directory of Firecracker and its payload; built if `None`.
+    pub firecracker_guest: Option<PathBuf>,
     /// The QEMU with which `replay`, `speedup` and `evaluation` record; `qemu-system-x86_64` if `None`.
     pub qemu: Option<PathBuf>,
     /// The directory to which `evaluation` writes; `out/evaluation` if `None`.
@@ -52,7 +54,7 @@ impl Options {
 
 type Run = fn(&Options) -> Result<Report, Error>;
 
-const ALL: [(&str, Run); 10] = [
+const ALL: [(&str, Run); 11] = [
     ("pause", pause::run),
     ("overhead", overhead::run),
     ("restore", run_restore),
@@ -63,10 +65,11 @@ const ALL: [(&str, Run); 10] = [
     ("evaluation", evaluation::run),
     ("memtrace-columns", memtrace_columns::run),
     ("fleet", fleet::run),
+    ("vmm", vmm::run),
 ];
 
 /// Returns the names of all benchmarks.
-pub fn names() -> [&'static str; 10] {
+pub fn names() -> [&'static str; 11] {
     ALL.map(|(name, _)| name)
 }
 

@@ -44,6 +44,9 @@ Benchmarks:
                (3 rounds of 50 minutes)
   memtrace-columns  the column encoders of memtrace.parquet against the parquet library's, on the rows
                of a guest: time and size (1 minute)
+  vmm          checkpoint, restore and size of VMs with 128 to 1024 MiB, on Firecracker and on QEMU
+               under TCG and KVM; against Firecracker's own snapshots and QEMU's; 20 clones
+               (20 minutes)
   store        ten checkpoints of 1 GiB into the store, databases, borg, restic and a flat file:
                speed and size (15 minutes)
 
@@ -64,6 +67,7 @@ Examples:
   keyframe-bench evaluation --stop-after 100m
   keyframe-bench evaluation --stop-after 0s
   keyframe-bench fleet --json
+  keyframe-bench vmm --only firecracker,tcg_512mib --json
   keyframe-bench store --quick
   keyframe-bench store --only keyframe,kyoto,borg
   keyframe-bench store --from runs
@@ -88,7 +92,8 @@ pub struct Cli {
     quick: bool,
     /// Measure only these parts, named as in the keys: 1k 5k 20k 60k 1gib 2gib 4gib disk, or
     /// compute 60k_1s compile ..., or keyframe kyoto borg ..., or record jobs memtrace compute
-    /// redis ..., or icount hot wait ..., or web failover 1gbit adaptive ..., or compile bonnie stream 500ms 1000ms ...
+    /// redis ..., or icount hot wait ..., or web failover 1gbit adaptive ..., or
+    /// firecracker kvm tcg_128mib ..., or compile bonnie stream 500ms 1000ms ...
     #[arg(long, value_name = "PART", value_delimiter = ',')]
     only: Vec<String>,
     /// Measure each thing N times [default: as many as a stable median needs]
@@ -107,6 +112,9 @@ pub struct Cli {
     /// The directory of the guest that compiles [default: built by guests/build real]
     #[arg(long, value_name = "DIR", env = "KEYFRAME_REAL_GUEST")]
     real_guest: Option<PathBuf>,
+    /// The directory of Firecracker and its payload [default: built by guests/build firecracker]
+    #[arg(long, value_name = "DIR", env = "KEYFRAME_FIRECRACKER_GUEST")]
+    firecracker_guest: Option<PathBuf>,
     /// The QEMU with which `replay`, `speedup` and `evaluation` record and replay
     /// [default: qemu-system-x86_64]
     #[arg(long, value_name = "PATH")]
@@ -162,6 +170,7 @@ impl Cli {
             seconds: self.seconds,
             guest: self.guest.clone(),
             real_guest: self.real_guest.clone(),
+            firecracker_guest: self.firecracker_guest.clone(),
             qemu: self.qemu.clone(),
             out: self.out.clone(),
             stop_after: self.stop_after,

@@ -16,6 +16,14 @@ pub enum Error {
         /// The cause.
         source: keyframe_qemu::Error,
     },
+    /// A request to Firecracker failed.
+    #[error("{operation}: {source}")]
+    Firecracker {
+        /// The operation.
+        operation: String,
+        /// The cause.
+        source: keyframe_firecracker::Error,
+    },
     /// `--only` names a part that the benchmark does not have.
     #[error("{benchmark} has no part {part}: its parts are {parts}")]
     NoPart {
@@ -63,7 +71,7 @@ pub enum Error {
     /// A file of a guest is missing.
     #[error("the {guest} guest is not built: {problem}")]
     NoGuest {
-        /// `small` or `real`.
+        /// The guest's name: the argument of `guests/build`.
         guest: &'static str,
         /// The missing file.
         problem: String,
@@ -74,6 +82,14 @@ impl Error {
     /// Returns what the user can do about it, if that is known.
     pub fn fix(&self) -> Option<&'static str> {
         match self {
+            Self::NoGuest { guest: "firecracker", .. } => Some(
+                "get it with guests/build firecracker in the project's directory, and name its \
+                 directory with --firecracker-guest or KEYFRAME_FIRECRACKER_GUEST",
+            ),
+            Self::NoGuest { guest: "payload", .. } => Some(
+                "build it with guests/build payload in the project's directory, and run the \
+                 benchmark there",
+            ),
             Self::NoGuest { .. } => Some(
                 "build it with guests/build in the project's directory, and name its directory with \
                  --guest or KEYFRAME_GUEST",
@@ -101,6 +117,14 @@ impl Error {
     pub fn io(operation: impl Into<String>) -> impl FnOnce(std::io::Error) -> Self {
         let make = keyframe_bench_feed::Error::io(operation);
         move |source| make(source).into()
+    }
+
+    /// Makes an error of a request to Firecracker, for `map_err`.
+    pub fn firecracker(
+        operation: impl Into<String>,
+    ) -> impl FnOnce(keyframe_firecracker::Error) -> Self {
+        let operation = operation.into();
+        move |source| Self::Firecracker { operation, source }
     }
 
     /// Makes an error of a command to QEMU's monitor, for `map_err`.

@@ -15,6 +15,72 @@ pub struct RealGuest {
     dir: PathBuf,
 }
 
+/// Firecracker, and the payload that it boots.
+pub struct FirecrackerFiles {
+    dir: PathBuf,
+}
+
+/// The firmware payload, for accelerators on which Linux takes hours to boot.
+pub struct PayloadGuest {
+    dir: PathBuf,
+}
+
+impl FirecrackerFiles {
+    /// Finds those that `--firecracker-guest` names, or builds them with `guests/build firecracker`.
+    pub fn find(options: &Options) -> Result<Self, Error> {
+        let files = ["bin/firecracker", "payload.elf"];
+        let dir = find("firecracker", options.firecracker_guest.as_deref(), &files)?;
+        // Firecracker runs in another directory.
+        let dir = std::path::absolute(dir).map_err(Error::io("find Firecracker"))?;
+        Ok(Self { dir })
+    }
+
+    /// Returns the path of the VMM.
+    pub fn binary(&self) -> PathBuf {
+        self.dir.join("bin/firecracker")
+    }
+
+    /// Returns the path of the payload.
+    pub fn payload(&self) -> PathBuf {
+        self.dir.join("payload.elf")
+    }
+}
+
+impl PayloadGuest {
+    /// Builds it with `guests/build payload`.
+    pub fn find() -> Result<Self, Error> {
+        Ok(Self { dir: find("payload", None, &["payload.bin"])? })
+    }
+
+    /// Returns QEMU's command line under KVM, with `mem` of RAM. The guest writes `dirty` of its 4096
+    /// pages in each pass.
+    pub fn command(&self, mem: &str, dirty: u64) -> Vec<String> {
+        [
+            "qemu-system-x86_64",
+            "-machine",
+            "pc",
+            "-accel",
+            "kvm",
+            "-m",
+            mem,
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+            "-serial",
+            "stdio",
+            "-bios",
+            &self.dir.join("payload.bin").display().to_string(),
+            "-fw_cfg",
+            "name=opt/keyframe/pages,string=4096",
+            "-fw_cfg",
+            &format!("name=opt/keyframe/dirty,string={dirty}"),
+        ]
+        .map(str::to_owned)
+        .to_vec()
+    }
+}
+
 impl SmallGuest {
     /// Finds the guest that `--guest` names, or builds it with `guests/build small`.
     pub fn find(options: &Options) -> Result<Self, Error> {

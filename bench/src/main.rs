@@ -23,6 +23,9 @@
 //!                └─▶ a host that loses power                     until a client's next answer
 //!   evaluation ────▶ keyframe record, list, stats, analyze, plan chapter 6 of the checkpoint paper
 //!   fleet ─────────▶ keyframe run, many at once                   one store against a store for each
+//!   vmm ─────────┬─▶ keyframe attach, restore, branch             Firecracker; against its own Full, Diff
+//!                │                                               and load
+//!                └─▶ keyframe run, restore                       QEMU under TCG and KVM, by size of RAM
 //!   store ───────┬─▶ keyframe-bench store --job                  one process for each store
 //!                └─▶ keyframe-bench-peers, borg, restic
 //! ```
@@ -46,11 +49,13 @@ mod replication;
 mod report;
 mod restore;
 mod running_guest;
+mod running_process;
 mod sample;
 mod script_initrd;
 mod speedup;
 mod store;
 mod vcpu_clock;
+mod vmm;
 
 use benchmark::Options;
 use clap::Parser;

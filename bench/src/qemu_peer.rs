@@ -17,6 +17,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+/// The file name of the image that holds the snapshots.
+const IMAGE: &str = "savevm.qcow2";
 /// Longest time to save all of RAM.
 const SAVE_TIMEOUT: Duration = Duration::from_secs(120);
 /// The time before a save whose work is compared with the work during the save.
@@ -71,13 +73,13 @@ pub struct QemuPeer {
 impl QemuPeer {
     /// Starts the guest with an image for `savevm`. Its files go to `dir`.
     pub fn start(files: &SmallGuest, dir: &Path, mem: &str, append: &str) -> Result<Self, Error> {
-        Self::start_command(files.command(mem, append), dir)
+        Self::start_command(files.command(mem, append), dir, "KF READY dirty")
     }
 
-    /// Starts the small guest by `command` as [`Self::start`] does.
-    pub fn start_command(mut command: Vec<String>, dir: &Path) -> Result<Self, Error> {
+    /// Starts a guest by `command` as [`Self::start`] does. The guest is ready when it prints `ready`.
+    pub fn start_command(mut command: Vec<String>, dir: &Path, ready: &str) -> Result<Self, Error> {
         std::fs::create_dir_all(dir).map_err(Error::io(format!("make {}", dir.display())))?;
-        let image = dir.join("savevm.qcow2");
+        let image = dir.join(IMAGE);
         make_image(&image)?;
         let (monitor, events) = (dir.join("monitor.sock"), dir.join("events.sock"));
         command.extend([
@@ -89,7 +91,7 @@ impl QemuPeer {
                 .extend(["-qmp".into(), format!("unix:{},server=on,wait=off", socket.display())]);
         }
         let mut guest = RunningGuest::start(&command)?;
-        guest.wait_for("KF READY dirty", 180)?;
+        guest.wait_for(ready, 180)?;
         let mut qmp = Qmp::connect(&monitor, Duration::from_secs(10))
             .map_err(Error::qmp("connect to QEMU"))?;
         qmp.set_timeout(SAVE_TIMEOUT);
@@ -146,6 +148,16 @@ impl QemuPeer {
             .hmp(&format!("savevm {}", SaveMethod::Savevm.key()))
             .map_err(Error::qmp("savevm"))?;
         if answer.trim().is_empty() { Ok(()) } else { Err(Error::failed("savevm", answer)) }
+    }
+
+    /// Returns the path of the image that holds the snapshots.
+    pub fn image(&self) -> PathBuf {
+        self.file.with_file_name(IMAGE)
+    }
+
+    /// Returns the path of the file that `migrate` writes.
+    pub fn migrated(&self) -> &Path {
+        &self.file
     }
 
     /// Loads the snapshot of [`Self::save_for_loadvm`] into the running VM. Returns the time until

@@ -14,7 +14,7 @@
 
 mod disk_server;
 mod memory_copy;
-mod restore_times;
+pub mod restore_times;
 mod rollback;
 
 use crate::guest_files::SmallGuest;
@@ -56,14 +56,14 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     for round in 0..rounds {
         options.say(format!("round {} of {rounds}", round + 1));
         restores.forget_working_set()?;
-        let LazyTimes { first_ns, resident_ns } = restores.lazy()?;
-        rows.lazy_first.push(first_ns);
+        let LazyTimes { running, resident_ns } = restores.lazy()?;
+        rows.lazy_first.push(running.whole_ns);
         rows.lazy_resident.push(resident_ns);
-        let LazyTimes { first_ns, resident_ns } = restores.lazy()?;
-        rows.warm_first.push(first_ns);
+        let LazyTimes { running, resident_ns } = restores.lazy()?;
+        rows.warm_first.push(running.whole_ns);
         rows.warm_resident.push(resident_ns);
-        let EagerTimes { first_ns, filled_ns } = restores.eager()?;
-        rows.eager.push(first_ns);
+        let EagerTimes { running, filled_ns } = restores.eager()?;
+        rows.eager.push(running.whole_ns);
         rows.eager_fill.push(filled_ns);
         rows.loadvm.push(restore_times::loadvm(&snapshot, dir.path())?);
         let copied = memory_copy::measure(bytes)?;

@@ -201,6 +201,22 @@ fn number(line: &str, field: &str) -> Option<f64> {
     line.split_whitespace().find_map(|word| word.strip_prefix(field))?.parse().ok()
 }
 
+/// Makes a store at `store` if there is none.
+pub fn make_store(options: &Options, store: &Path) -> Result<(), Error> {
+    if store.exists() {
+        return Ok(());
+    }
+    let made = Command::new(&options.keyframe)
+        .arg("init")
+        .arg(store)
+        .output()
+        .map_err(Error::io("run keyframe init"))?;
+    if made.status.success() {
+        return Ok(());
+    }
+    Err(Error::failed("keyframe init", String::from_utf8_lossy(&made.stderr)))
+}
+
 /// When and how `keyframe run` takes checkpoints.
 #[derive(Clone, Copy, Debug)]
 pub struct Schedule<'a> {
@@ -251,15 +267,7 @@ impl<'a> CheckpointedGuest<'a> {
         let name = format!("bench-{}-{name}", std::process::id());
         let keyframe = options.keyframe.display().to_string();
         let store_arg = store.display().to_string();
-        if !store.exists() {
-            let made = Command::new(&options.keyframe)
-                .args(["init", &store_arg])
-                .output()
-                .map_err(Error::io("run keyframe init"))?;
-            if !made.status.success() {
-                return Err(Error::failed("keyframe init", String::from_utf8_lossy(&made.stderr)));
-            }
-        }
+        make_store(options, store)?;
         let mut line: Vec<String> = [
             &keyframe,
             "run",

@@ -18,8 +18,9 @@
 // kf.blocks. So a VM that is restored exactly prints the lines that the first VM printed.
 //
 // Options on the kernel's command line: kf.pages=N (default 2048), kf.pause=N (empty turns of a loop
-// after each line, default 0), kf.blocks=N (blocks of the drive that are used, at most 4096; default 0:
-// the drive is left alone).
+// after each line, default 0), kf.fill=N (pages after the table that are written once, before the
+// first line, so that RAM is in use; default 0), kf.idle=1 (the guest halts after the first line),
+// kf.blocks=N (blocks of the drive that are used, at most 4096; default 0: the drive is left alone).
 #include "drive.h"
 #include <stdint.h>
 
@@ -96,7 +97,9 @@ void run(const uint8_t *boot) {
         say("kf ERROR the drive is smaller than kf.blocks, or there is none\n");
         return;
     }
+    uint64_t fill = option(line, "kf.fill", 0), idle = option(line, "kf.idle", 0);
     uint64_t step = 0, chain = 0x4b65796672616d65;
+    for (uint64_t page = pages; page < pages + fill; page++) ((volatile uint64_t *)TABLE)[page * WORDS] = mix(page);
     for (uint64_t number = 1;; number++) {
         for (int i = 0; i < STEPS; i++) {
             step++;
@@ -122,6 +125,7 @@ void run(const uint8_t *boot) {
         put(' ');
         say_hex(chain);
         put('\n');
+        if (idle) return;
         for (volatile uint64_t turn = 0; turn < pause; turn++) {}
     }
 }

@@ -1,7 +1,7 @@
 //! Tests the benchmarks as users run them: the JSON has exactly the documented keys, and each value
 //! is a number of that run.
 
-use keyframe_tests::{Boot, Process, TestEnv, hash_lines, number};
+use keyframe_tests::{Boot, Process, TestEnv, hash_lines, needs_firecracker, number};
 use serde_json::{Map, Value};
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -344,8 +344,44 @@ fn nothing_is_left_in(place: &Path) {
 }
 
 #[test]
+#[ignore = "make soak"]
+fn soak_firecracker_is_measured_beside_its_own_snapshots() {
+    let guest = needs_firecracker!();
+    let binary = guest.binary();
+    let directory = Path::new(&binary).ancestors().nth(2).expect("the guest's directory");
+    let directory = directory.display().to_string();
+    let env = TestEnv::exclusive();
+    let part = ["vmm", "--only", "firecracker_128mib", "--rounds", "1", "--plot", "vmm.svg"];
+    let (report, _) = report(&env, &[&part[..], &["--firecracker-guest", &directory]].concat());
+    let (figures, ratios) = (values(&report, "figures"), values(&report, "ratios"));
+    for key in [
+        "firecracker_pause_p50_ns",
+        "firecracker_restore_p50_ns",
+        "firecracker_lazy_restore_p50_ns",
+        "firecracker_branch_20_ns",
+        "firecracker_clone_ram_bytes",
+        "firecracker_128mib_first_stored_p50_bytes",
+    ] {
+        assert!(figures[key].as_f64() > Some(0.0), "{key}: {report}");
+    }
+    for own in ["full", "diff"] {
+        let figure = |key: &str| figures[&format!("firecracker_128mib_{key}_p50_ns")].as_f64();
+        let expected = figure(own).zip(figure("pause")).map(|(own, pause)| own / pause);
+        let ratio = ratios[&format!("firecracker_{own}_over_pause")].as_f64();
+        assert_eq!(ratio, expected, "{own}: {report}");
+    }
+    assert!(figures.keys().all(|key| key.starts_with("firecracker_")), "{report}");
+    assert!(env.path().join("vmm.svg").exists());
+}
+
+#[test]
 fn what_a_benchmark_does_not_have_is_refused() {
     let env = TestEnv::new();
+    refused(&env, &["vmm", "--only", "firecracker_2048mib"], 1, &["no part", "kvm_1024mib"]);
+    let nowhere = ["vmm", "--only", "firecracker", "--firecracker-guest", "/nowhere"];
+    if keyframe_tests::missing_kvm().is_none() {
+        refused(&env, &nowhere, 1, &["no /nowhere", "guests/build firecracker"]);
+    }
     refused(&env, &["pause", "--only", "20k,7k"], 1, &["no part 7k", "60k", "4gib"]);
     refused(&env, &["overhead", "--only", "1s"], 1, &["no part 1s", "compute_1s"]);
     refused(&env, &["restore", "--only", "lazy"], 1, &["restore has no --only"]);

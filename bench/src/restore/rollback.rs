@@ -60,6 +60,7 @@ pub fn measure(
     let mut peer = QemuPeer::start_command(
         files.compressed_kernel_command(SMALL, APPEND),
         &dir.join("loadvm"),
+        "KF READY dirty",
     )?;
     peer.save_for_loadvm()?;
     let mut times = RollbackTimes::default();

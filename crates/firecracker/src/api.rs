@@ -113,8 +113,19 @@ impl Api {
     /// Has the paused VM's devices and its RAM written to files. Error: [`Error::Refused`] with
     /// Firecracker's reason.
     pub fn save(&mut self, state: &Path, memory: &Path) -> Result<()> {
+        self.create_snapshot("Full", state, memory)
+    }
+
+    /// Has the paused VM's devices written to a file, and to another one the pages of its RAM that
+    /// were written since the last snapshot, at their offsets. Error: [`Error::Refused`] with
+    /// Firecracker's reason; the VM needs `track_dirty_pages`.
+    pub fn save_changes(&mut self, state: &Path, memory: &Path) -> Result<()> {
+        self.create_snapshot("Diff", state, memory)
+    }
+
+    fn create_snapshot(&mut self, kind: &str, state: &Path, memory: &Path) -> Result<()> {
         let body = json!({
-            "snapshot_type": "Full", "snapshot_path": state, "mem_file_path": memory,
+            "snapshot_type": kind, "snapshot_path": state, "mem_file_path": memory,
         });
         self.send("PUT", "/snapshot/create", &body, LOAD_TIMEOUT)
     }
