@@ -9,6 +9,8 @@
 //   kf LINE CHAIN      both as 16 hexadecimal digits. CHAIN depends on all steps before
 //   kf ERROR page P    the page P does not hold what it should; nothing follows
 //
+// With a network card it also receives frames, and checks what the card has written: see net.h.
+//
 // The sequence depends on nothing outside: line N is the same in each VM with the same kf.pages. So
 // a VM that is restored exactly prints the lines that the first VM printed.
 //
@@ -43,6 +45,8 @@ static uint64_t mix(uint64_t x) {
     return x ^ x >> 33;
 }
 
+#include "net.h"
+
 static uint64_t option(const char *line, const char *name, uint64_t otherwise) {
     for (; *line; line++) {
         const char *at = line, *of = name;
@@ -69,6 +73,7 @@ void run(const uint8_t *boot) {
     const char *line = (const char *)(uint64_t) * (const uint32_t *)(boot + COMMAND_LINE);
     uint64_t pages = option(line, "kf.pages", 2048), pause = option(line, "kf.pause", 0);
     uint64_t step = 0, chain = 0x4b65796672616d65;
+    net_begin(line);
     for (uint64_t number = 1;; number++) {
         for (int i = 0; i < STEPS; i++) {
             step++;
@@ -82,12 +87,20 @@ void run(const uint8_t *boot) {
             }
             chain = mix(chain ^ words[LAST] ^ step);
             for (uint64_t at = 0; at < WORDS; at += STRIDE) words[at] = word(step, page, at);
+            const char *damage = net_poll();
+            if (damage) {
+                say("kf ERROR net ");
+                say(damage);
+                put('\n');
+                return;
+            }
         }
         say("kf ");
         say_hex(number);
         put(' ');
         say_hex(chain);
         put('\n');
+        net_tell();
         for (volatile uint64_t turn = 0; turn < pause; turn++) {}
     }
 }

@@ -32,6 +32,7 @@ pub mod recording;
 pub mod relay;
 pub mod rollbacks;
 mod slot;
+pub mod tap_network;
 mod test_env;
 mod virt;
 

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// Starts `keyframe attach OPTIONS` to `vm`.
-fn attach(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Process {
+pub fn attach(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Process {
     Process::start(
         env.command(&attach_words(env, vm, options).iter().map(|w| &**w).collect::<Vec<_>>()),
     )
@@ -31,12 +31,12 @@ fn start(env: &TestEnv, guest: &FirecrackerGuest) -> ExternalFirecracker {
 }
 
 /// Waits for the end of `run`. On a busy host a pause may not be exact, and its checkpoint fails.
-fn assert_ends_well(run: &mut Process) {
+pub fn assert_ends_well(run: &mut Process) {
     assert!(matches!(run.wait().code(), Some(0 | 3)), "{}", run.report());
 }
 
 /// Takes `count` audited checkpoints of `vm`.
-fn take_audited(env: &TestEnv, vm: &ExternalFirecracker, count: &str) {
+pub fn take_audited(env: &TestEnv, vm: &ExternalFirecracker, count: &str) {
     let options = ["--interval", "300ms", "--count", count, "--audit", "audit"];
     let mut run = attach(env, vm, &options);
     assert_ends_well(&mut run);
@@ -356,11 +356,11 @@ fn a_run_starts_firecracker_and_ends_it() {
         own.iter().chain(options).chain(&line).map(|word| (*word).to_owned()).collect()
     };
     // Refused before Firecracker is started.
-    let card = r#", "network-interfaces": [{ "iface_id": "eth0", "host_dev_name": "tap0" }]"#;
-    std::fs::write(&config, guest.config(128, card)).unwrap();
+    let vsock = r#", "vsock": { "guest_cid": 3, "uds_path": "vsock" }"#;
+    std::fs::write(&config, guest.config(128, vsock)).unwrap();
     let refused = run_words(&[]);
     let refused: Vec<&str> = refused.iter().map(|word| &**word).collect();
-    env.refused(&refused, 1, &["network card eth0"]);
+    env.refused(&refused, 1, &["the vsock device"]);
     assert!(!Path::new(&socket).exists());
     std::fs::write(&config, guest.config(128, "")).unwrap();
     let options = run_words(&["--interval", "200ms", "--audit", "audit"]);

@@ -27,6 +27,7 @@ mod exact;
 mod export;
 mod faults;
 mod firecracker;
+mod firecracker_network;
 mod forget;
 mod generated_vms;
 mod goto;

@@ -33,11 +33,13 @@ pub enum Ability {
     Fork,
     /// Count the guest's instructions by the host's processor.
     InstructionCount,
+    /// Restore a checkpoint with other tap devices than its VM had.
+    ChosenTaps,
 }
 
 impl Ability {
     /// All abilities, in the order of their declaration.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Attach,
         Self::Groups,
         Self::Record,
@@ -51,6 +53,7 @@ impl Ability {
         Self::CapturedDisks,
         Self::Fork,
         Self::InstructionCount,
+        Self::ChosenTaps,
     ];
 }
 
@@ -71,6 +74,7 @@ impl fmt::Display for Ability {
             Self::CapturedDisks => "have its disks captured",
             Self::Fork => "be captured by a fork",
             Self::InstructionCount => "have its instructions counted",
+            Self::ChosenTaps => "be given other tap devices by --tap",
         })
     }
 }

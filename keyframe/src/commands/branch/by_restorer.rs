@@ -46,6 +46,7 @@ pub fn branch(
         paused: true,
         lineage: Some(lineage),
         log: None,
+        taps: command.taps.tap.clone(),
         is_rehearsal: false,
     };
     let guest = Guest::choose(loaded, None)?;

@@ -51,6 +51,7 @@ pub fn restore(
         paused: command.paused,
         lineage: Some(kept.lineage),
         log: None,
+        taps: command.taps.tap.clone(),
         is_rehearsal: false,
     };
     let plan = restorer.plan(source_of(&kept.meta.machine, &kept.meta.ram), options)?;
