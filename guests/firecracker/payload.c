@@ -14,6 +14,8 @@
 //   kf ERROR page P    the page P does not hold what it should; nothing follows
 //   kf ERROR block B   the same of a block of the drive, or the drive has failed
 //
+// With a network card it also receives frames, and checks what the card has written: see net.h.
+//
 // The sequence depends on nothing outside: line N is the same in each VM with the same kf.pages and
 // kf.blocks. So a VM that is restored exactly prints the lines that the first VM printed.
 //
@@ -50,6 +52,8 @@ static uint64_t mix(uint64_t x) {
     x *= 0x81dadef4bc2dd44d;
     return x ^ x >> 33;
 }
+
+#include "net.h"
 
 static uint64_t option(const char *line, const char *name, uint64_t otherwise) {
     for (; *line; line++) {
@@ -100,6 +104,7 @@ void run(const uint8_t *boot) {
     uint64_t fill = option(line, "kf.fill", 0), idle = option(line, "kf.idle", 0);
     uint64_t step = 0, chain = 0x4b65796672616d65;
     for (uint64_t page = pages; page < pages + fill; page++) ((volatile uint64_t *)TABLE)[page * WORDS] = mix(page);
+    net_begin(line);
     for (uint64_t number = 1;; number++) {
         for (int i = 0; i < STEPS; i++) {
             step++;
@@ -113,6 +118,13 @@ void run(const uint8_t *boot) {
             }
             chain = mix(chain ^ words[LAST] ^ step);
             for (uint64_t at = 0; at < WORDS; at += STRIDE) words[at] = word(step, page, at);
+            const char *damage = net_poll();
+            if (damage) {
+                say("kf ERROR net ");
+                say(damage);
+                put('\n');
+                return;
+            }
         }
         if (blocks && !visit_block(chain % blocks, step)) {
             say("kf ERROR block ");
@@ -126,6 +138,7 @@ void run(const uint8_t *boot) {
         say_hex(chain);
         put('\n');
         if (idle) return;
+        net_tell();
         for (volatile uint64_t turn = 0; turn < pause; turn++) {}
     }
 }

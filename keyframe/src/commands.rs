@@ -61,6 +61,7 @@ use crate::failure::{
 use keyframe_session::Verdict;
 use keyframe_store::{Listing, Store, UnreadableCheckpoint};
 use keyframe_store_keys::KeyArg;
+use keyframe_vmm::{Ability, TapChoice};
 use std::path::PathBuf;
 
 /// The exit code for what a run has achieved.
@@ -82,6 +83,25 @@ pub struct MovedArg {
     /// given several times
     #[arg(long, value_name = "OLD=NEW")]
     image: Vec<keyframe_qemu::cmdline::MovedFile>,
+}
+
+/// Tap devices of a restored VM.
+#[derive(clap::Args, Debug)]
+pub struct TapArg {
+    /// Of Firecracker: the network card CARD (its `iface_id`) gets the tap device TAP instead of the
+    /// checkpoint's; may be given several times
+    #[arg(long, value_name = "CARD=TAP")]
+    tap: Vec<TapChoice>,
+}
+
+impl TapArg {
+    /// Refuses the option for a VM of QEMU.
+    fn refuse_for_qemu(&self) -> Result<(), Failure> {
+        if !self.tap.is_empty() {
+            keyframe_qemu::capabilities().require(Ability::ChosenTaps)?;
+        }
+        Ok(())
+    }
 }
 
 /// The store: from the command line, or from `KEYFRAME_STORE`.

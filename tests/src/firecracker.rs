@@ -154,7 +154,12 @@ impl ExternalFirecracker {
 
     /// What the guest has printed.
     pub fn lines(&self) -> Vec<String> {
-        payload_lines(&std::fs::read_to_string(&self.output).unwrap_or_default())
+        payload_lines(&self.output())
+    }
+
+    /// All that the guest and Firecracker have printed.
+    pub fn output(&self) -> String {
+        std::fs::read_to_string(&self.output).unwrap_or_default()
     }
 
     /// Waits until the guest has printed `more` lines more.

@@ -33,6 +33,7 @@ pub mod recording;
 pub mod relay;
 pub mod rollbacks;
 mod slot;
+pub mod tap_network;
 mod test_env;
 mod virt;
 

@@ -314,11 +314,11 @@ fn a_run_starts_firecracker_and_ends_it() {
         own.iter().chain(options).chain(&line).map(|word| (*word).to_owned()).collect()
     };
     // Refused before Firecracker is started.
-    let card = r#", "network-interfaces": [{ "iface_id": "eth0", "host_dev_name": "tap0" }]"#;
-    std::fs::write(&config, guest.config(128, card)).unwrap();
+    let vsock = r#", "vsock": { "guest_cid": 3, "uds_path": "vsock" }"#;
+    std::fs::write(&config, guest.config(128, vsock)).unwrap();
     let refused = run_words(&[]);
     let refused: Vec<&str> = refused.iter().map(|word| &**word).collect();
-    env.refused(&refused, 1, &["network card eth0"]);
+    env.refused(&refused, 1, &["the vsock device"]);
     assert!(!Path::new(&socket).exists());
     std::fs::write(&config, guest.config(128, "")).unwrap();
     let options = run_words(&["--interval", "200ms", "--audit", "audit"]);

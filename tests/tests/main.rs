@@ -28,6 +28,7 @@ mod export;
 mod faults;
 mod firecracker;
 mod firecracker_drives;
+mod firecracker_network;
 mod forget;
 mod generated_vms;
 mod goto;

@@ -161,7 +161,7 @@ impl SnapshotFiles {
         let (process, socket) = spawn(files, dir, None, &dir.join("console.log"))?;
         let mut api = connect(&socket)?;
         let connected = Instant::now();
-        api.load(&self.state, MemoryBackend::File(&self.memory)).map_err(failed())?;
+        api.load(&self.state, MemoryBackend::File(&self.memory), &[]).map_err(failed())?;
         api.resume().map_err(failed())?;
         let command_ns = started.elapsed().as_nanos() as f64;
         let requests_ns = connected.elapsed().as_nanos() as f64;

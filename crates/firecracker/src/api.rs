@@ -6,6 +6,7 @@
 use crate::config::VmConfig;
 use crate::http::{Answer, Connection, Failure};
 use crate::{Error, Result};
+use keyframe_vmm::TapChoice;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::io;
@@ -130,17 +131,29 @@ impl Api {
         self.send("PUT", "/snapshot/create", &body, LOAD_TIMEOUT)
     }
 
-    /// Loads a VM, and leaves it paused. Error: [`Error::Refused`] with Firecracker's reason.
-    pub fn load(&mut self, state: &Path, memory: MemoryBackend<'_>) -> Result<()> {
+    /// Loads a VM, and leaves it paused. The network cards of `taps` get those taps instead of the
+    /// ones in the state. Error: [`Error::Refused`] with Firecracker's reason.
+    pub fn load(
+        &mut self,
+        state: &Path,
+        memory: MemoryBackend<'_>,
+        taps: &[TapChoice],
+    ) -> Result<()> {
         let (backend, path) = match memory {
             MemoryBackend::File(path) => ("File", path),
             MemoryBackend::Uffd(path) => ("Uffd", path),
         };
-        let body = json!({
+        let mut body = json!({
             "snapshot_path": state,
             "mem_backend": { "backend_type": backend, "backend_path": path },
             "resume_vm": false,
         });
+        if !taps.is_empty() {
+            let overrides = taps
+                .iter()
+                .map(|TapChoice { card, tap }| json!({ "iface_id": card, "host_dev_name": tap }));
+            body["network_overrides"] = overrides.collect();
+        }
         self.send("PUT", "/snapshot/load", &body, LOAD_TIMEOUT)
     }
 

@@ -105,6 +105,12 @@ pub enum Error {
         /// What is wrong.
         problem: String,
     },
+    /// The devices of a paused VM go on, so they may write to its RAM.
+    #[error("the devices of Firecracker (process {pid}) do not stand still in a pause")]
+    DevicesRun {
+        /// The process id.
+        pid: u32,
+    },
     /// Firecracker does not load a device state.
     #[error("Firecracker does not load the device state: {message}")]
     NotLoaded {
@@ -170,7 +176,7 @@ impl Error {
                  pages"
                     .into()
             }
-            Self::DeviceState { .. } => {
+            Self::DeviceState { .. } | Self::DevicesRun { .. } => {
                 "use a Firecracker that Keyframe is tested with (docs/design/vmm.md)".into()
             }
             Self::Kernel(error) => return error.fix(),

@@ -4,7 +4,7 @@
 //!   Keyframe ── api ──▶ API socket: pause, resume, save the devices, load
 //!       │  └── state_file: what Firecracker writes its device state to
 //!       ├── ram ──▶ /proc/PID/maps: where the guest's RAM is
-//!       ├── vcpus ─▶ /proc/PID/task: whether the guest ran meanwhile
+//!       ├── threads, event_loop ─▶ /proc/PID/task: whether the guest or a device ran meanwhile
 //!       └── watchdog (another process) ── api ──▶ resume, if the engine dies in a pause
 //! ```
 //!
@@ -13,13 +13,13 @@
 //! cannot open the file for the RAM ([`state_file`]). Keyframe copies the RAM itself.
 //!
 //! Why a checkpoint is exact: the guest's CPUs stand still from the pause to the resumption
-//! ([`vcpus`] tells if they did not). All devices that [`audit`] admits write to RAM only when the
-//! guest asks for it: Firecracker's one thread for devices has carried out all that the guest asked
-//! for before the pause when it comes to save the devices, because it handles events in their
-//! order. A device that acts by itself (a network card, a timer of a rate limiter) is refused.
+//! ([`threads`] tells if they did not). The one thread that runs the devices handles no packet, no
+//! timer and no request of the guest in between ([`event_loop`] tells if it did). What the guest
+//! had asked for before the pause and was not handled yet is in RAM, and Firecracker looks for it
+//! at each resumption and after each load.
 //!
-//! Left out: network cards, vsock, balloons, vhost-user drives, huge pages, writable drives: a VM
-//! with one of them is refused before anything is done to it.
+//! Left out: vsock, balloons, vhost-user drives, huge pages, writable drives: a VM with one of them
+//! is refused before anything is done to it.
 
 pub mod api;
 pub mod attach;
@@ -27,6 +27,7 @@ pub mod audit;
 mod capabilities;
 pub mod config;
 mod error;
+pub mod event_loop;
 mod http;
 pub mod identity;
 pub mod launch;
@@ -35,8 +36,9 @@ mod process;
 pub mod ram;
 pub mod restore;
 pub mod state_file;
+mod taps;
+pub mod threads;
 mod uffd;
-pub mod vcpus;
 mod vm;
 mod vmm;
 pub mod watchdog;

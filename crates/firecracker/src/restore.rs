@@ -19,6 +19,7 @@ use crate::identity::Identity;
 use crate::launch::wait_for_api;
 use crate::process::Lifetime;
 use crate::state_file::{check, memfd};
+use crate::taps::Taps;
 use crate::uffd::Receiver;
 use crate::vm::{FirecrackerVm, Parts};
 use crate::{Error, Result, capabilities, ram};
@@ -112,6 +113,7 @@ pub struct Plan {
     drives: Vec<DriveFile>,
     /// For each drive to which the guest can write, the path in the device state.
     first_files: Vec<(String, PathBuf)>,
+    taps: Taps,
     notes: Vec<String>,
 }
 
@@ -197,6 +199,7 @@ impl Plan {
                 ));
             }
         }
+        let taps = Taps::choose(&config.network, &options.taps)?;
         Self {
             identity,
             machine,
@@ -210,6 +213,7 @@ impl Plan {
             is_rehearsal: options.is_rehearsal,
             drives: options.drives,
             first_files,
+            taps,
             notes,
         }
         .with_own_drives(&config)
@@ -231,11 +235,6 @@ impl Plan {
             }),
             None => Ok(self),
         }
-    }
-
-    /// Returns the plan with the drives `drives`.
-    fn with_drives(self, drives: Vec<DriveFile>) -> Self {
-        Self { drives, ..self }
     }
 
     /// Has the VM's API at `socket`, in place of a socket in a directory that is removed with the
@@ -271,9 +270,10 @@ impl Plan {
         let mut place = Place::new(self.socket.clone())?;
         let mut lifetime = self.spawn(&place.socket, &[&state, &shared.file], self.is_rehearsal)?;
         let memory = inherited(&shared.file);
-        let loaded =
-            load(&mut lifetime, &place.socket, &inherited(&state), MemoryBackend::File(&memory))
-                .and_then(|api| self.exchange_drives(api));
+        let memory = MemoryBackend::File(&memory);
+        let loaded = self
+            .load(&mut lifetime, &place.socket, &inherited(&state), memory)
+            .and_then(|api| self.exchange_drives(api));
         let vm = self.finish(lifetime, loaded, place.folder.take())?;
         Ok((vm, elapsed_ns(began)))
     }
@@ -304,7 +304,8 @@ impl Plan {
                 Ok(Lazy::start(missing, places, source, began)?)
             });
             let backend = MemoryBackend::Uffd(&socket);
-            let loaded = load(&mut lifetime, &place.socket, &inherited(&state), backend)
+            let loaded = self
+                .load(&mut lifetime, &place.socket, &inherited(&state), backend)
                 .and_then(|api| self.exchange_drives(api));
             given_up.store(loaded.is_err(), Ordering::Relaxed);
             let loading: Result<Lazy> = serving.join().unwrap_or_else(|panic| resume_unwind(panic));
@@ -325,6 +326,11 @@ impl Plan {
     /// ends with the calling thread. Error: it cannot be started.
     fn spawn(&self, socket: &Path, files: &[&File], ends_with_thread: bool) -> Result<Lifetime> {
         let mut command = Command::new(&self.identity.path);
+        if self.is_rehearsal {
+            self.taps.isolate(&mut command)?;
+        } else {
+            self.taps.require_present()?;
+        }
         command.arg("--api-sock").arg(socket).args(&self.arguments);
         let directory = self.machine.directory();
         if directory.is_dir() {
@@ -343,7 +349,34 @@ impl Plan {
         if ends_with_thread {
             kill_with_parent(&mut command);
         }
-        Lifetime::start(&mut command, files)
+        Lifetime::start(&mut command, files).map_err(|error| match error {
+            Error::Io { source, .. } if self.is_rehearsal && !self.taps.is_empty() => {
+                Error::Restore {
+                    problem: format!(
+                        "a second Firecracker beside the VM needs taps in a network namespace of \
+                         its own, and they cannot be made: {source}"
+                    ),
+                    fix: "run keyframe with CAP_SYS_ADMIN, or let users have namespaces".into(),
+                }
+            }
+            error => error,
+        })
+    }
+
+    /// Has the Firecracker that was just started load the VM.
+    fn load(
+        &self,
+        lifetime: &mut Lifetime,
+        socket: &Path,
+        state: &Path,
+        memory: MemoryBackend<'_>,
+    ) -> Result<Api> {
+        let mut api = wait_for_api(lifetime, socket)?;
+        api.load(state, memory, self.taps.chosen()).map_err(|error| match error {
+            Error::Refused { message, .. } => self.taps.not_loaded(message),
+            error => error,
+        })?;
+        Ok(api)
     }
 
     /// Makes a file for each path of the device state where there is none. Firecracker opens them
@@ -437,21 +470,6 @@ fn state_file(device_state: &[u8]) -> Result<File> {
     Ok(state)
 }
 
-/// Has the Firecracker that was just started load a VM.
-fn load(
-    lifetime: &mut Lifetime,
-    socket: &Path,
-    state: &Path,
-    memory: MemoryBackend<'_>,
-) -> Result<Api> {
-    let mut api = wait_for_api(lifetime, socket)?;
-    api.load(state, memory).map_err(|error| match error {
-        Error::Refused { message, .. } => Error::NotLoaded { message },
-        error => error,
-    })?;
-    Ok(api)
-}
-
 /// The path by which a child opens `file`, which it has inherited.
 fn inherited(file: &File) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()))
@@ -476,10 +494,14 @@ impl Restorer for FirecrackerRestorer {
         let first = drives.first().cloned().unwrap_or_default();
         let options = PlanOptions { paused: true, log: None, drives: first, ..options };
         let plan = Plan::new(source, options)?;
+        let count = directories.len();
+        let of_clone = |number| plan.taps.of_clone(number, count);
+        let taps = (1..=count).map(of_clone).collect::<Result<Vec<_>>>()?;
+        taps.iter().try_for_each(Taps::require_present)?;
         let shared = SharedRam::fill(&plan.ram, ram)?;
         let mut clones: Vec<RestoredVm> = Vec::with_capacity(directories.len());
-        for (directory, drives) in directories.iter().zip(drives) {
-            let own = plan.clone().with_drives(drives.clone());
+        for ((directory, drives), taps) in directories.iter().zip(drives).zip(taps) {
+            let own = Plan { taps, drives: drives.clone(), ..plan.clone() };
             let own = own.at_socket(directory.join("api.sock"));
             let started = if interrupted.load(Ordering::Relaxed) {
                 Err(Error::Interrupted)

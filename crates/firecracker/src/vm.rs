@@ -4,14 +4,19 @@
 //!   stop ─▶ at rest: reading ─▶ before a save: same reading? save; reading ─▶ before the resumption: same reading?
 //!                                    └── no: another client let the VM run; the capture is torn
 //! ```
+//!
+//! The readings are of the threads of the CPUs. The reading after the save is also of the devices'
+//! thread ([`EventLoop`]): if that one has run, a device may have written to RAM, and the capture is
+//! torn, too.
 
 use crate::api::{Api, Instance, InstanceState};
 use crate::config::{Drive, VmConfig};
+use crate::event_loop::EventLoop;
 use crate::identity::Identity;
 use crate::open_drives::OpenFiles;
 use crate::process::Lifetime;
 use crate::state_file::StateFile;
-use crate::vcpus::{Reading, VcpuThreads};
+use crate::threads::{Reading, Threads};
 use crate::{Result, audit, ram};
 use keyframe_machine::{HostBlock, Lineage, MachineSpec, Processor, VmmKind};
 use keyframe_units::{LayoutError, RamLayout};
@@ -45,7 +50,8 @@ pub struct FirecrackerVm {
     config: VmConfig,
     /// The configuration as Firecracker tells it.
     config_text: String,
-    vcpus: VcpuThreads,
+    vcpus: Threads,
+    event_loop: EventLoop,
     state_file: StateFile,
     pub(crate) ran: RanMeanwhile,
     watch: QuietWatch,
@@ -55,8 +61,17 @@ pub struct FirecrackerVm {
 #[derive(Debug, Default)]
 pub(crate) struct RanMeanwhile {
     ran: bool,
-    /// The reading that must still hold; `None` outside of pauses.
+    /// The reading of the CPUs that must still hold; `None` outside of pauses.
     mark: Option<Reading>,
+    /// The reading of the devices that must still hold; `None` before they were saved.
+    devices_mark: Option<Reading>,
+}
+
+impl RanMeanwhile {
+    /// Forgets the readings at the end of a pause, but not what they have shown.
+    fn forget(&mut self) {
+        (self.mark, self.devices_mark) = (None, None);
+    }
 }
 
 /// Whether the VM runs, as far as its CPUs show it.
@@ -75,12 +90,13 @@ impl FirecrackerVm {
     pub(crate) fn new(mut parts: Parts) -> Result<Self> {
         let (config, config_text) = parts.api.config()?;
         let pid = parts.lifetime.process().pid();
-        let vcpus = VcpuThreads::find(pid, config.machine.vcpu_count)?;
+        let vcpus = Threads::of_vcpus(pid, config.machine.vcpu_count)?;
+        let event_loop = EventLoop::of(pid)?;
         let state_file = StateFile::create(pid)?;
         let watch =
             QuietWatch { reading: None, since: Instant::now(), has_asked: false, is_paused: false };
         let ran = RanMeanwhile::default();
-        Ok(Self { parts, config, config_text, vcpus, state_file, ran, watch })
+        Ok(Self { parts, config, config_text, vcpus, event_loop, state_file, ran, watch })
     }
 
     /// Returns the API.
@@ -197,6 +213,10 @@ impl FirecrackerVm {
     pub(crate) fn pause(&mut self) -> Result<StopOutcome> {
         self.ran = RanMeanwhile::default();
         let outcome = if self.state()? == RunState::Paused {
+            // A VM that was loaded and has not run yet.
+            if self.event_loop.waits_for_events()? {
+                self.parts.api.pause()?;
+            }
             StopOutcome::AlreadyPaused
         } else {
             self.parts.api.pause()?;
@@ -208,22 +228,26 @@ impl FirecrackerVm {
 
     pub(crate) fn save(&mut self) -> Result<Vec<u8>> {
         self.look_whether_it_ran()?;
+        self.ran.devices_mark = None;
         let may_write_memory = !self.config.machine.track_dirty_pages;
         let saved = self.state_file.save(&mut self.parts.api, may_write_memory)?;
         self.mark()?;
+        let rest = self.event_loop.at_rest()?;
+        self.ran.ran |= rest.is_none();
+        self.ran.devices_mark = rest;
         Ok(saved)
     }
 
     /// Resumes the VM after [`Self::pause`].
     pub(crate) fn end_pause(&mut self) -> Result<()> {
         self.look_whether_it_ran()?;
-        self.ran.mark = None;
+        self.ran.forget();
         self.parts.api.resume()
     }
 
     /// Resumes the VM if it is paused.
     pub(crate) fn run_on(&mut self) -> Result<()> {
-        self.ran.mark = None;
+        self.ran.forget();
         if self.state()? == RunState::Paused { self.parts.api.resume() } else { Ok(()) }
     }
 
@@ -244,6 +268,10 @@ impl FirecrackerVm {
     fn look_whether_it_ran(&mut self) -> Result<()> {
         if let Some(mark) = &self.ran.mark {
             let ran = self.vcpus.reading()? != *mark;
+            self.ran.ran |= ran;
+        }
+        if let Some(mark) = &self.ran.devices_mark {
+            let ran = self.event_loop.reading()? != *mark;
             self.ran.ran |= ran;
         }
         Ok(())

@@ -1,6 +1,7 @@
 //! Against a real Firecracker: the facts of its API that this crate depends on, for the version that
 //! `guests/build firecracker` has.
 
+use keyframe_firecracker::event_loop::EventLoop;
 use keyframe_firecracker::restore::{Plan, SharedRam};
 use keyframe_firecracker::state_file::SaveMethod;
 use keyframe_firecracker::{Error, FirecrackerVm};
@@ -172,6 +173,54 @@ fn a_damaged_state_does_not_load_and_leaves_no_process() {
         assert!(children.split_whitespace().all(|child| child == own), "{children}");
     }
     running.prints_more();
+}
+
+#[test]
+fn the_devices_stand_still_in_a_pause() {
+    let guest = match guest() {
+        Ok(guest) => guest,
+        Err(reason) => skip!("{reason}"),
+    };
+    let running = Running::start(&guest);
+    let (mut vm, event_loop) = (running.attach(), EventLoop::of(running.child.id()).unwrap());
+    let until = Instant::now() + Duration::from_mins(1);
+    let waits = || {
+        while !event_loop.waits_for_events().unwrap() {
+            assert!(Instant::now() < until, "the event loop is not at work");
+        }
+    };
+    waits();
+    assert!(matches!(event_loop.at_rest(), Err(Error::DevicesRun { .. })));
+    vm.stop().unwrap();
+    let rest = event_loop.at_rest().unwrap().expect("it sleeps");
+    std::thread::sleep(Duration::from_millis(200));
+    assert_eq!(event_loop.reading().unwrap(), rest);
+    // A request of another client in the pause, after the devices were saved.
+    vm.save_devices().unwrap();
+    assert!(!vm.ran_meanwhile().unwrap());
+    running.attach();
+    assert!(vm.ran_meanwhile().unwrap());
+    vm.resume_after_stop().unwrap();
+    waits();
+    running.prints_more();
+}
+
+#[test]
+fn a_vm_that_was_loaded_and_has_not_run_stands_still_for_a_save() {
+    let guest = match guest() {
+        Ok(guest) => guest,
+        Err(reason) => skip!("{reason}"),
+    };
+    let running = Running::start(&guest);
+    let (state, ram, source) = checkpoint(&mut running.attach());
+    let shared = SharedRam::fill(&source.ram, &ram).unwrap();
+    let (mut restored, _) =
+        plan(&source, running.dir.path()).start_shared(&shared, &state).unwrap();
+    assert!(EventLoop::of(restored.pid()).unwrap().waits_for_events().unwrap());
+    assert_eq!(restored.stop().unwrap(), StopOutcome::AlreadyPaused);
+    restored.save_devices().unwrap();
+    assert_eq!(restored.run_state().unwrap(), RunState::Paused);
+    restored.end().unwrap();
 }
 
 #[test]

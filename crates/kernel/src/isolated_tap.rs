@@ -8,6 +8,9 @@
 //! ```
 //!
 //! The descriptors keep the namespace. The interface stays down: what the guest sends is dropped.
+//!
+//! A VMM that opens its taps by their names itself can be started in such a namespace
+//! ([`start_among_isolated_taps`]). The namespace and its taps end with that process.
 
 use rustix::fs::{Mode, OFlags, open};
 use rustix::io::Errno;
@@ -29,6 +32,7 @@ const IFF_MULTI_QUEUE: libc::c_short = 0x0100;
 const IFF_NO_PI: libc::c_short = 0x1000;
 const IFF_VNET_HDR: libc::c_short = 0x4000;
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
+const TUNSETPERSIST: libc::c_ulong = 0x4004_54cb;
 
 /// `struct ifreq`, with the flags that `TUNSETIFF` reads.
 #[repr(C)]
@@ -74,6 +78,40 @@ pub fn isolated_tap(queues: usize) -> io::Result<Vec<OwnedFd>> {
     (0..queues).map(|_| receive(ours.as_fd())).collect()
 }
 
+/// Makes the child of `command` start in a network namespace of its own, which has a tap of each
+/// name in `taps`. Any user may open them. Call it before other settings of the child: the kernel
+/// forgets a death signal when the child becomes a user of its own.
+///
+/// Needs the rights of [`isolated_tap`]; without them the child does not start. Error:
+/// `InvalidInput` for a name that no interface can have.
+pub fn start_among_isolated_taps(command: &mut Command, taps: &[&str]) -> io::Result<()> {
+    let names = taps.iter().map(|tap| name_of(tap)).collect::<io::Result<Vec<_>>>()?;
+    let make = move || {
+        enter_namespace()?;
+        names.iter().try_for_each(|name| keep(&open_tap(*name, 0)?))
+    };
+    // SAFETY: as above: `make` makes system calls alone; the names were made before the fork.
+    unsafe { command.pre_exec(make) };
+    Ok(())
+}
+
+/// The name as the kernel takes it. Error: it is empty, too long, or has a zero byte.
+fn name_of(tap: &str) -> io::Result<[u8; 16]> {
+    let mut name = [0; 16];
+    if tap.is_empty() || tap.len() >= name.len() || tap.contains('\0') {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    name[..tap.len()].copy_from_slice(tap.as_bytes());
+    Ok(name)
+}
+
+/// Lets a tap stay in its namespace after its descriptor is closed.
+fn keep(tap: &OwnedFd) -> io::Result<()> {
+    // SAFETY: the descriptor is open; TUNSETPERSIST takes a number, and no pointer.
+    let done = unsafe { libc::ioctl(tap.as_raw_fd(), TUNSETPERSIST, 1) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+}
+
 /// Gives the calling process a network namespace of its own, as a user of its own if need be.
 fn enter_namespace() -> io::Result<()> {
     let unshare = |flags: libc::c_int| {
@@ -89,12 +127,15 @@ fn enter_namespace() -> io::Result<()> {
 }
 
 fn open_queue(many: bool) -> io::Result<OwnedFd> {
-    let tap =
-        open(c"/dev/net/tun", OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
     let mut name = [0; 16];
     name[..3].copy_from_slice(b"kf0");
-    let many = if many { IFF_MULTI_QUEUE } else { 0 };
-    let flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | many;
+    open_tap(name, if many { IFF_MULTI_QUEUE } else { 0 })
+}
+
+fn open_tap(name: [u8; 16], more_flags: libc::c_short) -> io::Result<OwnedFd> {
+    let tap =
+        open(c"/dev/net/tun", OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK, Mode::empty())?;
+    let flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | more_flags;
     let request = InterfaceRequest { name, flags, rest: [0; 22] };
     // SAFETY: the descriptor is open; TUNSETIFF reads and writes one `struct ifreq`, whose size is
     // that of `request`, which lives on.
@@ -145,5 +186,24 @@ mod tests {
             }
         }
         assert!(isolated_tap(0).is_err() && isolated_tap(QUEUES_MAX + 1).is_err());
+    }
+
+    #[test]
+    fn a_child_starts_among_taps_of_its_own() {
+        let mut child = Command::new("cat");
+        child.arg("/proc/net/dev");
+        start_among_isolated_taps(&mut child, &["kfown0", "kfown1"]).unwrap();
+        match child.output() {
+            Ok(said) => {
+                let said = String::from_utf8(said.stdout).unwrap();
+                assert!(said.contains("kfown0:") && said.contains("kfown1:"), "{said}");
+                assert!(!std::fs::read_to_string("/proc/net/dev").unwrap().contains("kfown"));
+            }
+            Err(error) => eprintln!("skipped: this host has no taps for us: {error}"),
+        }
+        let mut child = Command::new("true");
+        for bad in ["", "a-name-of-16-byte", "a\0"] {
+            assert!(start_among_isolated_taps(&mut child, &[bad]).is_err(), "{bad:?}");
+        }
     }
 }

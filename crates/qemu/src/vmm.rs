@@ -33,7 +33,11 @@ impl From<Error> for VmmError {
 
 /// Returns the abilities of a VM that Keyframe starts under QEMU.
 pub fn capabilities() -> Capabilities {
-    Capabilities::all(VmmKind::Qemu)
+    Capabilities::all(VmmKind::Qemu).without(
+        Ability::ChosenTaps,
+        "QEMU's command line names its tap devices",
+        "name another one by QEMU's own option after --: -netdev tap,id=ID,ifname=TAP",
+    )
 }
 
 /// The same for a VM that another program started.
@@ -291,8 +295,11 @@ impl Restorer for QemuRestorer {
         options: PlanOptions,
     ) -> Result<Box<dyn RestorePlan>, VmmError> {
         // The disks of QEMU are on its command line.
-        let PlanOptions { binary, arguments, paused, lineage, log, is_rehearsal, drives: _ } =
+        let PlanOptions { binary, arguments, paused, lineage, log, taps, is_rehearsal, drives: _ } =
             options;
+        if !taps.is_empty() {
+            capabilities().require(Ability::ChosenTaps)?;
+        }
         let mut options =
             RestoreOptions { qemu: binary, paused, lineage, log, ..self.options.clone() };
         if is_rehearsal {

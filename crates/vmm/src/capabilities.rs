@@ -37,11 +37,13 @@ pub enum Ability {
     Fork,
     /// Count the guest's instructions by the host's processor.
     InstructionCount,
+    /// Restore a checkpoint with other tap devices than its VM had.
+    ChosenTaps,
 }
 
 impl Ability {
     /// All abilities, in the order of their declaration.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Attach,
         Self::Groups,
         Self::Record,
@@ -57,6 +59,7 @@ impl Ability {
         Self::LeftOutDisks,
         Self::Fork,
         Self::InstructionCount,
+        Self::ChosenTaps,
     ];
 }
 
@@ -79,6 +82,7 @@ impl fmt::Display for Ability {
             Self::LeftOutDisks => "have disks that its checkpoints leave out",
             Self::Fork => "be captured by a fork",
             Self::InstructionCount => "have its instructions counted",
+            Self::ChosenTaps => "be given other tap devices by --tap",
         })
     }
 }

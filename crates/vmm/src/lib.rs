@@ -45,7 +45,7 @@ pub use keyframe_machine::{HostBlock, Lineage, MachineSpec, RamSource, VmmKind};
 pub use pause::{Pause, PauseForm, PauseVerdict, PauseWatchdog, WatchedVm};
 pub use restore::{
     CloneRequest, DriveFile, LazyLoading, PlanOptions, Residency, RestorePlan, RestoreRam,
-    RestoreSource, RestoredVm, Restorer, RollbackTarget, SharedRamSource,
+    RestoreSource, RestoredVm, Restorer, RollbackTarget, SharedRamSource, TapChoice,
 };
 pub use resumer::Resumer;
 pub use rollback_rescue::{

@@ -5,6 +5,7 @@ use keyframe_machine::{Lineage, MachineSpec, RamSource};
 use keyframe_units::{PageIndex, RamLayout};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -28,6 +29,30 @@ pub enum RestoreRam<'a> {
     Lazy(SharedRamSource),
 }
 
+/// The tap device that a network card of a restored VM gets instead of the checkpoint's.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TapChoice {
+    /// The id of the network card.
+    pub card: String,
+    /// The name of the tap device. In the tap of several clones, `%d` stands for the number of the
+    /// clone, from 1.
+    pub tap: String,
+}
+
+impl FromStr for TapChoice {
+    type Err = String;
+
+    /// Reads `CARD=TAP`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text.split_once('=') {
+            Some((card, tap)) if !card.is_empty() && !tap.is_empty() => {
+                Ok(Self { card: card.into(), tap: tap.into() })
+            }
+            _ => Err("it must be CARD=TAP, for example eth0=tap1".into()),
+        }
+    }
+}
+
 /// The options of a restore that each VMM understands.
 #[derive(Clone, Debug, Default)]
 pub struct PlanOptions {
@@ -43,6 +68,8 @@ pub struct PlanOptions {
     /// The file to which the VMM's standard error is appended; `None` for this process's standard
     /// error.
     pub log: Option<PathBuf>,
+    /// The tap devices to use instead of the checkpoint's.
+    pub taps: Vec<TapChoice>,
     /// True to find out only whether the checkpoint can be restored: the VM never runs, and its VMM
     /// ends with the thread that starts it.
     pub is_rehearsal: bool,

@@ -13,7 +13,7 @@
 mod by_restorer;
 
 use super::restore::{Accel, refuse_recorded, tell_elsewhere};
-use super::{MovedArg, StoreArg, vmms};
+use super::{MovedArg, StoreArg, TapArg, vmms};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
@@ -47,7 +47,8 @@ A running guest keeps its MAC and IP addresses, host name and machine id. Clones
 themselves. A guest with a vmgenid device notices that it is a clone, and renews its random numbers.
 
 A clone of Firecracker's VM has its API at api.sock in its directory, and its output in console.log. Firecracker changes its
-generation id by itself, also with --exact.
+generation id by itself, also with --exact. Each clone needs a tap of its own for each network card: in --tap, %d stands for
+the number of the clone.
 
 Each clone has disks of its own, as they were at the checkpoint. No other VM sees its writes. They are deleted when the clone
 ends, unless you give --keep-disks.
@@ -58,6 +59,7 @@ id. You can take checkpoints of a clone: they descend from this checkpoint (keyf
 Examples:
   keyframe branch --store S latest -n 3
   keyframe branch --store S clean -n 2 --name test -- -netdev tap,id=net0,ifname=tap{number},script=no,downscript=no
+  keyframe branch --store S clean -n 2 --tap eth0=tap%d
   keyframe attach --store S --name test-1 --qmp /run/keyframe/.clones/test-1/qmp.sock PID"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "they are flags of a command line")]
@@ -99,6 +101,8 @@ pub struct Branch {
     changed_as_now: bool,
     #[command(flatten)]
     moved: MovedArg,
+    #[command(flatten)]
+    taps: TapArg,
     /// Put what the clones write to their disks into this directory instead of the store [default
     /// for a store that cannot be written: the runtime directory; for Firecracker, which gets copies
     /// of its drives: a directory beside the first one]
@@ -166,6 +170,7 @@ impl Branch {
         if let Some(restorer) = vmms::restorer(loaded.meta.machine.vmm) {
             return by_restorer::branch(self, &store, &loaded, &*restorer, began);
         }
+        self.taps.refuse_for_qemu()?;
         super::changed_files::check(&loaded.meta, self.changed_as_now)?;
         if !loaded.meta.members.is_empty() {
             return Err(Failure::new(format!(

@@ -3,7 +3,7 @@
 mod by_restorer;
 mod group;
 
-use super::{MovedArg, StoreArg, vmms};
+use super::{MovedArg, StoreArg, TapArg, vmms};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::progress;
@@ -45,7 +45,8 @@ VM's writes go neither to the images nor to the checkpoint. They are deleted whe
 What the VM's line writes to, listens at or locks is not taken from the first VM: log files are appended to, or new ones are
 made; sockets in use get another name; a port in use is an error that names the option to replace it.
 
-A checkpoint of Firecracker's VM is restored by a Firecracker of the same version. EXTRA are options of Firecracker then.
+A checkpoint of Firecracker's VM is restored by a Firecracker of the same version. EXTRA are options of Firecracker then. The
+tap of each network card must be there and free; --tap names another one.
 
 With --accel a checkpoint taken under KVM continues under TCG, or the other way round. Keyframe refuses a guest that uses a
 feature of KVM alone (kvmclock), and a processor that lacks a feature that the guest may use.
@@ -56,6 +57,7 @@ Examples:
   keyframe restore --store S latest --lazy
   keyframe restore --store S latest --accel tcg
   keyframe restore --store S latest --image /old/disk.qcow2=/new/disk.qcow2
+  keyframe restore --store S latest --tap eth0=tap1
   keyframe restore --store S before-upgrade --qemu /opt/qemu/bin/qemu-system-x86_64"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
@@ -92,6 +94,8 @@ pub struct Restore {
     changed_as_now: bool,
     #[command(flatten)]
     moved: MovedArg,
+    #[command(flatten)]
+    taps: TapArg,
     /// Put what the VM writes to its disks into this directory instead of the store [default for a
     /// store that cannot be written: the runtime directory; for Firecracker, which gets copies of
     /// its drives: a directory beside the first one]
@@ -152,6 +156,7 @@ impl Restore {
             let kept = by_restorer::Kept { id, meta, device_state, ram, lineage, place, began };
             return by_restorer::restore(self, &store, &*restorer, kept, &interrupted);
         }
+        self.taps.refuse_for_qemu()?;
         self.require_disks(id, &meta)?;
         super::changed_files::check(&meta, self.changed_as_now)?;
         let disks = RestoredDisks::serve(&store, id, &meta, self.work_dir.as_deref())?;

@@ -5,8 +5,8 @@
 //!   begin: other drives? ─▶ stop ─▶ the VMM saves its devices ─▶ settled: FICLONE ─▶ cont ─▶ the same files?
 //! ```
 //!
-//! The VMM saves its devices after it has carried out each request that the guest made before the
-//! pause, and the guest makes none in the pause. So the files are cloned after the save.
+//! A VMM may still carry out a request of the guest until it saves its devices, and the guest makes
+//! none in the pause. So the files are cloned after the save.
 //!
 //! After a drive got another file, the next checkpoint is the first of another run.
 

@@ -59,6 +59,7 @@ pub fn branch(
         paused: true,
         lineage: Some(lineage),
         log: None,
+        taps: command.taps.tap.clone(),
         is_rehearsal: false,
         drives: Vec::new(),
     };

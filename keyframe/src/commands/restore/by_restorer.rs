@@ -55,6 +55,7 @@ pub fn restore(
         paused: command.paused,
         lineage: Some(kept.lineage),
         log: None,
+        taps: command.taps.tap.clone(),
         is_rehearsal: false,
         drives: drives.as_ref().map_or_else(Vec::new, |drives| drives.files().to_vec()),
     };

@@ -1,20 +1,22 @@
-//! Whether a VM's CPUs ran: what the kernel counts for the threads that run them.
+//! Whether threads of a Firecracker ran: what the kernel counts for them.
 //!
 //! Firecracker sends no events. But a thread that was woken has another number of turns and another
 //! run time in `/proc/PID/task/TID/schedstat` than before.
 //!
 //! ```text
-//!   paused ─▶ at rest: reading 1 ── no client resumes the VM ──▶ reading 2 = reading 1
-//!                                └─ a client does ────────────▶ reading 2 differs
+//!   paused ─▶ at rest: reading 1 ── they sleep on ──────────────▶ reading 2 = reading 1
+//!                                └─ a client resumes the VM ────▶ reading 2 differs
 //! ```
 //!
-//! Saving the devices wakes the threads, too. So a reading before the save and another one after
-//! it enclose the save, and what happens during the request is Firecracker's: it refuses to save a
-//! VM that runs.
+//! Saving the devices wakes the threads, too. So a reading of the CPUs before the save and another
+//! one after it enclose the save, and what happens during the request is Firecracker's: it refuses
+//! to save a VM that runs.
 
 use crate::{Error, Result};
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// How the threads that run CPUs are named.
@@ -24,9 +26,9 @@ const THREAD_NAME: &str = "fc_vcpu";
 const REST_MAX: Duration = Duration::from_millis(200);
 const LOOK_EVERY: Duration = Duration::from_micros(50);
 
-/// The threads of a VM's CPUs.
+/// Threads of a Firecracker process.
 #[derive(Debug)]
-pub struct VcpuThreads {
+pub struct Threads {
     pid: u32,
     /// For each thread its `schedstat` and its `stat`, which never stand for another thread.
     files: Vec<(File, File)>,
@@ -36,10 +38,10 @@ pub struct VcpuThreads {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reading(Vec<Vec<u8>>);
 
-impl VcpuThreads {
-    /// Finds the threads of process `pid`, which must be `count`. Errors: there is another number
-    /// of them; the kernel does not show what it counts.
-    pub fn find(pid: u32, count: u32) -> Result<Self> {
+impl Threads {
+    /// Finds the threads of the CPUs of process `pid`, which must be `count`. Errors: there is
+    /// another number of them; the kernel does not show what it counts.
+    pub fn of_vcpus(pid: u32, count: u32) -> Result<Self> {
         let operation = || format!("look at the threads of process {pid}");
         let tasks =
             std::fs::read_dir(format!("/proc/{pid}/task")).map_err(Error::io(operation()))?;
@@ -49,8 +51,7 @@ impl VcpuThreads {
             // A thread may have ended meanwhile.
             let Ok(name) = std::fs::read_to_string(task.join("comm")) else { continue };
             if name.starts_with(THREAD_NAME) {
-                let open = |name| File::open(task.join(name)).map_err(Error::io(operation()));
-                files.push((open("schedstat")?, open("stat")?));
+                files.push(open(&task).map_err(Error::io(operation()))?);
             }
         }
         if files.len() != count as usize {
@@ -64,6 +65,13 @@ impl VcpuThreads {
             });
         }
         Ok(Self { pid, files })
+    }
+
+    /// Finds the first thread of process `pid`. Error: the kernel does not show what it counts.
+    pub fn first_of(pid: u32) -> Result<Self> {
+        let files = open(Path::new(&format!("/proc/{pid}/task/{pid}")))
+            .map_err(Error::io(format!("look at the first thread of process {pid}")))?;
+        Ok(Self { pid, files: vec![files] })
     }
 
     /// Returns what the kernel has counted so far. Error: the process has ended.
@@ -107,7 +115,12 @@ impl VcpuThreads {
         let mut bytes = [0; 1024];
         let len = file
             .read_at(&mut bytes, 0)
-            .map_err(Error::io(format!("look at a CPU's thread of process {}", self.pid)))?;
+            .map_err(Error::io(format!("look at a thread of process {}", self.pid)))?;
         Ok(bytes.get(..len).unwrap_or_default().to_vec())
     }
+}
+
+/// Opens the files of the thread whose directory of `/proc` is `task`.
+fn open(task: &Path) -> io::Result<(File, File)> {
+    Ok((File::open(task.join("schedstat"))?, File::open(task.join("stat"))?))
 }
