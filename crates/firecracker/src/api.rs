@@ -138,9 +138,9 @@ impl Api {
             "resume_vm": false,
         });
         if !taps.is_empty() {
-            let overrides = taps.iter().map(|TapChoice { card, tap }| {
-                json!({ "iface_id": card, "host_dev_name": tap })
-            });
+            let overrides = taps
+                .iter()
+                .map(|TapChoice { card, tap }| json!({ "iface_id": card, "host_dev_name": tap }));
             body["network_overrides"] = overrides.collect();
         }
         self.send("PUT", "/snapshot/load", &body, LOAD_TIMEOUT)

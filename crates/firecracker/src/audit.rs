@@ -46,11 +46,7 @@ pub fn audit(config: &VmConfig, version: &str) -> Vec<AuditFinding> {
         );
     }
     if config.balloon.is_some() {
-        refuse(
-            "the balloon".into(),
-            "it discards RAM unseen",
-            "start the VM without it",
-        );
+        refuse("the balloon".into(), "it discards RAM unseen", "start the VM without it");
     }
     if config.machine.huge_pages.as_deref().is_some_and(|size| size != "None") {
         refuse(

@@ -59,7 +59,10 @@ impl Taps {
             let earlier = self.cards.iter().take(at).find(|earlier| earlier.tap == *tap);
             if let Some(earlier) = earlier {
                 return Err(Error::Restore {
-                    problem: format!("network cards {} and {card} have one tap, {tap}", earlier.card),
+                    problem: format!(
+                        "network cards {} and {card} have one tap, {tap}",
+                        earlier.card
+                    ),
                     fix: format!("choose another tap for one of them: --tap {card}=TAP"),
                 });
             }
@@ -72,7 +75,9 @@ impl Taps {
         let shared = self.cards.iter().find(|card| count > 1 && !card.tap.contains(NUMBER));
         if let Some(TapChoice { card, tap }) = shared {
             return Err(Error::Restore {
-                problem: format!("{count} clones cannot share {tap}, the tap of network card {card}"),
+                problem: format!(
+                    "{count} clones cannot share {tap}, the tap of network card {card}"
+                ),
                 fix: format!(
                     "give each clone a tap of its own: --tap {card}=tap%d stands for tap1, tap2, ..."
                 ),
@@ -117,19 +122,20 @@ impl Taps {
         Ok(())
     }
 
-    /// Makes the child of `command` start where it has these taps for itself. Call it before other
-    /// settings of the child. Error: a tap has no name that an interface can have.
+    /// Makes the child of `command` start where it has these taps for itself. Error: they cannot be
+    /// made, with the fix.
     pub fn isolate(&self, command: &mut Command) -> Result<()> {
         let names: Vec<&str> = self.cards.iter().map(|card| &*card.tap).collect();
         if names.is_empty() {
             return Ok(());
         }
-        start_among_isolated_taps(command, &names).map_err(Error::io("name the VM's taps"))
-    }
-
-    /// Returns true if the VM has no network card.
-    pub fn is_empty(&self) -> bool {
-        self.cards.is_empty()
+        start_among_isolated_taps(command, &names).map_err(|error| Error::Restore {
+            problem: format!(
+                "a second Firecracker beside the VM needs taps in a network namespace of its own, \
+                 and they cannot be made: {error}"
+            ),
+            fix: "run keyframe as root, on a kernel that has namespaces".into(),
+        })
     }
 
     /// Returns the error of a Firecracker that says `message` when it loads the VM: a tap that
