@@ -197,9 +197,15 @@ fn a_vm_that_was_restored_paused_is_exact_although_frames_wait() {
     };
     std::os::unix::fs::symlink(word("API "), &socket).unwrap();
     let (api, pid) = (socket.display().to_string(), word("(Firecracker "));
-    let options = ["--interval", "100ms", "--count", "3", "--audit", "audit2", "--on-exit", "keep"];
-    let words = [&["attach", "--store", &store, "--name", "paused", "--api", &api], &options[..]];
-    let mut run = Process::start(env.command(&[&words.concat()[..], &[&pid]].concat()));
+    let words =
+        ["attach", "--store", &store, "--name", "paused", "--api", &api, "--audit", "audit2"];
+    let none = ["--interval", "none", &pid];
+    let mut run = Process::start(env.command(&[&words[..], &none].concat()));
+    run.wait_for_error("checkpoints by `keyframe take`");
+    for _ in 0..3 {
+        env.ok(&["take", "--name", "paused"]);
+    }
+    env.ok(&["stop", "--name", "paused"]);
     assert_ends_well(&mut run);
     restored.signal(rustix::process::Signal::INT);
     restored.wait();

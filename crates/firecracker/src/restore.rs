@@ -349,18 +349,7 @@ impl Plan {
         if ends_with_thread {
             kill_with_parent(&mut command);
         }
-        Lifetime::start(&mut command, files).map_err(|error| match error {
-            Error::Io { source, .. } if self.is_rehearsal && !self.taps.is_empty() => {
-                Error::Restore {
-                    problem: format!(
-                        "a second Firecracker beside the VM needs taps in a network namespace of \
-                         its own, and they cannot be made: {source}"
-                    ),
-                    fix: "run keyframe with CAP_SYS_ADMIN, or let users have namespaces".into(),
-                }
-            }
-            error => error,
-        })
+        Lifetime::start(&mut command, files)
     }
 
     /// Has the Firecracker that was just started load the VM.

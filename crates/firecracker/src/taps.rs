@@ -122,19 +122,20 @@ impl Taps {
         Ok(())
     }
 
-    /// Makes the child of `command` start where it has these taps for itself. Call it before other
-    /// settings of the child. Error: a tap has no name that an interface can have.
+    /// Makes the child of `command` start where it has these taps for itself. Error: they cannot be
+    /// made, with the fix.
     pub fn isolate(&self, command: &mut Command) -> Result<()> {
         let names: Vec<&str> = self.cards.iter().map(|card| &*card.tap).collect();
         if names.is_empty() {
             return Ok(());
         }
-        start_among_isolated_taps(command, &names).map_err(Error::io("name the VM's taps"))
-    }
-
-    /// Returns true if the VM has no network card.
-    pub fn is_empty(&self) -> bool {
-        self.cards.is_empty()
+        start_among_isolated_taps(command, &names).map_err(|error| Error::Restore {
+            problem: format!(
+                "a second Firecracker beside the VM needs taps in a network namespace of its own, \
+                 and they cannot be made: {error}"
+            ),
+            fix: "run keyframe as root, on a kernel that has namespaces".into(),
+        })
     }
 
     /// Returns the error of a Firecracker that says `message` when it loads the VM: a tap that

@@ -10,7 +10,8 @@
 //! The descriptors keep the namespace. The interface stays down: what the guest sends is dropped.
 //!
 //! A VMM that opens its taps by their names itself can be started in such a namespace
-//! ([`start_among_isolated_taps`]). The namespace and its taps end with that process.
+//! ([`start_among_isolated_taps`]). The namespace and its taps end with that process. They are made
+//! by the same kind of child, because the VMM must keep its user and its rights.
 
 use rustix::fs::{Mode, OFlags, open};
 use rustix::io::Errno;
@@ -18,6 +19,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -53,20 +55,41 @@ pub fn isolated_tap(queues: usize) -> io::Result<Vec<OwnedFd>> {
     if !(1..=QUEUES_MAX).contains(&queues) {
         return Err(io::ErrorKind::InvalidInput.into());
     }
+    from_namespace(queues, move |socket| {
+        for _ in 0..queues {
+            send(socket, &open_queue(queues > 1)?)?;
+        }
+        Ok(())
+    })
+}
+
+/// Has a child of this process enter a network namespace of its own and call `make`, which sends
+/// `count` descriptors through the socket that it gets. Returns the descriptors.
+///
+/// `make` runs between fork and exec. It may make system calls, but neither allocate nor lock.
+fn from_namespace(
+    count: usize,
+    make: impl Fn(BorrowedFd<'_>) -> io::Result<()> + Send + Sync + 'static,
+) -> io::Result<Vec<OwnedFd>> {
     let (ours, theirs) = UnixStream::pair()?;
     let mut command = Command::new("/proc/self/exe");
-    let make = move || {
-        enter_namespace()?;
-        for _ in 0..queues {
-            send(theirs.as_fd(), &open_queue(queues > 1)?)?;
+    let work = move || {
+        let made = unshare(libc::CLONE_NEWNET).and_then(|()| make(theirs.as_fd()));
+        match made {
+            // A user of its own has all rights in a namespace of its own.
+            Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
+                unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNET)?;
+                make(theirs.as_fd())?;
+            }
+            made => made?,
         }
         // The program is never executed: all is done.
         Err(io::Error::from_raw_os_error(libc::ECANCELED))
     };
-    // SAFETY: between fork and exec only what is async-signal-safe may be done: `make` makes system
+    // SAFETY: between fork and exec only what is async-signal-safe may be done: `work` makes system
     // calls alone, and neither allocates nor locks; an error from a system call's number allocates
     // nothing either.
-    unsafe { command.pre_exec(make) };
+    unsafe { command.pre_exec(work) };
     let ended = command.spawn();
     // The command holds the child's end of the socket.
     drop(command);
@@ -75,23 +98,25 @@ pub fn isolated_tap(queues: usize) -> io::Result<Vec<OwnedFd>> {
         Err(error) => return Err(error),
         Ok(_) => return Err(io::Error::other("a process was started that should not be")),
     }
-    (0..queues).map(|_| receive(ours.as_fd())).collect()
+    (0..count).map(|_| receive(ours.as_fd())).collect()
 }
 
 /// Makes the child of `command` start in a network namespace of its own, which has a tap of each
-/// name in `taps`. Any user may open them. Call it before other settings of the child: the kernel
-/// forgets a death signal when the child becomes a user of its own.
+/// name in `taps`. Any user may open them.
 ///
-/// Needs the rights of [`isolated_tap`]; without them the child does not start. Error:
+/// Needs `CAP_SYS_ADMIN`; without it the child does not start. Errors: those of [`isolated_tap`];
 /// `InvalidInput` for a name that no interface can have.
 pub fn start_among_isolated_taps(command: &mut Command, taps: &[&str]) -> io::Result<()> {
     let names = taps.iter().map(|tap| name_of(tap)).collect::<io::Result<Vec<_>>>()?;
-    let make = move || {
-        enter_namespace()?;
-        names.iter().try_for_each(|name| keep(&open_tap(*name, 0)?))
-    };
-    // SAFETY: as above: `make` makes system calls alone; the names were made before the fork.
-    unsafe { command.pre_exec(make) };
+    let made = from_namespace(1, move |socket| {
+        names.iter().try_for_each(|name| keep(&open_tap(*name, 0)?))?;
+        send(socket, &open(c"/proc/self/ns/net", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
+    })?;
+    let network = made.into_iter().next().ok_or(io::ErrorKind::UnexpectedEof)?;
+    let enter =
+        move || Ok(move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))?);
+    // SAFETY: as above: `enter` makes one system call.
+    unsafe { command.pre_exec(enter) };
     Ok(())
 }
 
@@ -112,18 +137,10 @@ fn keep(tap: &OwnedFd) -> io::Result<()> {
     if done < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Gives the calling process a network namespace of its own, as a user of its own if need be.
-fn enter_namespace() -> io::Result<()> {
-    let unshare = |flags: libc::c_int| {
-        // SAFETY: the call takes no pointer; the process has this thread alone.
-        if unsafe { libc::unshare(flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    };
-    match unshare(libc::CLONE_NEWNET) {
-        Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
-            unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNET)
-        }
-        done => done,
-    }
+/// Gives the calling process the namespaces of `flags`.
+fn unshare(flags: libc::c_int) -> io::Result<()> {
+    // SAFETY: the call takes no pointer; the process has this thread alone.
+    if unsafe { libc::unshare(flags) } == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn open_queue(many: bool) -> io::Result<OwnedFd> {
