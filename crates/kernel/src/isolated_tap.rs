@@ -74,14 +74,14 @@ fn from_namespace(
     let (ours, theirs) = UnixStream::pair()?;
     let mut command = Command::new("/proc/self/exe");
     let work = move || {
-        let made = unshare(libc::CLONE_NEWNET).and_then(|()| make(theirs.as_fd()));
-        match made {
+        let done = unshare(libc::CLONE_NEWNET).and_then(|()| make(theirs.as_fd()));
+        match done {
             // A user of its own has all rights in a namespace of its own.
             Err(error) if error.raw_os_error() == Some(libc::EPERM) => {
                 unshare(libc::CLONE_NEWUSER | libc::CLONE_NEWNET)?;
                 make(theirs.as_fd())?;
             }
-            made => made?,
+            done => done?,
         }
         // The program is never executed: all is done.
         Err(io::Error::from_raw_os_error(libc::ECANCELED))
