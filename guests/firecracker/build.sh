@@ -40,8 +40,9 @@ compile=(gcc -m64 -std=gnu11 -O2 -Wall -Wextra -Werror -ffreestanding -fno-pic -
     -fno-asynchronous-unwind-tables -fcf-protection=none -fno-tree-loop-distribute-patterns -mno-red-zone -mgeneral-regs-only)
 "${compile[@]}" -c -o "$tmp/payload.o" "$here/payload.c"
 "${compile[@]}" -c -o "$tmp/drive.o" "$here/drive.c"
+"${compile[@]}" -c -o "$tmp/virtio.o" "$here/virtio.c"
 "${compile[@]}" -c -o "$tmp/entry.o" "$here/entry.S"
-ld -nostdlib -static --no-warn-rwx-segments -z noexecstack -T "$here/payload.ld" -o "$out/payload.elf" "$tmp/entry.o" "$tmp/payload.o" "$tmp/drive.o"
+ld -nostdlib -static --no-warn-rwx-segments -z noexecstack -T "$here/payload.ld" -o "$out/payload.elf" "$tmp/entry.o" "$tmp/payload.o" "$tmp/drive.o" "$tmp/virtio.o"
 
 {
     "$out/bin/firecracker" --version | head -n1

@@ -1,4 +1,4 @@
-// A virtio block drive of Firecracker, without interrupts.
+// A virtio block drive of Firecracker.
 #include <stdint.h>
 
 #define DRIVE_BLOCK_BYTES 4096

@@ -1,4 +1,4 @@
-// A driver of virtio-net over MMIO that checks what the card does to the guest's RAM.
+// A driver of virtio-net that checks what the card does to the guest's RAM.
 //
 // All BUFFERS buffers are with the card, or have just come back from it. Each one is filled with a
 // pattern before the card gets it. So the driver sees if the card
@@ -16,6 +16,8 @@
 //   kf net NUMBER COUNT   the number of the last frame, and how many have come, as hexadecimal digits
 //
 // and sends one frame of its own.
+#include "virtio.h"
+
 #define BUFFERS 64
 #define BUFFER_BYTES 2048
 #define BUFFER_WORDS (BUFFER_BYTES / 8)
@@ -28,16 +30,13 @@
 #define IP (ETHERNET + 14)
 #define UDP (IP + 20)
 #define SENT (UDP + 8)
-#define NETWORK_CARD 1
 
-struct descriptor { uint64_t address; uint32_t length; uint16_t flags, next; };
 struct ring {
-    struct descriptor descriptors[BUFFERS];
+    struct virtio_descriptor descriptors[BUFFERS];
     struct { uint16_t flags, index, ring[BUFFERS]; } available;
     _Alignas(4) struct { uint16_t flags, index; struct { uint32_t id, length; } ring[BUFFERS]; } used;
 };
 
-static _Alignas(4096) uint64_t device_pages[512];
 static _Alignas(16) volatile struct ring receiving, sending;
 static _Alignas(64) uint64_t buffers[BUFFERS][BUFFER_WORDS];
 static _Alignas(64) uint8_t frame_sent[64];
@@ -50,10 +49,6 @@ static uint64_t handovers, returned, frames, last_frame, frames_told;
 static uint16_t used_seen;
 static unsigned looked_at;
 
-static void barrier(void) { __asm__ volatile("mfence" : : : "memory"); }
-
-static void set(uint32_t at, uint64_t value) { card[at / 4] = (uint32_t)value; }
-
 static uint64_t pattern(unsigned buffer, unsigned at) { return mix(handed_over[buffer] * BUFFER_WORDS + at + 1); }
 
 static void hand_over(unsigned buffer) {
@@ -61,7 +56,7 @@ static void hand_over(unsigned buffer) {
     written_since[buffer] = 0;
     for (unsigned at = 0; at < BUFFER_WORDS; at += BUFFER_STRIDE) buffers[buffer][at] = pattern(buffer, at);
     receiving.available.ring[receiving.available.index % BUFFERS] = (uint16_t)buffer;
-    barrier();
+    virtio_barrier();
     receiving.available.index++;
 }
 
@@ -74,63 +69,25 @@ static int is_untouched(unsigned buffer, unsigned from) {
 }
 
 static void set_queue(uint32_t number, volatile struct ring *ring) {
-    set(0x30, number);
-    set(0x38, BUFFERS);
-    uint64_t parts[] = {(uint64_t)ring->descriptors, (uint64_t)&ring->available, (uint64_t)&ring->used};
-    for (uint32_t part = 0; part < 3; part++) {
-        set(0x80 + 16 * part, parts[part]);
-        set(0x84 + 16 * part, parts[part] >> 32);
-    }
-    set(0x44, 1);
+    virtio_queue(card, number, BUFFERS, ring->descriptors, &ring->available, &ring->used);
 }
 
-// Finds the first network card that the command line names, and starts it.
-static void net_begin(const char *line) {
-    static const char name[] = "virtio_mmio.device=4K@0x";
-    for (; *line && !card; line++) {
-        const char *at = line, *of = name;
-        while (*of && *at == *of) at++, of++;
-        if (*of) continue;
-        uint64_t address = 0;
-        for (;; at++) {
-            char c = *at;
-            if (c >= '0' && c <= '9') address = address * 16 + (uint64_t)(c - '0');
-            else if (c >= 'a' && c <= 'f') address = address * 16 + (uint64_t)(c - 'a' + 10);
-            else break;
-        }
-        // Firecracker maps the first GiB alone. Its devices are in the fourth one.
-        uint64_t *tables;
-        __asm__ volatile("mov %%cr3, %0" : "=r"(tables));
-        uint64_t *top = (uint64_t *)((uint64_t)tables & ~0xfffull);
-        uint64_t *gibs = (uint64_t *)(top[0] & 0xffffffffff000);
-        gibs[address >> 30 & 511] = (uint64_t)device_pages | 3;
-        // 2 MiB, present, writable, not cached.
-        device_pages[address >> 21 & 511] = (address & ~0x1fffffull) | 0x93;
-        __asm__ volatile("mov %0, %%cr3" : : "r"(tables) : "memory");
-        volatile uint32_t *device = (volatile uint32_t *)address;
-        if (device[2] == NETWORK_CARD) card = device;
-    }
+// Finds the first network card and starts it.
+static void net_begin(void) {
+    card = virtio_find(VIRTIO_NETWORK_CARD);
     if (!card) return;
-    set(0x70, 1);
-    set(0x70, 3);
-    // No feature but version 1.
-    set(0x24, 1);
-    set(0x20, 1);
-    set(0x24, 0);
-    set(0x20, 0);
-    set(0x70, 11);
+    virtio_begin(card);
     for (unsigned buffer = 0; buffer < BUFFERS; buffer++) {
-        volatile struct descriptor *descriptor = &receiving.descriptors[buffer];
+        volatile struct virtio_descriptor *descriptor = &receiving.descriptors[buffer];
         descriptor->address = (uint64_t)buffers[buffer];
         descriptor->length = BUFFER_BYTES;
-        // The card writes to it.
-        descriptor->flags = 2;
+        descriptor->flags = VIRTIO_DEVICE_WRITES;
     }
     set_queue(0, &receiving);
     set_queue(1, &sending);
-    set(0x70, 15);
+    virtio_end(card);
     for (unsigned buffer = 0; buffer < BUFFERS; buffer++) hand_over(buffer);
-    set(0x50, 0);
+    virtio_notify(card, 0);
 }
 
 static uint64_t word_at(const uint8_t *bytes) {
@@ -158,7 +115,7 @@ static const char *net_poll(void) {
     if (!card) return 0;
     uint16_t pending = (uint16_t)(receiving.used.index - used_seen);
     if (pending > BUFFERS) return "the index of used buffers";
-    barrier();
+    virtio_barrier();
     for (uint16_t taken = 0; taken < pending; taken++) {
         uint32_t buffer = receiving.used.ring[used_seen % BUFFERS].id, length = receiving.used.ring[used_seen % BUFFERS].length;
         used_seen++;
@@ -171,8 +128,8 @@ static const char *net_poll(void) {
         hand_over(buffer);
     }
     if (pending) {
-        barrier();
-        set(0x50, 0);
+        virtio_barrier();
+        virtio_notify(card, 0);
     }
     // The card may be about to give it back. It gives buffers back in the order in which it got them.
     looked_at = (looked_at + 1) % BUFFERS;
@@ -200,8 +157,8 @@ static void net_tell(void) {
     sending.descriptors[0].address = (uint64_t)frame_sent;
     sending.descriptors[0].length = sizeof frame_sent;
     sending.available.ring[sending.available.index % BUFFERS] = 0;
-    barrier();
+    virtio_barrier();
     sending.available.index++;
-    barrier();
-    set(0x50, 1);
+    virtio_barrier();
+    virtio_notify(card, 1);
 }

@@ -104,7 +104,7 @@ void run(const uint8_t *boot) {
     uint64_t fill = option(line, "kf.fill", 0), idle = option(line, "kf.idle", 0);
     uint64_t step = 0, chain = 0x4b65796672616d65;
     for (uint64_t page = pages; page < pages + fill; page++) ((volatile uint64_t *)TABLE)[page * WORDS] = mix(page);
-    net_begin(line);
+    net_begin();
     for (uint64_t number = 1;; number++) {
         for (int i = 0; i < STEPS; i++) {
             step++;
