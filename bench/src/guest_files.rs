@@ -55,29 +55,19 @@ impl PayloadGuest {
     /// Returns QEMU's command line under KVM, with `mem` of RAM. The guest writes `dirty` of its 4096
     /// pages in each pass.
     pub fn command(&self, mem: &str, dirty: u64) -> Vec<String> {
-        [
-            "qemu-system-x86_64",
-            "-machine",
-            "pc",
-            "-accel",
-            "kvm",
-            "-m",
+        bare_command(
             mem,
-            "-nodefaults",
-            "-no-user-config",
-            "-display",
-            "none",
-            "-serial",
-            "stdio",
-            "-bios",
-            &self.dir.join("payload.bin").display().to_string(),
-            "-fw_cfg",
-            "name=opt/keyframe/pages,string=4096",
-            "-fw_cfg",
-            &format!("name=opt/keyframe/dirty,string={dirty}"),
-        ]
-        .map(str::to_owned)
-        .to_vec()
+            &[
+                "-accel",
+                "kvm",
+                "-bios",
+                &self.dir.join("payload.bin").display().to_string(),
+                "-fw_cfg",
+                "name=opt/keyframe/pages,string=4096",
+                "-fw_cfg",
+                &format!("name=opt/keyframe/dirty,string={dirty}"),
+            ],
+        )
     }
 }
 
@@ -146,27 +136,24 @@ fn compressed_kernel(dir: &Path, command: Vec<String>) -> Vec<String> {
 
 fn command(dir: &Path, mem: &str, append: &str) -> Vec<String> {
     let file = |name: &str| dir.join(name).display().to_string();
-    [
-        "qemu-system-x86_64",
-        "-machine",
-        "pc",
-        "-m",
+    bare_command(
         mem,
-        "-nodefaults",
-        "-no-user-config",
-        "-display",
-        "none",
-        "-serial",
-        "stdio",
-        "-kernel",
-        &file("vmlinux"),
-        "-initrd",
-        &file("initramfs.cpio.gz"),
-        "-append",
-        &format!("console=ttyS0 quiet panic=-1 tsc=unstable {append}"),
-    ]
-    .map(str::to_owned)
-    .to_vec()
+        &[
+            "-kernel",
+            &file("vmlinux"),
+            "-initrd",
+            &file("initramfs.cpio.gz"),
+            "-append",
+            &format!("console=ttyS0 quiet panic=-1 tsc=unstable {append}"),
+        ],
+    )
+}
+
+/// Returns QEMU's command line of a machine with `mem` of RAM and a serial port, with `more` words.
+fn bare_command(mem: &str, more: &[&str]) -> Vec<String> {
+    let machine = ["qemu-system-x86_64", "-machine", "pc", "-m", mem];
+    let devices = ["-nodefaults", "-no-user-config", "-display", "none", "-serial", "stdio"];
+    [&machine[..], &devices, more].concat().into_iter().map(str::to_owned).collect()
 }
 
 /// Returns the directory of `guest`. Fails if one of `files` is missing in it.

@@ -28,6 +28,12 @@ pub struct RunningCommand {
     problems: Option<JoinHandle<Vec<u8>>>,
 }
 
+/// Returns the number `name` of an object that a command has printed. Error: there is none.
+pub fn number(object: &Value, name: &str) -> Result<f64, Error> {
+    let number = object.get(name).and_then(Value::as_f64);
+    number.ok_or_else(|| Error::failed("read the output of keyframe", format!("no number {name}")))
+}
+
 impl KeyframeJson<'_> {
     /// Runs `keyframe BEFORE PATH AFTER` to its end and returns its output.
     pub fn run(self, before: &[&str], path: &Path, after: &[&str]) -> Result<Value, Error> {

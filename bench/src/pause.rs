@@ -19,6 +19,7 @@ mod disk_load;
 mod rows;
 
 use crate::guest_files::SmallGuest;
+use crate::keyframe_json::number;
 use crate::part_selection::PartSelection;
 use crate::qemu_peer::{BEFORE, QemuPeer, SaveMethod};
 use crate::running_guest::{CheckpointedGuest, Schedule};
@@ -357,13 +358,6 @@ fn measure(
             .push(scan.ok_or_else(|| Error::failed("read keyframe take --json", "no pause.scan"))?);
     }
     Ok(())
-}
-
-fn number(entry: &Value, key: &str) -> Result<f64, Error> {
-    entry
-        .get(key)
-        .and_then(Value::as_f64)
-        .ok_or_else(|| Error::failed("read keyframe take --json", format!("no {key}")))
 }
 
 fn report(rows: &Rows, empty: &Sample) -> Report {

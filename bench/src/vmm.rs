@@ -14,9 +14,11 @@
 //! write about 1,000 pages a second. Only one VM runs at a time, except for clones.
 
 mod chart;
+mod costs;
 mod firecracker;
 mod firecracker_vm;
 mod qemu;
+mod restores;
 mod rows;
 
 use crate::guest_files::{FirecrackerFiles, PayloadGuest, SmallGuest};

@@ -3,6 +3,7 @@
 use super::maps::CheckpointMap;
 use super::recording::Recording;
 use crate::Error;
+use crate::keyframe_json::number;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -93,13 +94,6 @@ impl CheckpointFigures {
     pub fn whole_bytes(&self) -> f64 {
         self.ram_bytes + self.written_disk_bytes
     }
-}
-
-/// Returns the number `name` of a JSON object.
-pub fn number(value: &Value, name: &str) -> Result<f64, Error> {
-    value[name]
-        .as_f64()
-        .ok_or_else(|| Error::failed("read the output of keyframe", format!("no number {name}")))
 }
 
 /// Reads a time.

@@ -1,6 +1,6 @@
 //! The measurements of one workload with one checkpoint interval, in one round.
 
-use super::checkpoint_figures::{self, CheckpointFigures, RunPhase, number, timestamp};
+use super::checkpoint_figures::{self, CheckpointFigures, RunPhase, timestamp};
 use super::image_reading::{self, ImageReadTimes};
 use super::recording::{Recording, RecordingPlan, read_json};
 use super::simulations::{self, CheckpointTimes, Simulations};
@@ -8,6 +8,7 @@ use super::workload::Workload;
 use super::{Plan, maps};
 use crate::Error;
 use crate::keyframe_json::KeyframeJson;
+use crate::keyframe_json::number;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::Value;
 use std::path::Path;

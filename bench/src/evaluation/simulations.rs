@@ -1,9 +1,9 @@
 //! The run times of recording and analysis: measured with one job and with two, and simulated with
 //! more nodes from the measured times of the intervals.
 
-use super::checkpoint_figures::number;
 use super::recording::{Recording, read_json};
 use crate::Error;
+use crate::keyframe_json::number;
 use crate::keyframe_json::start_ns;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;

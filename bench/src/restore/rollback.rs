@@ -10,11 +10,11 @@
 //! The methods take turns. QEMU has no `loadvm` that keeps the state before, so `--fast` is its peer.
 
 use crate::guest_files::SmallGuest;
+use crate::keyframe_json::number;
 use crate::qemu_peer::QemuPeer;
 use crate::running_guest::{CheckpointedGuest, RollbackKind, Schedule};
 use crate::sample::Sample;
 use crate::{Error, Options, Report};
-use serde_json::Value;
 use std::path::Path;
 use std::time::Duration;
 
@@ -81,11 +81,6 @@ pub fn measure(
         times.loadvm.push(peer.load_snapshot()?);
     }
     Ok(times)
-}
-
-fn number(done: &Value, key: &str) -> Result<f64, Error> {
-    let value = done.get(key).and_then(Value::as_f64);
-    value.ok_or_else(|| Error::failed("read keyframe rollback --json", format!("no {key}")))
 }
 
 impl RollbackTimes {

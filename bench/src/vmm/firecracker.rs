@@ -2,16 +2,16 @@
 //! clones.
 
 use super::Bench;
+use super::costs::{allocated_bytes, push_pause_parts, stored_bytes};
 use super::firecracker_vm::{FirecrackerVm, SnapshotFiles, VmShape, Work};
+use super::restores::{RESTORED, RESTORED_BARE, RestoreMeasures};
 use super::rows::{Rows, Vm};
 use crate::Error;
 use crate::guest_files::FirecrackerFiles;
-use crate::keyframe_json::KeyframeJson;
-use crate::restore::restore_times::CheckpointRestores;
+use crate::keyframe_json::{KeyframeJson, number};
 use crate::running_guest::make_store;
 use crate::running_process::{Lines, RunningProcess, collect_lines, time_after, wait_for_line};
 use serde_json::Value;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -111,16 +111,16 @@ impl FirecrackerVms<'_> {
     fn checkpoints(&self, rows: &mut Rows) -> Result<(), Error> {
         self.say("checkpoints");
         let taken = self.take("checkpoints", self.shape(), self.bench.plan.checkpoints)?;
-        for (number, checkpoint) in taken.iter().enumerate() {
+        for (index, checkpoint) in taken.iter().enumerate() {
             let stored = stored_bytes(checkpoint)?;
-            if number == 0 {
+            if index == 0 {
                 rows.push(self.vm, "first_stored_bytes", stored);
                 continue;
             }
             rows.push(self.vm, "later_stored_bytes", stored);
-            rows.push(self.vm, "pause_ns", number_of(checkpoint, "pause_ns")?);
+            rows.push(self.vm, "pause_ns", number(checkpoint, "pause_ns")?);
             push_pause_parts(self.vm, checkpoint, rows)?;
-            rows.push(self.vm, "dirty_pages", number_of(checkpoint, "dirty_pages")?);
+            rows.push(self.vm, "dirty_pages", number(checkpoint, "dirty_pages")?);
         }
         Ok(())
     }
@@ -172,25 +172,13 @@ impl FirecrackerVms<'_> {
             .try_for_each(|_| self.restore(&self.store("bare"), RESTORED_BARE, rows))
     }
 
-    /// Restores the newest checkpoint of `store` eagerly, and then lazily.
     fn restore(
         &self,
         store: &Path,
         measures: RestoreMeasures,
         rows: &mut Rows,
     ) -> Result<(), Error> {
-        self.bench.interrupt.check()?;
-        let restores = CheckpointRestores { options: self.bench.options, store, dir: &self.dir };
-        let eager = restores.eager()?;
-        rows.push(self.vm, measures.eager, eager.running.reported_ns);
-        rows.push(self.vm, measures.eager_command, eager.running.whole_ns);
-        rows.push(self.vm, measures.fill, eager.filled_ns);
-        restores.forget_working_set()?;
-        let lazy = restores.lazy()?;
-        rows.push(self.vm, measures.lazy, lazy.running.reported_ns);
-        rows.push(self.vm, measures.lazy_command, lazy.running.whole_ns);
-        rows.push(self.vm, measures.lazy_resident, lazy.resident_ns);
-        Ok(())
+        self.bench.restore(self.vm, (store, &self.dir), measures, rows)
     }
 
     /// Starts clones of an idle VM whose RAM is written.
@@ -219,7 +207,7 @@ impl FirecrackerVms<'_> {
         self.bench.interrupt.sleep(IDLE)?;
         let mut largest_ram_bytes: f64 = 0.0;
         for clone in &clones {
-            let pid = number_of(clone, "qemu_pid")?;
+            let pid = number(clone, "qemu_pid")?;
             let path = format!("/proc/{pid}/smaps");
             let smaps =
                 std::fs::read_to_string(&path).map_err(Error::io(format!("read {path}")))?;
@@ -230,34 +218,6 @@ impl FirecrackerVms<'_> {
         Ok(Clones { reported_ns: time_after(&line, running)?, command_ns, largest_ram_bytes })
     }
 }
-
-/// The measures of one kind of VM that is restored.
-#[derive(Clone, Copy)]
-struct RestoreMeasures {
-    eager: &'static str,
-    eager_command: &'static str,
-    fill: &'static str,
-    lazy: &'static str,
-    lazy_command: &'static str,
-    lazy_resident: &'static str,
-}
-
-const RESTORED: RestoreMeasures = RestoreMeasures {
-    eager: "restore_ns",
-    eager_command: "restore_command_ns",
-    fill: "restore_fill_ns",
-    lazy: "lazy_restore_ns",
-    lazy_command: "lazy_restore_command_ns",
-    lazy_resident: "lazy_resident_ns",
-};
-const RESTORED_BARE: RestoreMeasures = RestoreMeasures {
-    eager: "bare_restore_ns",
-    eager_command: "bare_restore_command_ns",
-    fill: "bare_restore_fill_ns",
-    lazy: "bare_lazy_restore_ns",
-    lazy_command: "bare_lazy_restore_command_ns",
-    lazy_resident: "bare_lazy_resident_ns",
-};
 
 /// Clones that were started at once.
 struct Clones {
@@ -297,38 +257,6 @@ fn whole_json(lines: &Lines) -> Result<Vec<Value>, Error> {
             return Ok(values);
         }
     }
-}
-
-/// Adds the parts of a checkpoint's pause.
-pub fn push_pause_parts(vm: Vm, checkpoint: &Value, rows: &mut Rows) -> Result<(), Error> {
-    for (part, measure) in [
-        ("stop", "pause_stop_ns"),
-        ("device_state", "pause_device_state_ns"),
-        ("scan", "pause_scan_ns"),
-        ("copy", "pause_copy_ns"),
-        ("resume", "pause_resume_ns"),
-    ] {
-        rows.push(vm, measure, number_of(&checkpoint["pause"], part)?);
-    }
-    Ok(())
-}
-
-/// Returns what a checkpoint takes in the store: pages, map and device state.
-pub fn stored_bytes(checkpoint: &Value) -> Result<f64, Error> {
-    let parts = ["stored_bytes", "map_bytes", "device_bytes"];
-    parts.iter().map(|key| number_of(checkpoint, key)).sum()
-}
-
-/// Returns the number `key` of an object.
-pub fn number_of(object: &Value, key: &str) -> Result<f64, Error> {
-    let number = object.get(key).and_then(Value::as_f64);
-    number.ok_or_else(|| Error::failed("read what keyframe printed", format!("no number {key}")))
-}
-
-/// Returns the bytes that a file takes, without its holes.
-pub fn allocated_bytes(file: &Path) -> Result<f64, Error> {
-    let about = file.metadata().map_err(Error::io(format!("look at {}", file.display())))?;
-    Ok(about.blocks() as f64 * 512.0)
 }
 
 /// Returns the private and written bytes of the mapping of guest RAM; `None` if there is none.

@@ -2,12 +2,14 @@
 //! `-loadvm`.
 
 use super::Bench;
-use super::firecracker::{allocated_bytes, number_of, push_pause_parts, stored_bytes};
+use super::costs::{allocated_bytes, push_pause_parts, stored_bytes};
+use super::restores::RESTORED;
 use super::rows::{Rows, Vm};
 use crate::Error;
 use crate::guest_files::{PayloadGuest, SmallGuest};
+use crate::keyframe_json::number;
 use crate::qemu_peer::{QemuPeer, SaveMethod};
-use crate::restore::restore_times::{CheckpointRestores, loadvm};
+use crate::restore::restore_times::loadvm;
 use crate::running_guest::{CheckpointedGuest, Schedule};
 use std::path::Path;
 use std::time::Duration;
@@ -64,7 +66,10 @@ pub fn measure(bench: &Bench<'_>, guest: &QemuGuest, rows: &mut Rows) -> Result<
     rows.push(guest.vm, "raw_bytes", (mib << 20) as f64);
     let store = dir.join(format!("store-{vmm}-{mib}"));
     checkpoints(bench, guest, &store, rows)?;
-    restores(bench, guest, &store, &dir, rows)?;
+    guest.say(bench, "restores");
+    for _ in 0..bench.plan.restores {
+        bench.restore(guest.vm, (&store, &dir), RESTORED, rows)?;
+    }
     own_snapshots(bench, guest, &dir, rows)?;
     std::fs::remove_dir_all(&dir).map_err(Error::io("remove the stores"))
 }
@@ -85,37 +90,13 @@ fn checkpoints(
         for (strategy, measure) in STRATEGIES {
             bench.interrupt.sleep(INTERVAL)?;
             let taken = vm.take(strategy)?;
-            rows.push(guest.vm, measure, number_of(&taken, "pause_ns")?);
+            rows.push(guest.vm, measure, number(&taken, "pause_ns")?);
             if strategy == "precopy" {
                 push_pause_parts(guest.vm, &taken, rows)?;
             }
-            rows.push(guest.vm, "dirty_pages", number_of(&taken, "dirty_pages")?);
+            rows.push(guest.vm, "dirty_pages", number(&taken, "dirty_pages")?);
             rows.push(guest.vm, "later_stored_bytes", stored_bytes(&taken)?);
         }
-    }
-    Ok(())
-}
-
-fn restores(
-    bench: &Bench<'_>,
-    guest: &QemuGuest,
-    store: &Path,
-    dir: &Path,
-    rows: &mut Rows,
-) -> Result<(), Error> {
-    guest.say(bench, "restores");
-    let restores = CheckpointRestores { options: bench.options, store, dir };
-    for _ in 0..bench.plan.restores {
-        bench.interrupt.check()?;
-        let eager = restores.eager()?;
-        rows.push(guest.vm, "restore_ns", eager.running.reported_ns);
-        rows.push(guest.vm, "restore_command_ns", eager.running.whole_ns);
-        rows.push(guest.vm, "restore_fill_ns", eager.filled_ns);
-        restores.forget_working_set()?;
-        let lazy = restores.lazy()?;
-        rows.push(guest.vm, "lazy_restore_ns", lazy.running.reported_ns);
-        rows.push(guest.vm, "lazy_restore_command_ns", lazy.running.whole_ns);
-        rows.push(guest.vm, "lazy_resident_ns", lazy.resident_ns);
     }
     Ok(())
 }
