@@ -5,7 +5,7 @@
 //! | vsock | Firecracker closes the guest's connections at each save |
 //! | vhost-user drive | another process writes to RAM, which is not tracked |
 //! | balloon | it discards RAM unseen |
-//! | rate limiter of a drive | a timer carries out requests in a pause |
+//! | rate limiter of a drive | not tried yet |
 //! | `Async` engine of a drive | the kernel carries out requests in a pause |
 //! | huge pages | a page of 4 KiB cannot be write-protected |
 //!
@@ -71,7 +71,7 @@ pub fn audit(config: &VmConfig, version: &str) -> Vec<AuditFinding> {
         } else if drive.rate_limiter.as_ref().is_some_and(|limit| !limit.is_null()) {
             refuse(
                 subject,
-                "the timer of its rate limiter carries out requests in a pause",
+                "it has a rate limiter, and Keyframe was not tried with such a drive",
                 "start the VM without the limit",
             );
         }

@@ -45,7 +45,8 @@ pub struct VmSource<'a> {
     pub pid: Option<u32>,
     /// The size of its RAM in bytes.
     pub ram_bytes: u64,
-    /// The drives to which its guest will be able to write.
+    /// The drives to which the guest of a VM that is still to be started will be able to write;
+    /// those of another VM are asked of its VMM.
     pub drives: Vec<WritableDrive>,
     /// Starts the VM, or attaches to it.
     pub start: Box<dyn FnOnce() -> Result<Box<dyn Vmm>, VmmError> + 'a>,
@@ -76,7 +77,7 @@ pub fn run_vm(store: &Store, source: VmSource<'_>, options: SessionOptions) -> R
         rights::trace_only(&*options.events);
     }
     let place = (store, writer, run_dir, name);
-    let prepared = match prepare(place, &mut *vm, source.restorer, &options) {
+    let prepared = match prepare(place, &mut *vm, (source.restorer, &source.drives), &options) {
         Ok(prepared) => prepared,
         Err(error) => return Err(give_up(vm, error)),
     };
@@ -137,11 +138,15 @@ struct Prepared {
 fn prepare(
     (store, mut writer, run_dir, name): (&Store, Writer, RunDir, String),
     vm: &mut dyn Vmm,
-    restorer: Option<Box<dyn Restorer + Send>>,
+    (restorer, known_drives): (Option<Box<dyn Restorer + Send>>, &[WritableDrive]),
     options: &SessionOptions,
 ) -> Result<Prepared> {
     refuse(vm, &*options.events)?;
     let drives = vm.writable_drives()?;
+    // A check makes a clone of each file.
+    if drives != known_drives {
+        DriveCapture::require_possible(&drives)?;
+    }
     let disks = if drives.is_empty() {
         None
     } else {

@@ -394,53 +394,6 @@ impl DiskCapture for ClonedDiskCapture {
     }
 }
 
-impl DiskCapture for DriveCapture {
-    fn metas(&self) -> &[DiskMeta] {
-        Self::metas(self)
-    }
-
-    fn takes_new_run(&self) -> bool {
-        Self::takes_new_run(self)
-    }
-
-    fn began_run(&mut self) {
-        Self::began_run(self);
-    }
-
-    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
-        Self::begin(self, members).map(DiskCut::Cloned)
-    }
-
-    fn before_stop(&mut self) -> Result<(), BoxError> {
-        self.clones().sync()
-    }
-
-    /// Nothing yet: the VMM may still carry out a request of the guest.
-    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
-        Ok(())
-    }
-
-    fn settled(&mut self) -> Result<(), BoxError> {
-        self.clones().cut()
-    }
-
-    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
-        Self::require_same(self, members)
-    }
-
-    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
-        self.clones().captured(seq);
-    }
-
-    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
-        self.clones().sealed(seq);
-    }
-
-    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
-        self.clones().failed(lost);
-    }
-}
-
 impl DiskCapture for FleecedDiskCapture {
     fn metas(&self) -> &[DiskMeta] {
         Self::metas(self)

@@ -67,12 +67,12 @@ pub fn attach_firecracker(
     socket: &Path,
     options: SessionOptions,
 ) -> Result<RunReport, Failure> {
-    let mut vm = FirecrackerVm::attach(pid, socket).map_err(VmmError::from)?;
+    let vm = FirecrackerVm::attach(pid, socket).map_err(VmmError::from)?;
     let source = VmSource {
         capabilities: capabilities(),
         pid: Some(pid),
         ram_bytes: vm.config().machine.mem_size_mib << 20,
-        drives: vm.writable_drives()?,
+        drives: Vec::new(),
         start: Box::new(move || Ok(Box::new(vm) as Box<dyn Vmm>)),
         restorer: restorer(VmmKind::Firecracker),
     };

@@ -10,7 +10,8 @@
 //!
 //! After a drive got another file, the next checkpoint is the first of another run.
 
-use super::image_clones::{ClonedCut, ImageClones, Source, objection};
+use super::image_clones::{ImageClones, Source, objection};
+use super::{DiskCapture, DiskCut};
 use crate::error::{DiskError, Result};
 use crate::event::SharedEventSink;
 use crate::machines::Member;
@@ -30,15 +31,14 @@ pub struct DriveCapture {
 }
 
 impl DriveCapture {
-    /// Prepares to clone `drives` for the checkpoints of `vm` in `store`. Removes the files that a
-    /// killed engine has left. Errors: a file cannot be cloned; it cannot be read.
+    /// Prepares to clone `drives`, for which that is possible, for the checkpoints of `vm` in
+    /// `store`. Removes the files that a killed engine has left. Error: a file cannot be read.
     pub fn new(
         store: &Store,
         vm: &str,
         drives: Vec<WritableDrive>,
         events: SharedEventSink,
     ) -> Result<Self> {
-        Self::require_possible(&drives)?;
         let clones = ImageClones::new(store, vm, sources_of(&drives)?, events)?;
         Ok(Self { metas: metas_of(&drives)?, drives, have_changed: false, clones })
     }
@@ -78,20 +78,22 @@ impl DriveCapture {
         };
         drives.iter().filter(is_narrow).map(finding).collect()
     }
+}
 
-    /// Returns the descriptions of the drives.
-    pub fn metas(&self) -> &[DiskMeta] {
+impl DiskCapture for DriveCapture {
+    fn metas(&self) -> &[DiskMeta] {
         &self.metas
     }
 
-    /// Returns the clones.
-    pub(super) fn clones(&mut self) -> &mut ImageClones {
-        &mut self.clones
+    fn takes_new_run(&self) -> bool {
+        self.have_changed
     }
 
-    /// Begins a capture. Errors: the drives have changed, so that another run has to begin; the VMM
-    /// does not answer; those of [`ImageClones::begin`].
-    pub fn begin(&mut self, members: &mut [Member]) -> Result<ClonedCut, BoxError> {
+    fn began_run(&mut self) {
+        self.have_changed = false;
+    }
+
+    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
         let now = drives_of(members)?;
         if now != self.drives {
             (self.metas, self.have_changed) = (metas_of(&now)?, true);
@@ -101,27 +103,41 @@ impl DriveCapture {
         if self.have_changed {
             return Err(DiskError::DrivesChanged.into());
         }
-        self.clones.begin()
+        self.clones.begin().map(DiskCut::Cloned)
     }
 
-    /// Returns true while the drives need another run.
-    pub fn takes_new_run(&self) -> bool {
-        self.have_changed
+    fn before_stop(&mut self) -> Result<(), BoxError> {
+        self.clones.sync()
     }
 
-    /// Records that a run has begun with the present drives.
-    pub fn began_run(&mut self) {
-        self.have_changed = false;
+    /// Nothing yet: the VMM may still carry out a request of the guest.
+    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+        Ok(())
     }
 
-    /// Checks that the guest still writes to the same files. Errors: a drive got another file; the
-    /// VMM does not answer.
-    pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn settled(&mut self) -> Result<(), BoxError> {
+        self.clones.cut()
+    }
+
+    /// The guest must still write to the same files.
+    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
         if drives_of(members)? == self.drives {
             Ok(())
         } else {
             Err(DiskError::DrivesChanged.into())
         }
+    }
+
+    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+        self.clones.captured(seq);
+    }
+
+    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
+        self.clones.sealed(seq);
+    }
+
+    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
+        self.clones.failed(lost);
     }
 }
 

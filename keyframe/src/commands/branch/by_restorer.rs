@@ -46,12 +46,10 @@ pub fn branch(
         let what = (loaded.id, &loaded.meta);
         DriveFiles::make(store, what, name, command.work_dir.as_deref())
     };
-    let mut drives: Vec<Option<DriveFiles>> =
-        places.iter().map(drives).collect::<Result<_, _>>()?;
-    let files: Vec<_> = drives
-        .iter()
-        .map(|own| own.as_ref().map_or_else(Vec::new, |own| own.files().to_vec()))
-        .collect();
+    let drives: Vec<Option<DriveFiles>> = places.iter().map(drives).collect::<Result<_, _>>()?;
+    let files =
+        |own: &Option<DriveFiles>| own.as_ref().map_or_else(Vec::new, |own| own.files().to_vec());
+    let files: Vec<_> = drives.iter().map(files).collect();
     let lineage = Lineage { store: store.id().into(), checkpoint: loaded.id };
     let options = PlanOptions {
         binary: command.qemu.clone(),
@@ -79,14 +77,12 @@ pub fn branch(
         None => error.into(),
     })?;
     rights::trace_only();
-    let alive = |((number, name, directory), restored): ((u32, String, RunDir), _)| {
-        let keyframe_vmm::RestoredVm { vm, .. } = restored;
-        Alive { number, name, directory, vm, drives: None, ended: false }
-    };
-    let mut clones: Vec<Alive> = places.into_iter().zip(started).map(alive).collect();
-    for (clone, own) in clones.iter_mut().zip(&mut drives) {
-        clone.drives = own.take();
-    }
+    let alive =
+        |(((number, name, directory), drives), restored): (((u32, String, RunDir), _), _)| {
+            let keyframe_vmm::RestoredVm { vm, .. } = restored;
+            Alive { number, name, directory, vm, drives, ended: false }
+        };
+    let mut clones: Vec<Alive> = places.into_iter().zip(drives).zip(started).map(alive).collect();
     let ran = run(command, &mut clones, store, loaded);
     if let Err(error) = ran.and_then(|()| tell(command, &clones, vmm, (began, loaded))) {
         // The user gets the first error alone.
