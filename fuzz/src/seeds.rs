@@ -126,6 +126,8 @@ fn qemu(corpora: &Corpora<'_>) {
         [device(1, "timer", &[0; 24]), device(2, "cpu", &[0; 2000]), device(3, "apic", &[1; 200])];
     let state = [&b"QEVM\0\0\0\x03"[..], &devices.concat(), &[0]].concat();
     corpora.add("qemu_device_state", "made", &state);
+    let recorded = include_bytes!("../../crates/firecracker/tests/golden/state-6.0.0.bin");
+    corpora.add("firecracker_device_state", "recorded", recorded);
     let mut stream =
         b"QEVM\0\0\0\x03\x07\0\0\0\x02pc\x01\0\0\0\x02\x03ram\0\0\0\0\0\0\0\x04".to_vec();
     stream.extend(0x3004u64.to_be_bytes());

@@ -1,8 +1,11 @@
 //! Tables over checkpoints, for people.
 
 use crate::output;
-use keyframe_inspect::entry::{DiskSums, Entry, PHASES, PauseQuantiles};
+use keyframe_inspect::entry::{DiskEntry, DiskSums, Entry, PHASES, PauseQuantiles};
 use std::collections::BTreeMap;
+
+const DISK_HEADER: [&str; 8] =
+    ["disk", "checkpoints", "written", "p50 each", "most", "zero", "dedup", "stored"];
 
 /// Returns the table of the bytes written to each disk, in all and per checkpoint.
 pub fn disk_table(disks: &[DiskSums]) -> String {
@@ -13,8 +16,14 @@ pub fn disk_table(disks: &[DiskSums]) -> String {
                 disk.checkpoints.iter().map(|one| one.written_bytes).collect();
             sample.sort_unstable();
             let each = |percent| output::bytes(output::percentile(&sample, percent));
+            let name = format!("{} {}", disk.vm, disk.name);
+            if disk.clones == sample.len() {
+                let mut cells = vec![name, sample.len().to_string(), "in clones".into()];
+                cells.resize(DISK_HEADER.len(), String::new());
+                return cells;
+            }
             vec![
-                format!("{} {}", disk.vm, disk.name),
+                name,
                 sample.len().to_string(),
                 output::bytes(disk.written_bytes),
                 each(50),
@@ -25,11 +34,11 @@ pub fn disk_table(disks: &[DiskSums]) -> String {
             ]
         })
         .collect();
-    let header = ["disk", "checkpoints", "written", "p50 each", "most", "zero", "dedup", "stored"];
-    output::table(&header, &rows)
+    output::table(&DISK_HEADER, &rows)
 }
 
-/// The table of `list`. Where VMs have disks, `disk` is what was written to them.
+/// The table of `list`. Where VMs have disks, `disk` is what was written to them, or
+/// that the checkpoint has clones of them.
 pub fn table(entries: &[Entry]) -> String {
     let with_disks = entries.iter().any(|e| !e.disks.is_empty());
     let rows: Vec<Vec<String>> = entries
@@ -48,7 +57,7 @@ pub fn table(entries: &[Entry]) -> String {
                 output::bytes(e.map_bytes),
             ];
             if with_disks {
-                cells.push(output::bytes(e.disks.iter().map(|disk| disk.written_bytes).sum()));
+                cells.push(disk_cell(&e.disks));
             }
             let pinned = e.pinned.then(|| "(pinned)".to_owned());
             cells.push(e.tags.iter().cloned().chain(pinned).collect::<Vec<_>>().join(","));
@@ -70,6 +79,14 @@ pub fn table(entries: &[Entry]) -> String {
     header.extend(with_disks.then_some("disk"));
     header.push("tags");
     output::table(&header, &rows)
+}
+
+/// What was written to the disks of a checkpoint, or `clone` if it has clones of all of them.
+fn disk_cell(disks: &[DiskEntry]) -> String {
+    if !disks.is_empty() && disks.iter().all(|disk| disk.is_clone) {
+        return "clone".into();
+    }
+    output::bytes(disks.iter().map(|disk| disk.written_bytes).sum())
 }
 
 /// The pauses of many checkpoints by phase: median and 99th percentile.

@@ -120,7 +120,6 @@ impl Failure {
                 failure.fix(format!("unpin it first (keyframe pin --remove {id}), or name it with --force"))
             }
             Error::InUse { .. } => failure.fix("keep the newest, or stop the run first (keyframe stop)"),
-            Error::Exists { .. } => failure.fix("use it as it is, or name another place"),
             Error::UnknownCheckpoint { .. } => failure.fix(format!(
                 "name a number, a tag or `latest`; see what there is with: keyframe list --store {}",
                 shell(path)

@@ -24,7 +24,7 @@ use std::process::ExitCode;
 
 /// Continuous checkpoints for stock QEMU virtual machines
 #[derive(Parser, Debug)]
-#[command(name = "keyframe", version, max_term_width = 110, disable_help_subcommand = true)]
+#[command(name = "keyframe", version = env!("KEYFRAME_VERSION"), max_term_width = 110, disable_help_subcommand = true)]
 #[command(after_help = "Put it in front of a QEMU command line:
   keyframe doctor
   keyframe init S

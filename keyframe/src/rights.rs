@@ -64,6 +64,12 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::Verify(_)
         | Command::Work(_) => Ok(()),
         Command::Serve(serve) if serve.starts() => Ok(()),
+        Command::Attach(attach) if attach.is_of_firecracker() => {
+            capabilities_but(KeptRights::TracingAndTaps)
+        }
+        Command::Watchdog(watchdog) if watchdog.is_of_firecracker() => {
+            capabilities_but(KeptRights::TracingAndTaps)
+        }
         Command::Attach(_) | Command::Watchdog(_) => capabilities_but(KeptRights::Tracing),
         Command::GuardProcess(_) => {
             capabilities_but(KeptRights::FilesAndSignals)?;

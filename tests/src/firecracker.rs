@@ -1,8 +1,9 @@
 //! Firecracker, with the payload that checks its RAM and prints a fixed sequence
 //! (`guests/firecracker`).
 
-use crate::{PATIENCE, Process, TestEnv, missing_kvm};
+use crate::{PATIENCE, Process, TestEnv, is_gone, missing_kvm, number, wait_until};
 use keyframe_firecracker::api::{Api, InstanceState};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
@@ -81,6 +82,8 @@ macro_rules! needs_firecracker {
 /// A Firecracker that the test itself has started. It ends with the test.
 pub struct ExternalFirecracker {
     child: Child,
+    /// The process that has taken its place, in a rollback.
+    successor: Option<u32>,
     socket: PathBuf,
     output: PathBuf,
 }
@@ -95,6 +98,29 @@ impl ExternalFirecracker {
         let mut command = Command::new(guest.binary());
         command.arg("--api-sock").arg(&socket).arg("--config-file").arg(&file);
         Self::run(command.current_dir(env.path()), socket, output)
+    }
+
+    /// Starts a VM in a network namespace of its own, which has the tap `tap` that stays, or vanishes with
+    /// its VM.
+    pub fn start_in_own_network(
+        env: &TestEnv,
+        guest: &FirecrackerGuest,
+        config: &str,
+        tap: &str,
+        stays: bool,
+    ) -> Self {
+        let (socket, output) = (env.path().join("fc.sock"), env.path().join("fc.out"));
+        let file = env.path().join("fc.json");
+        std::fs::write(&file, config).unwrap();
+        let make = if stays { format!("ip tuntap add {tap} mode tap && ") } else { String::new() };
+        let line = format!(
+            "{make}exec {} --api-sock {} --config-file {}",
+            guest.binary(),
+            socket.display(),
+            file.display()
+        );
+        let mut command = Command::new("unshare");
+        Self::run(command.args(["-n", "sh", "-c", &line]).current_dir(env.path()), socket, output)
     }
 
     /// Starts a VM as the jailer does: as another user, with a root directory of its own in the
@@ -132,14 +158,19 @@ impl ExternalFirecracker {
             .stderr(Stdio::null())
             .spawn()
             .expect("start Firecracker");
-        let vm = Self { child, socket, output };
+        let vm = Self { child, successor: None, socket, output };
         vm.grows(2);
         vm
     }
 
     /// Its process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.successor.unwrap_or(self.child.id())
+    }
+
+    /// The process `pid` has taken its place.
+    pub fn is_succeeded_by(&mut self, pid: u32) {
+        self.successor = Some(pid);
     }
 
     /// The socket of its API.
@@ -166,7 +197,7 @@ impl ExternalFirecracker {
     pub fn grows(&self, more: usize) {
         let (before, until) = (self.lines().len(), Instant::now() + PATIENCE);
         while self.lines().len() < before + more {
-            let is_alive = !crate::is_gone(self.pid());
+            let is_alive = !is_gone(self.pid());
             assert!(is_alive && Instant::now() < until, "it prints nothing: {:?}", self.lines());
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -197,6 +228,10 @@ impl Drop for ExternalFirecracker {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if let Some(pid) = self.successor {
+            let pid = rustix::process::Pid::from_raw(pid.cast_signed()).unwrap();
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+        }
     }
 }
 
@@ -237,9 +272,11 @@ pub fn attach(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Proc
 pub fn attach_words(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str]) -> Vec<String> {
     let (store, socket, pid) =
         (env.store(), vm.socket().display().to_string(), vm.pid().to_string());
-    let own =
-        ["attach", "--store", &store, "--name", "fc", "--api", &socket, "--pause-limit", "1m"];
-    let words = own.iter().chain(options).map(|word| (*word).to_owned());
+    let own = ["attach", "--store", &store, "--name", "fc", "--api", &socket];
+    // A busy host must not be taken for an engine that stalls.
+    let limit = ["--pause-limit", "1m"];
+    let limit = if options.contains(&limit[0]) { &[][..] } else { &limit };
+    let words = own.iter().chain(limit).chain(options).map(|word| (*word).to_owned());
     words.chain([pid]).collect()
 }
 
@@ -275,4 +312,29 @@ pub fn assert_goes_on(env: &TestEnv, printed: impl Fn() -> Vec<String>, options:
     }
     restored.signal(rustix::process::Signal::INT);
     assert!(restored.wait().success(), "{}", restored.report());
+}
+
+/// A run after all the others is exact, too.
+pub fn take_audited_after(env: &TestEnv, vm: &ExternalFirecracker) {
+    let before = env.list().len();
+    let mut run = attach(env, vm, &["--interval", "200ms", "--count", "3", "--audit", "audit"]);
+    assert_ends_well(&mut run);
+    assert_eq!(env.list().len(), before + 3, "{}", run.report());
+}
+
+/// `keyframe attach OPTIONS` to `vm` must fail with exit code 1 and an error text that contains each
+/// of `words`.
+pub fn refuse_attach(env: &TestEnv, vm: &ExternalFirecracker, options: &[&str], words: &[&str]) {
+    let all = attach_words(env, vm, options);
+    env.refused(&all.iter().map(|word| &**word).collect::<Vec<_>>(), 1, words);
+}
+
+/// Ends `branch`, the command that started `clones`, and waits until these are gone.
+pub fn end_clones(branch: &mut Process, clones: &[Value]) {
+    branch.signal(rustix::process::Signal::INT);
+    assert!(branch.wait().success(), "{}", branch.report());
+    for clone in clones {
+        let pid = number(clone, "qemu_pid") as u32;
+        wait_until("the clone is gone", || is_gone(pid));
+    }
 }

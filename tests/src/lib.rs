@@ -7,6 +7,7 @@
 pub mod attach_soak;
 mod boot;
 mod browser;
+pub mod core_file;
 mod debugger;
 pub mod disks;
 mod echo;
@@ -14,6 +15,7 @@ mod exact;
 mod external_vm;
 pub mod fault_trial;
 pub mod firecracker;
+pub mod firecracker_drive;
 mod hash;
 pub mod helpers;
 mod http;

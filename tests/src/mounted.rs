@@ -1,4 +1,4 @@
-//! File systems that clone files, for tests of disks.
+//! File systems of a kind, for tests of disks.
 
 use crate::{Scope, TestEnv, record_skip};
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ impl Mounted {
     /// skipped and returns `None`.
     pub fn new(env: &TestEnv, kind: &str) -> Option<Self> {
         let (file, dir) = (env.path().join(format!("{kind}.fs")), env.path().join(kind));
-        // The least size of both file systems.
+        // The least size of XFS and btrfs.
         std::fs::File::create(&file).and_then(|f| f.set_len(400 << 20)).expect("make a file");
         std::fs::create_dir(&dir).expect("make a directory");
         let words = [file.display().to_string(), dir.display().to_string()];

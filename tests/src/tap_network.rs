@@ -16,8 +16,8 @@ use std::time::Duration;
 const PORT: u16 = 0x4b46;
 const WORDS_SENT: u64 = 32;
 /// How many frames are sent at once, and the time between.
-const BURST: u32 = 8;
-const BURST_EVERY: Duration = Duration::from_millis(2);
+const BURST: u32 = 2;
+const BURST_EVERY: Duration = Duration::from_millis(8);
 
 /// The network of one test. The test's own thread is in it, and so is what that thread starts.
 pub struct TapNetwork {
@@ -58,7 +58,7 @@ impl TapNetwork {
         self.host.ok(&address).expect("give the tap an address");
     }
 
-    /// Sends thousands of frames a second into the tap of the network 10.9.`number`.0/24, until the
+    /// Sends hundreds of frames a second into the tap of the network 10.9.`number`.0/24, until the
     /// returned value is dropped.
     pub fn flood(&self, number: u8) -> Flood {
         let last_frame = Arc::clone(&self.last_frame);

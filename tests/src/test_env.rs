@@ -205,6 +205,16 @@ impl TestEnv {
         text
     }
 
+    /// Starts clones by `keyframe branch --store STORE WORDS --json`, and returns its report on them.
+    pub fn branch(&self, words: &[&str]) -> (Process, Vec<Value>) {
+        let store = self.store();
+        let all = [&["branch", "--store", &store], words, &["--json"]].concat();
+        let mut process = Process::start(self.command(&all));
+        let whole = process.wait_until(|p| serde_json::from_str(&p.lines().join("\n")).ok());
+        let clones = whole.unwrap_or_else(|| panic!("no clones; {}", process.report()));
+        (process, clones)
+    }
+
     /// The entries of `list --json`.
     pub fn list(&self) -> Vec<Value> {
         let list = self.json(&["list", "--json", "--store", &self.store()]);

@@ -29,13 +29,7 @@ fn hashing(qemu: &Qemu) -> Boot {
 
 /// Runs `keyframe branch seed OPTIONS` and returns its report on the clones.
 fn branch(env: &TestEnv, options: &[&str]) -> (Process, Vec<Value>) {
-    let store = env.store();
-    let words = [&["branch", "--store", &store, "seed", "--json"], options].concat();
-    let mut process = Process::start(env.command(&words));
-    let whole =
-        process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
-    let clones = whole.unwrap_or_else(|| panic!("no clones; {}", process.report()));
-    (process, clones)
+    env.branch(&[&["seed"], options].concat())
 }
 
 fn text<'a>(clone: &'a Value, key: &str) -> &'a str {
@@ -242,12 +236,7 @@ fn a_clone_can_be_checkpointed_and_its_checkpoints_know_where_they_grew() {
 
 /// Makes one clone of checkpoint `id`.
 fn branch_of(env: &TestEnv, id: &str) -> (Process, Value) {
-    let store = env.store();
-    let words = ["branch", "--store", &store, id, "--json", "--name", "grand"];
-    let mut process = Process::start(env.command(&words));
-    let whole =
-        process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
-    let mut clones = whole.unwrap_or_else(|| panic!("no clone; {}", process.report()));
+    let (process, mut clones) = env.branch(&[id, "--name", "grand"]);
     (process, clones.remove(0))
 }
 

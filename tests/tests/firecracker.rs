@@ -1,14 +1,15 @@
 //! Tests checkpoints of Firecracker's VMs: exact, restored at once, lazily and as clones; the VM runs
 //! on whatever happens to the engine; what cannot be exact is refused.
 
+use keyframe_tests::core_file::{core_registers, text, translate};
 use keyframe_tests::firecracker::{
     ExternalFirecracker, FirecrackerGuest, assert_ends_well, assert_goes_on, assert_same_sequence,
-    attach, attach_words, payload_lines, take_audited,
+    attach, end_clones, payload_lines, refuse_attach, take_audited, take_audited_after,
 };
 use keyframe_tests::helpers::{helper_of, kill};
 use keyframe_tests::{Process, TestEnv, is_gone, needs_firecracker, number, wait_until};
 use serde_json::Value;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 fn start(env: &TestEnv, guest: &FirecrackerGuest) -> ExternalFirecracker {
     ExternalFirecracker::start(env, guest, &guest.config(128, ""))
@@ -32,7 +33,7 @@ fn a_restored_vm_goes_on_exactly_from_an_audited_checkpoint() {
     let store = env.store();
     let export =
         |format, file| ["export", "--store", &store, "latest", "--format", format, "-o", file];
-    env.refused(&export("elf", "vm.elf"), 1, &["device state of Firecracker", "--format raw"]);
+    env.refused(&export("migration", "vm.mig"), 1, &["no migration stream", "--format elf"]);
     env.ok(&export("raw", "vm.raw"));
     let raw = std::fs::read(env.path().join("vm.raw")).unwrap();
     let copy = newest_audit(&env);
@@ -40,13 +41,47 @@ fn a_restored_vm_goes_on_exactly_from_an_audited_checkpoint() {
     env.ok(&["diff", "--store", &env.store(), "1", "2"]);
 }
 
+#[test]
+fn the_core_file_has_the_registers_of_all_processors() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let config = guest.config(128, "").replace("\"vcpu_count\": 1", "\"vcpu_count\": 2");
+    let vm = ExternalFirecracker::start(&env, &guest, &config);
+    take_audited(&env, &vm, "2");
+    let store = env.store();
+    for format in ["raw", "elf"] {
+        env.ok(&["export", "--store", &store, "2", "--format", format, "-o", format]);
+    }
+    let (ram, core) = (read(env.path().join("raw")), read(env.path().join("elf")));
+    let cpus = core_registers(&core);
+    assert_eq!(cpus.len(), 2, "{cpus:?}");
+    let program = read(guest.payload());
+    let (start, code) = text(&program);
+    let is_code = |address: u64| (start..start + code.len() as u64).contains(&address);
+    let running = cpus[0];
+    // The processor executes the payload, on its stack, with its page tables.
+    assert!(is_code(running.rip), "{running:?} is not in the payload");
+    assert_eq!(translate(&ram, running.cr3, running.rip), Some(running.rip), "{running:?}");
+    let stack = translate(&ram, running.cr3, running.rsp).unwrap() as usize;
+    let returns =
+        ram[stack..stack + 512].chunks(8).map(|word| u64::from_le_bytes(word.try_into().unwrap()));
+    assert!(returns.clone().any(is_code), "no return address on the stack: {running:?}");
+    // The second one has not run: it is where Firecracker has put it.
+    assert_eq!((cpus[1].rip, cpus[1].cr3), (start, running.cr3));
+    // The file of RAM and that of the core are the same memory.
+    assert!(core.ends_with(&ram), "the core has another memory");
+}
+
+fn read(path: PathBuf) -> Vec<u8> {
+    std::fs::read(path).unwrap()
+}
+
 /// The copy of RAM that the audit has made in the newest pause.
 fn newest_audit(env: &TestEnv) -> Vec<u8> {
     let directory = std::fs::read_dir(env.path().join("audit")).unwrap();
     let files = directory.map(|entry| entry.unwrap().path());
-    let number = |path: &std::path::PathBuf| {
-        path.file_stem().and_then(|stem| stem.to_str()?.parse::<u64>().ok())
-    };
+    let number =
+        |path: &PathBuf| path.file_stem().and_then(|stem| stem.to_str()?.parse::<u64>().ok());
     let newest = files.filter(|path| number(path).is_some()).max_by_key(number).unwrap();
     std::fs::read(newest).unwrap()
 }
@@ -59,11 +94,7 @@ fn clones_go_on_independently_and_share_what_they_do_not_write() {
     take_audited(&env, &vm, "3");
     vm.grows(60);
     let printed = vm.lines();
-    let words = ["branch", "--store", &env.store(), "latest", "-n", "4", "--json"];
-    let mut branch = Process::start(env.command(&words));
-    let whole =
-        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
-    let clones = whole.unwrap_or_else(|| panic!("{}", branch.report()));
+    let (mut branch, clones) = env.branch(&["latest", "-n", "4"]);
     let console = |clone: &Value| {
         let path = Path::new(clone["directory"].as_str().unwrap()).join("console.log");
         payload_lines(&std::fs::read_to_string(path).unwrap_or_default())
@@ -77,12 +108,7 @@ fn clones_go_on_independently_and_share_what_they_do_not_write() {
     }
     assert_eq!(clones.len(), 4);
     vm.grows(1);
-    branch.signal(rustix::process::Signal::INT);
-    assert!(branch.wait().success(), "{}", branch.report());
-    for clone in &clones {
-        let pid = number(clone, "qemu_pid") as u32;
-        wait_until("the clone is gone", || is_gone(pid));
-    }
+    end_clones(&mut branch, &clones);
 }
 
 #[test]
@@ -92,12 +118,9 @@ fn a_clone_is_checkpointed_in_its_turn() {
     let vm = start(&env, &guest);
     take_audited(&env, &vm, "2");
     let store = env.store();
-    let words = ["branch", "--store", &store, "latest", "--name", "clone", "--json"];
-    let mut branch = Process::start(env.command(&words));
-    let whole =
-        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
-    let clone = whole.unwrap_or_else(|| panic!("{}", branch.report())).remove(0);
-    let (api, pid) = (clone["monitor"].as_str().unwrap(), number(&clone, "qemu_pid").to_string());
+    let (mut branch, clones) = env.branch(&["latest", "--name", "clone"]);
+    let clone = &clones[0];
+    let (api, pid) = (clone["monitor"].as_str().unwrap(), number(clone, "qemu_pid").to_string());
     let audited = ["--interval", "300ms", "--count", "3", "--audit", "audit2"];
     let words = [&["attach", "--store", &store, "--name", "of-clone", "--api", api], &audited[..]];
     env.ok(&[&words.concat()[..], &[&pid]].concat());
@@ -105,6 +128,33 @@ fn a_clone_is_checkpointed_in_its_turn() {
     branch.wait();
     // The first VM has run on meanwhile, and is ahead.
     assert_goes_on(&env, || vm.lines(), &[]);
+}
+
+#[test]
+fn the_commands_name_firecracker_and_what_it_cannot_do() {
+    let guest = needs_firecracker!();
+    let env = TestEnv::new();
+    let vm = start(&env, &guest);
+    let mut run = attach(&env, &vm, &["--interval", "none"]);
+    run.wait_for_error("checkpoints by `keyframe take`");
+    env.ok(&["take", "--name", "fc"]);
+    let status = env.ok(&["status"]);
+    assert!(status.contains(&format!("(Firecracker {},", vm.pid())), "{status}");
+    env.ok(&["stop", "--name", "fc"]);
+    assert_ends_well(&mut run);
+    let (mut branch, clones) = env.branch(&["latest", "-n", "2", "--name", "clone"]);
+    let pid = number(&clones[0], "qemu_pid") as u32;
+    let status = env.ok(&["status"]);
+    assert!(status.contains(&format!("(Firecracker {pid})")), "{status}");
+    env.ok(&["stop", "--name", "clone-1"]);
+    wait_until("the clone is gone", || is_gone(pid));
+    end_clones(&mut branch, &clones[1..]);
+    let binary = guest.binary();
+    let command = ["--", &*binary, "--api-sock", "a.sock"];
+    let record = [&["record", "--out", "recording"], &command[..]].concat();
+    env.refused(&record, 1, &["a VM of Firecracker cannot be recorded", "under QEMU"]);
+    let profile = [&["profile"], &command[..]].concat();
+    env.refused(&profile, 1, &["profile starts a VM of QEMU alone", "--api SOCKET PID"]);
 }
 
 #[test]
@@ -162,14 +212,6 @@ fn an_engine_that_is_killed_in_a_rehearsal_leaves_no_second_firecracker() {
     vm.grows(10);
 }
 
-/// A run after all the others is exact, too.
-fn take_audited_after(env: &TestEnv, vm: &ExternalFirecracker) {
-    let before = env.list().len();
-    let mut run = attach(env, vm, &["--interval", "200ms", "--count", "3", "--audit", "audit"]);
-    assert_ends_well(&mut run);
-    assert_eq!(env.list().len(), before + 3, "{}", run.report());
-}
-
 #[test]
 fn faults_cost_at_most_one_checkpoint_and_never_the_vm() {
     let guest = needs_firecracker!();
@@ -211,9 +253,7 @@ fn a_socket_that_is_gone_ends_neither_the_run_nor_the_vm() {
     assert!(status.contains("Firecracker"), "{status}");
     env.ok(&["stop", "--name", "fc"]);
     assert_ends_well(&mut run);
-    let words = attach_words(&env, &vm, &[]);
-    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
-    env.refused(&words, 1, &["is gone", "--api-sock"]);
+    refuse_attach(&env, &vm, &[], &["is gone", "--api-sock"]);
     vm.grows(5);
     std::fs::rename(env.path().join("elsewhere"), vm.socket()).unwrap();
 }
@@ -241,10 +281,7 @@ fn what_firecracker_cannot_do_is_refused_and_the_vm_runs_on() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
     let vm = start(&env, &guest);
-    let refused = |options: &[&str], words: &[&str]| {
-        let all = attach_words(&env, &vm, options);
-        env.refused(&all.iter().map(|word| &**word).collect::<Vec<_>>(), 1, words);
-    };
+    let refused = |options: &[&str], words: &[&str]| refuse_attach(&env, &vm, options, words);
     refused(&["--disk", "served"], &["Firecracker opens the files"]);
     refused(&["--strategy", "fork"], &["seccomp"]);
     refused(&["--count-instructions"], &["Firecracker", "counted"]);
@@ -252,7 +289,6 @@ fn what_firecracker_cannot_do_is_refused_and_the_vm_runs_on() {
     let mut run = attach(&env, &vm, &["--interval", "none"]);
     run.wait_for_error("checkpoints by `keyframe take`");
     env.ok(&["take", "--name", "fc", "--tag", "good"]);
-    env.refused(&["rollback", "--name", "fc", "good"], 1, &["rolled back in place", "restore"]);
     vm.grows(5);
     env.ok(&["take", "--name", "fc"]);
     env.ok(&["stop", "--name", "fc"]);
@@ -333,4 +369,20 @@ fn a_run_starts_firecracker_and_ends_it() {
     assert!(!payload_lines(&(run.lines().join("\n") + "\n")).is_empty(), "{}", run.report());
     assert!(!Path::new(&socket).exists(), "its socket is left");
     env.ok(&["check", "--read-data", "--store", &env.store()]);
+    // A VM whose engine has died is shown, its name is taken, and it can be ended.
+    let mut run = Process::start(env.command(&options));
+    run.wait_for_error("a checkpoint every 200ms");
+    let pid = number(&env.json(&["status", "--json"])[0], "qemu_pid") as u32;
+    kill(run.pid());
+    run.wait();
+    let status = env.ok(&["status"]);
+    let line = format!("fc: runs on without an engine (Firecracker {pid})");
+    let again = format!("keyframe attach --store STORE --api {socket} {pid}");
+    assert!(status.contains(&line) && status.contains(&again), "{status}");
+    let second: Vec<&str> =
+        options.iter().map(|word| if *word == socket { "other.sock" } else { *word }).collect();
+    env.refused(&second, 1, &["a VM named fc still runs"]);
+    env.ok(&["stop", "--name", "fc"]);
+    wait_until("the VM is gone", || is_gone(pid));
+    assert!(env.ok(&["status"]).contains("nothing runs"));
 }

@@ -1,54 +1,22 @@
-//! Tests drives to which a guest of Firecracker can write: each checkpoint has the drive of its
-//! instant, and each restored VM a file of its own.
+//! Tests drives to which a guest of Firecracker can write, on file systems that clone files: each
+//! checkpoint has the drive of its instant, and each restored VM a file of its own.
 
-use keyframe_tests::attach_soak::Draws;
 use keyframe_tests::firecracker::{
-    ExternalFirecracker, FirecrackerGuest, assert_ends_well, assert_goes_on, assert_same_sequence,
-    attach, attach_words, payload_lines, take_audited,
+    ExternalFirecracker, assert_ends_well, assert_goes_on, assert_same_sequence, attach,
+    attach_words, payload_lines, refuse_attach, take_audited,
 };
-use keyframe_tests::helpers::{helper_of, kill};
-use keyframe_tests::mounted::{Mounted, clones};
-use keyframe_tests::{Process, TestEnv, needs_firecracker, wait_until};
-use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::time::Duration;
-
-const DISK_BYTES: u64 = 4 << 20;
-/// The payload checks each of its blocks.
-const OPTIONS: &str = "kf.blocks=512";
-
-/// Makes the drive's file in `folder`. Returns its path.
-fn make_drive(folder: &Path) -> PathBuf {
-    let path = folder.join("disk.img");
-    std::fs::File::create(&path).and_then(|file| file.set_len(DISK_BYTES)).unwrap();
-    path
-}
-
-/// The configuration of a VM with `drive`.
-fn config(guest: &FirecrackerGuest, drive: &Path) -> String {
-    let drive = format!(
-        r#", "drives": [{{ "drive_id": "data", "path_on_host": "{}", "is_root_device": false,
-            "is_read_only": false }}]"#,
-        drive.display()
-    );
-    guest.config_with(128, OPTIONS, &drive)
-}
-
-fn names(folder: &Path) -> Vec<String> {
-    let entries = std::fs::read_dir(folder).unwrap();
-    let mut names: Vec<String> =
-        entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
-    names.sort();
-    names
-}
+use keyframe_tests::firecracker_drive::{
+    DISK_BYTES, config, make_drive, names, soak_killed_engines, start_on,
+};
+use keyframe_tests::mounted::clones;
+use keyframe_tests::{TestEnv, needs_firecracker, wait_until};
+use std::path::Path;
 
 #[test]
 fn a_drive_is_of_the_instant_of_its_checkpoint_and_a_restored_vm_has_its_own() {
     let guest = needs_firecracker!();
     let env = TestEnv::new().with_rehearsals();
-    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
-    let drive = make_drive(&mounted.dir);
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let Some((mounted, drive, vm)) = start_on("xfs", &env, &guest) else { return };
     vm.grows(100);
     take_audited(&env, &vm, "6");
     vm.grows(100);
@@ -80,16 +48,10 @@ fn a_drive_is_of_the_instant_of_its_checkpoint_and_a_restored_vm_has_its_own() {
 fn clones_write_to_drives_of_their_own() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
-    let Some(mounted) = Mounted::new(&env, "btrfs") else { return };
-    let drive = make_drive(&mounted.dir);
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let Some((mounted, _, vm)) = start_on("btrfs", &env, &guest) else { return };
     vm.grows(50);
     take_audited(&env, &vm, "2");
-    let words = ["branch", "--store", &env.store(), "latest", "-n", "3", "--json"];
-    let mut branch = Process::start(env.command(&words));
-    let whole =
-        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
-    let started = whole.unwrap_or_else(|| panic!("{}", branch.report()));
+    let (mut branch, started) = env.branch(&["latest", "-n", "3"]);
     vm.grows(100);
     for clone in &started {
         let console = Path::new(clone["directory"].as_str().unwrap()).join("console.log");
@@ -110,19 +72,14 @@ fn clones_write_to_drives_of_their_own() {
 fn checkpoints_of_a_clone_outlive_it_and_the_first_drive() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
-    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
-    let drive = make_drive(&mounted.dir);
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let Some((_mounted, drive, vm)) = start_on("xfs", &env, &guest) else { return };
     vm.grows(30);
     take_audited(&env, &vm, "1");
     vm.grows(200);
     let printed = vm.lines();
     drop(vm);
-    let words = ["branch", "--store", &env.store(), "latest", "--name", "clone", "--json"];
-    let mut branch = Process::start(env.command(&words));
-    let whole =
-        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
-    let clone = whole.unwrap_or_else(|| panic!("{}", branch.report())).remove(0);
+    let (mut branch, started) = env.branch(&["latest", "--name", "clone"]);
+    let clone = &started[0];
     let (api, pid) = (clone["monitor"].as_str().unwrap(), clone["qemu_pid"].to_string());
     let words = ["attach", "--store", &env.store(), "--name", "of-clone", "--api", api];
     let options = ["--interval", "200ms", "--count", "2", "--audit", "of-clone"];
@@ -141,9 +98,7 @@ fn checkpoints_of_a_clone_outlive_it_and_the_first_drive() {
 fn a_bundle_has_the_drive() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
-    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
-    let drive = make_drive(&mounted.dir);
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let Some((mounted, drive, vm)) = start_on("xfs", &env, &guest) else { return };
     vm.grows(30);
     take_audited(&env, &vm, "2");
     vm.grows(100);
@@ -163,9 +118,7 @@ fn a_bundle_has_the_drive() {
 fn a_second_engine_leaves_the_clones_of_the_first() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
-    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
-    let drive = make_drive(&mounted.dir);
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let Some((mounted, _, vm)) = start_on("xfs", &env, &guest) else { return };
     let mut run = attach(&env, &vm, &["--interval", "30ms"]);
     run.wait_for_error("a checkpoint every");
     let words = attach_words(&env, &vm, &[]);
@@ -184,9 +137,7 @@ fn a_second_engine_leaves_the_clones_of_the_first() {
 fn an_engine_that_dies_in_any_phase_leaves_the_drive_to_its_vm() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
-    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
-    let drive = make_drive(&mounted.dir);
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let Some((mounted, _, vm)) = start_on("xfs", &env, &guest) else { return };
     for phase in ["precopy", "paused", "device-state", "copied", "resumed", "encoding", "sealing"] {
         let fault = format!("kill:{phase}:2");
         let mut run = attach(&env, &vm, &["--interval", "100ms", "--fault", &fault]);
@@ -206,33 +157,8 @@ fn an_engine_that_dies_in_any_phase_leaves_the_drive_to_its_vm() {
 fn soak_killed_engines_lose_no_page_and_no_vm() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
-    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
-    let drive = make_drive(&mounted.dir);
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
-    let seed = std::env::var("KEYFRAME_TEST_SEED").ok().and_then(|seed| seed.parse().ok());
-    let mut draws = Draws::new(seed.unwrap_or(1));
-    for cycle in 1..=200 {
-        let interval = format!("{}ms", 20 + draws.below(80));
-        let mut run = attach(&env, &vm, &["--interval", &interval]);
-        run.wait_for_error("a checkpoint every");
-        std::thread::sleep(Duration::from_millis(draws.below(700)));
-        if draws.below(4) == 0 {
-            kill(helper_of(run.pid(), "__watchdog"));
-            std::thread::sleep(Duration::from_millis(draws.below(200)));
-        }
-        kill(run.pid());
-        run.wait();
-        vm.grows(3);
-        if cycle % 10 == 0 {
-            let audited = ["--interval", "100ms", "--count", "2", "--audit", "audit"];
-            assert_ends_well(&mut attach(&env, &vm, &audited));
-            assert_goes_on(&env, || vm.lines(), &[]);
-            println!("{cycle} cycles, {} checkpoints", env.list().len());
-            env.ok(&["forget", "--store", &env.store(), "--keep-last", "5"]);
-            env.ok(&["prune", "--store", &env.store()]);
-        }
-    }
-    env.ok(&["check", "--read-data", "--store", &env.store()]);
+    let Some((mounted, _, vm)) = start_on("xfs", &env, &guest) else { return };
+    soak_killed_engines(&env, &vm);
     assert_eq!(clones(&mounted.dir), env.list().len(), "{:?}", names(&mounted.dir));
 }
 
@@ -240,9 +166,8 @@ fn soak_killed_engines_lose_no_page_and_no_vm() {
 fn a_drive_that_is_given_another_file_is_followed() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
-    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
-    let (drive, other) = (make_drive(&mounted.dir), mounted.dir.join("other.img"));
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let Some((mounted, drive, vm)) = start_on("xfs", &env, &guest) else { return };
+    let other = mounted.dir.join("other.img");
     let mut run = attach(&env, &vm, &["--interval", "none", "--audit", "audit"]);
     run.wait_for_error("checkpoints by `keyframe take`");
     env.ok(&["take", "--name", "fc"]);
@@ -266,9 +191,8 @@ fn a_drive_that_is_given_another_file_is_followed() {
 fn a_drive_whose_file_was_replaced_is_refused_and_its_vm_runs_on() {
     let guest = needs_firecracker!();
     let env = TestEnv::new();
-    let Some(mounted) = Mounted::new(&env, "xfs") else { return };
-    let (drive, moved) = (make_drive(&mounted.dir), mounted.dir.join("moved.img"));
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
+    let Some((mounted, drive, vm)) = start_on("xfs", &env, &guest) else { return };
+    let moved = mounted.dir.join("moved.img");
     let mut run = attach(&env, &vm, &["--interval", "none"]);
     run.wait_for_error("checkpoints by `keyframe take`");
     env.ok(&["take", "--name", "fc"]);
@@ -279,11 +203,9 @@ fn a_drive_whose_file_was_replaced_is_refused_and_its_vm_runs_on() {
     std::fs::rename(&moved, &drive).unwrap();
     env.ok(&["take", "--name", "fc"]);
     env.ok(&["stop", "--name", "fc"]);
-    assert!(matches!(run.wait().code(), Some(0 | 3)), "{}", run.report());
+    assert_ends_well(&mut run);
     std::fs::rename(&drive, &moved).unwrap();
-    let words = attach_words(&env, &vm, &[]);
-    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
-    env.refused(&words, 1, &["drive data", "replaced or removed", "PATCH"]);
+    refuse_attach(&env, &vm, &[], &["drive data", "replaced or removed", "PATCH"]);
     vm.grows(5);
 }
 
@@ -304,9 +226,7 @@ fn a_vm_in_a_jail_is_checkpointed_if_it_has_no_drive() {
         Ok(vm) => vm,
         Err(reason) => keyframe_tests::skip!("{reason}"),
     };
-    let words = attach_words(&env, &vm, &[]);
-    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
-    env.refused(&words, 1, &["drive data", "another root directory", "jail"]);
+    refuse_attach(&env, &vm, &[], &["drive data", "another root directory", "jail"]);
     vm.grows(5);
     drop(vm);
     std::fs::remove_dir_all(env.path().join("jail")).unwrap();
@@ -318,29 +238,4 @@ fn a_vm_in_a_jail_is_checkpointed_if_it_has_no_drive() {
     let left = names(&env.path().join("jail"));
     assert!(!left.iter().any(|name| name.contains("keyframe")), "{left:?}");
     assert_goes_on(&env, || printed.clone(), &["--vmm", &guest.binary()]);
-}
-
-#[test]
-fn a_drive_that_cannot_be_cloned_is_refused_and_its_vm_runs_on() {
-    let guest = needs_firecracker!();
-    let env = TestEnv::new();
-    let drive = make_drive(env.path());
-    // The directory for temporary files may be on a file system that clones.
-    let copy = tempfile::NamedTempFile::new_in(env.path()).unwrap();
-    if rustix::fs::ioctl_ficlone(&copy, std::fs::File::open(&drive).unwrap()).is_ok() {
-        keyframe_tests::skip!("the directory for temporary files is on a file system that clones");
-    }
-    let vm = ExternalFirecracker::start(&env, &guest, &config(&guest, &drive));
-    let words = attach_words(&env, &vm, &[]);
-    let words: Vec<&str> = words.iter().map(|word| &**word).collect();
-    let said = ["drive data", "cannot be captured", "btrfs or XFS", "is_read_only"];
-    env.refused(&words, 1, &said);
-    vm.grows(5);
-    // Refused before Firecracker is started.
-    let file = env.path().join("fc.json").display().to_string();
-    let (store, binary) = (env.store(), guest.binary());
-    let socket = env.path().join("run.sock").display().to_string();
-    let line = ["--", &binary, "--api-sock", &socket, "--config-file", &file];
-    env.refused(&[&["run", "--store", &store, "--name", "fc"], &line[..]].concat(), 1, &said);
-    assert!(!Path::new(&socket).exists());
 }

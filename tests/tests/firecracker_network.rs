@@ -7,13 +7,10 @@
 
 use keyframe_tests::firecracker::{
     ExternalFirecracker, FirecrackerGuest, assert_ends_well, assert_same_sequence, attach,
-    payload_lines, take_audited,
+    end_clones, payload_lines, take_audited, take_audited_after,
 };
 use keyframe_tests::tap_network::{TapNetwork, frames_received};
-use keyframe_tests::{
-    PATIENCE, Process, TestEnv, is_gone, needs_firecracker, needs_taps, number, wait_until,
-};
-use serde_json::Value;
+use keyframe_tests::{PATIENCE, Process, TestEnv, needs_firecracker, needs_taps, wait_until};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -129,14 +126,6 @@ fn the_network_runs_on_if_the_engine_dies_in_any_phase() {
     take_audited_after(&env, &vm);
 }
 
-/// A run after all the others is exact, too.
-fn take_audited_after(env: &TestEnv, vm: &ExternalFirecracker) {
-    let before = env.list().len();
-    let mut run = attach(env, vm, &["--interval", "200ms", "--count", "3", "--audit", "audit"]);
-    assert_ends_well(&mut run);
-    assert_eq!(env.list().len(), before + 3, "{}", run.report());
-}
-
 #[test]
 fn each_clone_has_a_tap_of_its_own() {
     let (guest, network) = (needs_firecracker!(), needs_taps!());
@@ -154,11 +143,7 @@ fn each_clone_has_a_tap_of_its_own() {
     env.refused(&[&branch[..], &["2"]].concat(), 1, &["cannot share own", "--tap eth0=tap%d"]);
     let three = [&branch[..], &["3", "--tap", "eth0=kf%d"]].concat();
     env.refused(&three, 1, &["kf3", "missing"]);
-    let words = [&branch[..], &["2", "--tap", "eth0=kf%d", "--json"]].concat();
-    let mut branch = Process::start(env.command(&words));
-    let whole =
-        branch.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
-    let clones = whole.unwrap_or_else(|| panic!("{}", branch.report()));
+    let (mut branch, clones) = env.branch(&["latest", "-n", "2", "--tap", "eth0=kf%d"]);
     assert_eq!(clones.len(), 2);
     for clone in &clones {
         let path = Path::new(clone["directory"].as_str().unwrap()).join("console.log");
@@ -167,12 +152,7 @@ fn each_clone_has_a_tap_of_its_own() {
         assert!(assert_same_sequence(&printed, &payload_lines(&output())) > 0);
     }
     assert_network_runs(&vm, &network, "own");
-    branch.signal(rustix::process::Signal::INT);
-    assert!(branch.wait().success(), "{}", branch.report());
-    for clone in &clones {
-        let pid = number(clone, "qemu_pid") as u32;
-        wait_until("the clone is gone", || is_gone(pid));
-    }
+    end_clones(&mut branch, &clones);
 }
 
 #[test]

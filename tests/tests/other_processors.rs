@@ -67,12 +67,7 @@ fn checkpoints_are_exact_and_go_on_in_every_way() {
 }
 
 fn clones_go_on(env: &TestEnv, id: &str, sequence: &mut PassSequence) {
-    let store = env.store();
-    let words = ["branch", "--store", &store, id, "-n", "2", "--json"];
-    let mut process = Process::start(env.command(&words));
-    let whole =
-        process.wait_until(|p| serde_json::from_str::<Vec<Value>>(&p.lines().join("\n")).ok());
-    let clones = whole.unwrap_or_else(|| panic!("no clones; {}", process.report()));
+    let (mut process, clones) = env.branch(&[id, "-n", "2"]);
     for clone in &clones {
         let console = Path::new(clone["directory"].as_str().expect("a path")).join("console.log");
         wait_until("the clone goes on", || pass_lines(&ended_lines(&console)).len() >= 4);

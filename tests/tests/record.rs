@@ -408,6 +408,10 @@ fn a_recording_finds_its_qemu_where_it_is_now() {
     let analyze = ["analyze", "R", "--tool", "icount", "--jobs", "1", "--out"];
     let program = moved.join("qemu-system-x86_64").display().to_string();
     env.ok(&["verify", "R", "--qemu", &program]);
+    let said = env.ok(&["verify", "R", "--qemu", &program, "--interval", "1"]);
+    assert!(said.starts_with("the interval replays exactly"), "{said}");
+    let other = ["verify", "R", "--qemu", &program, "--interval", "1", "--interval", "99"];
+    env.refused(&other, 1, &["no interval 99", "name one of 0 to"]);
     env.ok(&[&analyze[..], &["A", "--qemu", &program]].concat());
     env.set("PATH", &moved.display().to_string());
     verified(&env);

@@ -61,7 +61,35 @@ fn each_checkpoint_has_a_clone_of_its_disk(kind: &str, qemus: Vec<Qemu>) {
         }
         assert_eq!(clones(&mounted.dir), 3, "restores leave nothing");
         env.ok(&["check", "--read-data", "--quiet", "--store", &env.store()]);
+        assert_clones_are_looked_for(&env, &mounted.dir, &ids);
     }
+}
+
+/// The commands that look at checkpoints tell of their clones in `dir`, also of one that is missing.
+fn assert_clones_are_looked_for(env: &TestEnv, dir: &Path, ids: &[String]) {
+    let store = env.store();
+    let shown = env.ok(&["show", "--store", &store, &ids[1]]);
+    let folder = dir.display().to_string();
+    assert!(shown.contains("as it was, in a clone of its image:"), "{shown}");
+    assert!(shown.contains(&folder) && !shown.contains("written in"), "{shown}");
+    let diff = env.ok(&["diff", "--store", &store, &ids[0], &ids[1]]);
+    assert!(diff.contains("d: not compared: each checkpoint has a clone"), "{diff}");
+    let all = env.list();
+    let clone = all.iter().find(|entry| number(entry, "id").to_string() == ids[1]).unwrap()
+        ["disks"][0]["base"]
+        .clone();
+    let (clone, moved) = (Path::new(clone.as_str().unwrap()), dir.join("moved"));
+    std::fs::rename(clone, &moved).unwrap();
+    let checked = env.ok(&["check", "--quiet", "--store", &store]);
+    let line = format!("CLONE of disk d of checkpoint {} cannot be used here", ids[1]);
+    let says = |what: &str| checked.contains(what);
+    assert!(says(&line) && says("fix: put the files back") && says(": whole"), "{checked}");
+    assert_eq!(checked.matches("CLONE").count(), 1, "{checked}");
+    let json = env.json(&["check", "--json", "--quiet", "--store", &store]);
+    assert_eq!(json["unusable_clones"][0]["path"], clone.to_str().unwrap(), "{json}");
+    std::fs::rename(&moved, clone).unwrap();
+    let checked = env.ok(&["check", "--quiet", "--store", &store]);
+    assert!(!checked.contains("CLONE"), "{checked}");
 }
 
 #[test]

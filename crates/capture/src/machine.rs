@@ -97,12 +97,12 @@ pub trait PauseSteps: Send {
     /// answer; the VM is then as it was before.
     fn hold(&mut self) -> Result<StopOutcome, BoxError>;
 
-    /// Returns the state of all devices. Saving it may write guest memory. Error: the VMM refuses
-    /// or does not answer.
+    /// Returns the state of all devices. Saving it may write guest memory. It may be empty until
+    /// [`PauseSteps::complete_device_state`]. Error: the VMM refuses or does not answer.
     fn save_device_state(&mut self) -> Result<Vec<u8>, BoxError>;
 
     /// Adds to `device_state`, the result of [`PauseSteps::save_device_state`], what the VMM does
-    /// not save itself. Called after the pause, if the VM did not run in it.
+    /// not save itself or gives after the pause. Called after the pause, if the VM did not run in it.
     fn complete_device_state(&mut self, device_state: &mut Vec<u8>) {
         let _ = device_state;
     }
@@ -142,6 +142,9 @@ pub fn pause_in_steps<M: PauseSteps + ?Sized>(
         PauseVerdict::Undisturbed => {}
     }
     machine.complete_device_state(&mut device_state);
+    if device_state.is_empty() {
+        return Err(machine_error("save the device state")("it is empty".into()));
+    }
     Ok(PauseRecord {
         taken_at,
         paused_at,

@@ -59,6 +59,8 @@ pub enum KeptRights {
     /// In addition, tracing other processes and reading their memory, with the priorities and the
     /// locked memory that a short pause needs.
     Tracing,
+    /// In addition, opening the taps of other users, as the successor of a VM does.
+    TracingAndTaps,
 }
 
 impl KeptRights {
@@ -83,6 +85,7 @@ impl KeptRights {
                     | CapabilitySet::IPC_LOCK
                     | CapabilitySet::PERFMON
             }
+            Self::TracingAndTaps => Self::Tracing.capabilities() | CapabilitySet::NET_ADMIN,
         }
     }
 }
@@ -98,7 +101,8 @@ pub fn capabilities_but(keep: KeptRights) -> Result<(), Error> {
     set_no_new_privs(true).map_err(failed("rule out new privileges"))?;
     let kept = keep.capabilities();
     let had = capabilities(None).map_err(failed("read capabilities"))?;
-    if keep == KeptRights::Tracing && !had.permitted.contains(CapabilitySet::SYS_PTRACE) {
+    let traces = matches!(keep, KeptRights::Tracing | KeptRights::TracingAndTaps);
+    if traces && !had.permitted.contains(CapabilitySet::SYS_PTRACE) {
         return Ok(());
     }
     clear_ambient_capability_set().map_err(failed("clear ambient capabilities"))?;

@@ -40,11 +40,6 @@ pub fn capabilities() -> Capabilities {
             "leave out the option: the files of all drives are captured",
         )
         .without(
-            Ability::Rollback,
-            "Firecracker loads a state only before its VM has started",
-            "end the VM and restore the checkpoint: keyframe restore",
-        )
-        .without(
             Ability::AcceleratorChange,
             "Firecracker runs guests under KVM alone",
             "leave out --accel",

@@ -95,9 +95,6 @@ pub struct Drive {
     /// `Sync` or `Async`; `None` for Firecracker's default, `Sync`.
     #[serde(default)]
     pub io_engine: Option<String>,
-    /// The limit of its bandwidth, if there is one.
-    #[serde(default)]
-    pub rate_limiter: Option<Value>,
 }
 
 impl Drive {

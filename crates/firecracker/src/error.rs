@@ -69,6 +69,14 @@ pub enum Error {
         /// What the user can do.
         fix: String,
     },
+    /// No other Firecracker can take the place of a process.
+    #[error("no other Firecracker can take the place of process {pid}: {problem}")]
+    Place {
+        /// The process id.
+        pid: u32,
+        /// Why not.
+        problem: String,
+    },
     /// A command line or configuration that Keyframe cannot run.
     #[error("{subject}: {reason}")]
     CommandLine {
@@ -111,6 +119,10 @@ pub enum Error {
         /// The process id.
         pid: u32,
     },
+    /// A pause ended before Keyframe had looked at the VM: the watchdog ended it, or another client
+    /// pauses and resumes the VM all the time.
+    #[error("the pause ended before Keyframe had looked at the VM")]
+    PauseEnded,
     /// Firecracker does not load a device state.
     #[error("Firecracker does not load the device state: {message}")]
     NotLoaded {

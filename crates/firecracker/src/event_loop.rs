@@ -16,7 +16,8 @@
 //! Nothing but the source promises that, so each pause is checked:
 //!
 //! 1. After the save the thread sleeps, and does not wait for events.
-//! 2. Before the resumption it has not run since.
+//! 2. Before the resumption it has not run since. In a whole pause ([`crate::whole_pause`]) it still
+//!    waits to write its state.
 //!
 //! A VM that was loaded and has never run is paused, but its event loop is at work. One more
 //! request to pause it ends that.
@@ -24,10 +25,14 @@
 use crate::threads::{Reading, Threads};
 use crate::{Error, Result};
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 
 /// The system calls of x86-64 that wait for events: `epoll_wait`, `epoll_pwait`, `epoll_pwait2`.
 const WAITS: [&str; 3] = ["232", "281", "441"];
+
+/// The system calls `write` and `futex` of x86-64.
+const WRITE: &str = "1";
+const FUTEX: &str = "202";
 
 /// The thread of a Firecracker that runs its devices.
 #[derive(Debug)]
@@ -59,11 +64,39 @@ impl EventLoop {
     /// Returns true if the thread sleeps until something happens that a device handles. Error: the
     /// process has ended, or this process may not look at it.
     pub fn waits_for_events(&self) -> Result<bool> {
+        let call = self.system_call()?;
+        Ok(call.split_whitespace().next().is_some_and(|number| WAITS.contains(&number)))
+    }
+
+    /// Returns true if the thread sleeps because what it writes to the `file`, a device and an inode
+    /// number, finds no room. Error: the process has ended, or this process may not look at it.
+    pub fn waits_to_write(&self, file: (u64, u64)) -> Result<bool> {
+        let call = self.system_call()?;
+        let mut words = call.split_whitespace();
+        if words.next() != Some(WRITE) {
+            return Ok(false);
+        }
+        let number = words.next().and_then(|number| number.strip_prefix("0x"));
+        let Some(number) = number.and_then(|number| u32::from_str_radix(number, 16).ok()) else {
+            return Ok(false);
+        };
+        let open = std::fs::metadata(format!("/proc/{}/fd/{number}", self.pid));
+        // It may have been closed since.
+        Ok(open.is_ok_and(|open| (open.dev(), open.ino()) == file))
+    }
+
+    /// Returns true if the thread sleeps until another thread wakes it. It does so in a pause, until
+    /// the next request of the API. Error: the process has ended, or this process may not look at it.
+    pub fn waits_for_request(&self) -> Result<bool> {
+        Ok(self.system_call()?.split_whitespace().next() == Some(FUTEX))
+    }
+
+    /// Returns the system call in which the thread sleeps, with its arguments.
+    fn system_call(&self) -> Result<String> {
         let mut bytes = [0; 256];
         let len =
             self.system_call.read_at(&mut bytes, 0).map_err(Error::io(operation(self.pid)))?;
-        let text = String::from_utf8_lossy(bytes.get(..len).unwrap_or_default()).into_owned();
-        Ok(text.split_whitespace().next().is_some_and(|number| WAITS.contains(&number)))
+        Ok(String::from_utf8_lossy(bytes.get(..len).unwrap_or_default()).into_owned())
     }
 
     /// Waits until the thread sleeps outside of the event loop, as it does in a pause. Returns what
@@ -102,6 +135,24 @@ mod tests {
         child.wait().unwrap();
         let (rest, reading) = looked.unwrap();
         assert_eq!(rest, Some(reading));
+    }
+
+    #[test]
+    fn a_thread_that_waits_to_write_is_seen() {
+        let mut child =
+            Command::new("cat").arg("/dev/zero").stdout(Stdio::piped()).spawn().unwrap();
+        let pipe = std::fs::metadata(format!("/proc/{}/fd/1", child.id())).unwrap();
+        let looked = EventLoop::of(child.id()).and_then(|cat| {
+            let until = Instant::now() + Duration::from_secs(20);
+            while !cat.waits_to_write((pipe.dev(), pipe.ino()))? && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let to_pipe = cat.waits_to_write((pipe.dev(), pipe.ino()))?;
+            Ok((to_pipe, cat.waits_to_write((pipe.dev(), pipe.ino() + 1))?))
+        });
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(looked.unwrap(), (true, false));
     }
 
     #[test]

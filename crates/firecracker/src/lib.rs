@@ -2,15 +2,18 @@
 //!
 //! ```text
 //!   Keyframe ── api ──▶ API socket: pause, resume, save the devices, load
-//!       │  └── state_file: what Firecracker writes its device state to
+//!       │  ├── whole_pause: a pause that no other client's request comes into
+//!       │  └── state_pipe, state_file: what Firecracker writes its device state to
 //!       ├── ram ──▶ /proc/PID/maps: where the guest's RAM is
+//!       ├── registers ──▶ a saved device state: the registers of the processors
 //!       ├── threads, event_loop ─▶ /proc/PID/task: whether the guest or a device ran meanwhile
-//!       └── watchdog (another process) ── api ──▶ resume, if the engine dies in a pause
+//!       └── watchdog (another process) ──▶ the end of the pause, if the engine dies or stalls in it
 //! ```
 //!
-//! Device state without RAM: Firecracker saves the devices first, and then RAM. It is given a path
-//! for the RAM at which no file can be made. So it writes the devices whole, and answers that it
-//! cannot open the file for the RAM ([`state_file`]). Keyframe copies the RAM itself.
+//! Device state without RAM: Firecracker saves the devices first, and then RAM. It is given a pipe for
+//! the devices, which cannot be flushed, or a path for the RAM at which no file can be made
+//! ([`state_file`]). So it writes the devices whole, and answers with an error before it comes to the
+//! RAM. Keyframe copies the RAM itself.
 //!
 //! Why a checkpoint is exact: the guest's CPUs stand still from the pause to the resumption
 //! ([`threads`] tells if they did not). The one thread that runs the devices handles no packet, no
@@ -18,7 +21,7 @@
 //! had asked for before the pause and was not handled yet is in RAM, and Firecracker looks for it
 //! at each resumption and after each load.
 //!
-//! Left out: vsock, balloons, vhost-user drives, huge pages, writable drives: a VM with one of them
+//! Left out: vsock, balloons, vhost-user drives, the `Async` engine, huge pages: a VM with one of them
 //! is refused before anything is done to it.
 
 pub mod api;
@@ -33,15 +36,20 @@ pub mod identity;
 pub mod launch;
 mod open_drives;
 mod process;
+mod process_place;
 pub mod ram;
+pub mod registers;
 pub mod restore;
 pub mod state_file;
+mod state_pipe;
+mod succession;
 mod taps;
 pub mod threads;
 mod uffd;
 mod vm;
 mod vmm;
 pub mod watchdog;
+mod whole_pause;
 
 pub use capabilities::capabilities;
 pub use error::{Error, Result};

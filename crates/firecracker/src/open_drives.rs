@@ -8,14 +8,15 @@
 
 use crate::config::Drive;
 use crate::{Error, Result};
-use std::collections::HashSet;
+use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The files that a process has open, by device and inode.
+/// The files that a process has open.
 pub(crate) struct OpenFiles {
     pid: u32,
-    open: HashSet<(u64, u64)>,
+    /// The numbers under which it has each file open, by device and inode.
+    open: HashMap<(u64, u64), Vec<u32>>,
 }
 
 impl OpenFiles {
@@ -24,16 +25,28 @@ impl OpenFiles {
         let folder = PathBuf::from(format!("/proc/{pid}/fd"));
         let entries = std::fs::read_dir(&folder)
             .map_err(Error::io(format!("look at the open files of process {pid}")))?;
-        // A descriptor that was closed meanwhile is none of a drive.
-        let open = entries.filter_map(|entry| identity(&entry.ok()?.path()));
-        Ok(Self { pid, open: open.collect() })
+        let mut open: HashMap<_, Vec<u32>> = HashMap::new();
+        for entry in entries.flatten() {
+            let number = entry.file_name().to_str().and_then(|name| name.parse().ok());
+            // A descriptor that was closed meanwhile is none of a drive.
+            if let Some((file, number)) = identity(&entry.path()).zip(number) {
+                open.entry(file).or_default().push(number);
+            }
+        }
+        Ok(Self { pid, open })
+    }
+
+    /// Returns the numbers under which the process has the file of `identity` open.
+    pub fn numbers(&self, identity: (u64, u64)) -> &[u32] {
+        self.open.get(&identity).map_or(&[], Vec::as_slice)
     }
 
     /// Checks that the file of `drive` is open. Its relative path begins in `directory`. Error:
     /// [`Error::Drive`].
     pub fn require(&self, drive: &Drive, directory: &Path) -> Result<()> {
         let Some(path) = &drive.path_on_host else { return Ok(()) };
-        let is_open = |path: &Path| identity(path).is_some_and(|file| self.open.contains(&file));
+        let is_open =
+            |path: &Path| identity(path).is_some_and(|file| self.open.contains_key(&file));
         let ours = directory.join(path);
         if is_open(&ours) {
             return Ok(());

@@ -12,8 +12,8 @@ use std::process::{Child, Command};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long a killed process may take to be gone.
-const KILL_MS: u32 = 10_000;
+/// How long a killed process may take to be gone. On a busy host the kernel takes seconds to end a VM.
+const KILL_MS: u32 = 60_000;
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// The environment variables with secrets of Keyframe. Firecracker does not get them, because a
@@ -75,6 +75,15 @@ impl Credentials {
             && self.root == other.root
             && other.capabilities & !self.capabilities == 0
     }
+
+    /// Returns true if a child of a process with the credentials `us` may take the place of a process
+    /// with these: user, root and namespaces are the same, and `us` has no right that these lack.
+    pub fn may_be_taken_over_by(&self, us: &Self) -> bool {
+        self.user == us.user
+            && self.namespaces == us.namespaces
+            && self.root == us.root
+            && us.capabilities & !self.capabilities == 0
+    }
 }
 
 /// Returns the user and group of process `pid`. Error: it has ended.
@@ -123,11 +132,19 @@ impl Lifetime {
         let process = restored
             .map_err(|e| Error::io(operation)(io::Error::from(e)))
             .and(process)
-            .inspect_err(|_| {
+            .map_err(|error| {
+            let ended = child.try_wait().ok().flatten();
             let _ = child.kill();
             let _ = child.wait();
+            ended.map_or(error, |status| Error::Exited { status, when: "as it started" })
         })?;
         Ok(Self { process, child: Some(child) })
+    }
+
+    /// Returns the same process once more. Only this value, not the returned one, learns the exit status
+    /// of a child. Error: no descriptor is free.
+    pub fn try_clone(&self) -> Result<Self> {
+        Ok(Self { process: self.process.try_clone()?, child: None })
     }
 
     /// Returns the process.
@@ -158,7 +175,7 @@ impl Lifetime {
     }
 
     /// Kills the process and waits until it is gone. Error: the kernel refuses, or it is still
-    /// there after 10 s.
+    /// there after a minute.
     pub fn kill(&mut self) -> Result<VmExit> {
         let operation = || format!("end Firecracker (process {})", self.process.pid());
         match rustix::process::pidfd_send_signal(

@@ -12,18 +12,23 @@
 //! Firecracker inherits both files and opens them below its own `/proc/self/fd`. Afterwards it needs
 //! neither this process nor the files.
 
+mod waiting;
+
+pub(crate) use waiting::WaitingFirecracker;
+
 use crate::api::{Api, MemoryBackend};
 use crate::attach::command_line;
 use crate::config::{Drive, VmConfig};
 use crate::identity::Identity;
 use crate::launch::wait_for_api;
 use crate::process::Lifetime;
+use crate::process_place::ProcessPlace;
 use crate::state_file::{check, memfd};
 use crate::taps::Taps;
 use crate::uffd::Receiver;
 use crate::vm::{FirecrackerVm, Parts};
 use crate::{Error, Result, capabilities, ram};
-use keyframe_kernel::child_setup::kill_with_parent;
+use keyframe_kernel::child_setup::{kill_with_parent, start_new_session};
 use keyframe_kernel::memfd_filler::MemfdFiller;
 use keyframe_machine::{Lineage, MachineSpec, RamSource, VmmKind};
 use keyframe_ram_loading::{Lazy, PageRun, check_within, pieces};
@@ -33,7 +38,6 @@ use keyframe_vmm::{
     RestoreSource, RestoredVm, Restorer, SharedRamSource, VmOrigin, Vmm, VmmError,
 };
 use rustix::fs::{SealFlags, fcntl_add_seals};
-use rustix::process::{Signal, pidfd_send_signal};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
@@ -42,6 +46,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 use tempfile::TempDir;
@@ -114,6 +119,8 @@ pub struct Plan {
     /// For each drive to which the guest can write, the path in the device state.
     first_files: Vec<(String, PathBuf)>,
     taps: Taps,
+    /// Where the Firecracker starts, and how Keyframe came to the VM whose place it takes.
+    place: Option<(Arc<ProcessPlace>, VmOrigin)>,
     notes: Vec<String>,
 }
 
@@ -214,6 +221,7 @@ impl Plan {
             drives: options.drives,
             first_files,
             taps,
+            place: None,
             notes,
         }
         .with_own_drives(&config)
@@ -248,6 +256,27 @@ impl Plan {
     #[must_use]
     pub fn to_file(self, output: PathBuf) -> Self {
         Self { output: Some(output), ..self }
+    }
+
+    /// Has Firecracker start in `place`, where Keyframe came to the former VM by `origin`.
+    #[must_use]
+    pub(crate) fn in_place(self, place: Arc<ProcessPlace>, origin: VmOrigin) -> Self {
+        Self { place: Some((place, origin)), ..self }
+    }
+
+    /// Makes a rehearsal of the plan: the VM never runs, and writes to no drive. It says nothing, in no
+    /// log either.
+    #[must_use]
+    pub(crate) fn into_rehearsal(self) -> Self {
+        Self {
+            is_rehearsal: true,
+            place: None,
+            socket: None,
+            drives: Vec::new(),
+            arguments: Vec::new(),
+            output: Some("/dev/null".into()),
+            ..self
+        }
     }
 
     /// Starts Firecracker and loads the VM, whose RAM is `shared`. Returns the VM, and the
@@ -328,13 +357,20 @@ impl Plan {
         let mut command = Command::new(&self.identity.path);
         if self.is_rehearsal {
             self.taps.isolate(&mut command)?;
-        } else {
+        } else if self.place.is_none() {
             self.taps.require_present()?;
         }
         command.arg("--api-sock").arg(socket).args(&self.arguments);
         let directory = self.machine.directory();
         if directory.is_dir() {
             command.current_dir(directory);
+        }
+        if let Some((place, origin)) = &self.place {
+            place.enter(&mut command)?;
+            if *origin == VmOrigin::Attached {
+                // The VM is not to end with the terminal of this process.
+                start_new_session(&mut command);
+            }
         }
         if let Some(output) = self.output.as_ref().or(self.log.as_ref()) {
             let file = File::options().create(true).append(true).open(output);
@@ -411,10 +447,10 @@ impl Plan {
             .and_then(|api| Ok((api, command_line(lifetime.process().pid())?)))
             .inspect_err(|_| drop(lifetime.kill()));
         let (api, command) = command?;
-        let process = lifetime.process().try_clone()?;
+        let mut spare = lifetime.try_clone()?;
         let parts = Parts {
             api,
-            origin: VmOrigin::Restored,
+            origin: self.place.map_or(VmOrigin::Restored, |(_, origin)| origin),
             lineage: self.lineage,
             identity: self.identity,
             command,
@@ -422,10 +458,7 @@ impl Plan {
             folder,
             lifetime,
         };
-        let kill = |_: &Error| {
-            let _ = pidfd_send_signal(process.pidfd(), Signal::KILL);
-        };
-        let mut vm = FirecrackerVm::new(parts).inspect_err(kill)?;
+        let mut vm = FirecrackerVm::new(parts).inspect_err(|_| drop(spare.kill()))?;
         if !self.paused {
             vm.api().resume().inspect_err(|_| drop(vm.lifetime().kill()))?;
         }

@@ -26,6 +26,8 @@ pub const NO_MEMORY: &str = "/proc/self/keyframe-saves-no-memory/memory";
 const NOT_OPENED: &str = "on the memory backing file: No such file or directory";
 /// The longest device state. Firecracker's own limit is lower.
 const STATE_BYTES_MAX: u64 = 64 << 20;
+/// How the files in roots of Firecracker begin.
+const NAME: &str = "keyframe-device-state";
 /// With these bytes begins a device state of an x86-64 VM.
 const MAGIC: [u8; 8] = 0x0710_1984_8664_0000_u64.to_le_bytes();
 
@@ -53,10 +55,7 @@ impl StateFile {
     /// Makes a file that the Firecracker of process `pid` can write. Error: there is no place for
     /// it.
     pub fn create(pid: u32) -> Result<Self> {
-        if Credentials::of(pid)?.may_open_files_of(&Credentials::of(std::process::id())?) {
-            return Self::in_memory();
-        }
-        Self::in_root(pid)
+        if may_open_ours(pid)? { Self::in_memory() } else { Self::in_root(pid) }
     }
 
     fn in_memory() -> Result<Self> {
@@ -67,14 +66,10 @@ impl StateFile {
 
     /// A file in the root of process `pid`, which may be another one than this process's.
     fn in_root(pid: u32) -> Result<Self> {
-        let name = format!("keyframe-device-state-{pid}");
-        let root = PathBuf::from(format!("/proc/{pid}/root"));
-        let is_same = std::fs::read_link(&root).is_ok_and(|link| link == Path::new("/"));
-        let directory = if is_same { std::env::temp_dir() } else { PathBuf::from("/") };
-        let theirs = directory.join(&name);
-        let ours = root.join(theirs.strip_prefix("/").unwrap_or(&theirs));
+        let (ours, theirs) = path_in_root(pid, std::process::id());
         let operation = || format!("make the file {} for the device state", ours.display());
-        // One that a killed engine left.
+        remove_left(&ours, pid);
+        // One of an earlier process with the number of this one.
         let _ = std::fs::remove_file(&ours);
         let flags =
             OFlags::RDWR | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
@@ -162,6 +157,35 @@ impl Drop for StateFile {
     }
 }
 
+/// Returns true if process `pid` can open files of this process by their descriptors. Error: it has
+/// ended.
+pub fn may_open_ours(pid: u32) -> Result<bool> {
+    Ok(Credentials::of(pid)?.may_open_files_of(&Credentials::of(std::process::id())?))
+}
+
+/// The path of a file for process `pid` in its root, which may be another one than this process's:
+/// as this process names it, and as that one does. `engine` is the process that makes it.
+fn path_in_root(pid: u32, engine: u32) -> (PathBuf, PathBuf) {
+    let root = PathBuf::from(format!("/proc/{pid}/root"));
+    let is_same = std::fs::read_link(&root).is_ok_and(|link| link == Path::new("/"));
+    let directory = if is_same { std::env::temp_dir() } else { PathBuf::from("/") };
+    let theirs = directory.join(format!("{NAME}-{pid}-{engine}"));
+    (root.join(theirs.strip_prefix("/").unwrap_or(&theirs)), theirs)
+}
+
+/// Removes the files beside `ours` that killed engines have left for process `pid`.
+fn remove_left(ours: &Path, pid: u32) {
+    let begin = format!("{NAME}-{pid}-");
+    let entries = ours.parent().and_then(|directory| std::fs::read_dir(directory).ok());
+    for entry in entries.into_iter().flatten().flatten() {
+        let name = entry.file_name();
+        let engine = name.to_str().and_then(|name| name.strip_prefix(&begin)?.parse::<u32>().ok());
+        if engine.is_some_and(|engine| !Path::new(&format!("/proc/{engine}")).exists()) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
+
 /// Checks that `state` begins as a device state does. Firecracker checks its sum as it loads it.
 /// Error: it is none.
 pub fn check(state: &[u8]) -> Result<()> {
@@ -208,6 +232,11 @@ mod tests {
         let other = StateFile::in_root(std::process::id()).unwrap();
         let path = other.ours.clone().unwrap();
         assert!(path.exists());
+        // A killed engine's. No process has the greatest number.
+        let left = path_in_root(std::process::id(), u32::MAX).0;
+        std::fs::write(&left, "left").unwrap();
+        remove_left(&left, std::process::id());
+        assert!(path.exists() && !left.exists());
         drop(other);
         assert!(!path.exists());
     }

@@ -8,8 +8,8 @@
 //!                                └─ a client resumes the VM ────▶ reading 2 differs
 //! ```
 //!
-//! Saving the devices wakes the threads, too. So a reading of the CPUs before the save and another
-//! one after it enclose the save, and what happens during the request is Firecracker's: it refuses
+//! Saving the devices wakes the threads, too. By single requests a reading of the CPUs before the save
+//! and another one after it enclose the save, and what happens during the request is Firecracker's: it refuses
 //! to save a VM that runs.
 
 use crate::{Error, Result};
@@ -81,6 +81,13 @@ impl Threads {
             .map(|(schedstat, _)| self.read(schedstat))
             .collect::<Result<_>>()
             .map(Reading)
+    }
+
+    /// Returns true if each of the threads has run since `mark` was read. Error: the process has
+    /// ended.
+    pub fn all_ran_since(&self, mark: &Reading) -> Result<bool> {
+        let Reading(now) = self.reading()?;
+        Ok(now.iter().zip(&mark.0).all(|(now, before)| now != before))
     }
 
     /// Waits until all threads sleep, as they do in a pause. Returns what the kernel has counted

@@ -1,9 +1,12 @@
 //! A VM of Firecracker.
 //!
 //! ```text
+//!   single requests:
 //!   stop ─▶ at rest: reading ─▶ before a save: same reading? save; reading ─▶ before the resumption: same reading?
 //!                                    └── no: another client let the VM run; the capture is torn
 //! ```
+//!
+//! A whole pause has one reading, while Firecracker waits in the save ([`crate::whole_pause`]).
 //!
 //! The readings are of the threads of the CPUs. The reading after the save is also of the devices'
 //! thread ([`EventLoop`]): if that one has run, a device may have written to RAM, and the capture is
@@ -16,13 +19,16 @@ use crate::identity::Identity;
 use crate::open_drives::OpenFiles;
 use crate::process::Lifetime;
 use crate::state_file::StateFile;
+use crate::state_pipe::StatePipe;
 use crate::threads::{Reading, Threads};
+use crate::whole_pause::WholePauses;
 use crate::{Result, audit, ram};
+use keyframe_kernel::reopened_file::reopen_files;
 use keyframe_machine::{HostBlock, Lineage, MachineSpec, Processor, VmmKind};
 use keyframe_units::{LayoutError, RamLayout};
 use keyframe_vmm::{AuditFinding, RunState, StopOutcome, VmEvent, VmOrigin, WritableDrive};
 use std::os::fd::OwnedFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -46,13 +52,16 @@ pub(crate) struct Parts {
 
 /// A VM of Firecracker. Dropping it leaves the guest running.
 pub struct FirecrackerVm {
-    parts: Parts,
+    pub(crate) parts: Parts,
     config: VmConfig,
     /// The configuration as Firecracker tells it.
     config_text: String,
-    vcpus: Threads,
-    event_loop: EventLoop,
+    pub(crate) vcpus: Threads,
+    pub(crate) event_loop: EventLoop,
     state_file: StateFile,
+    /// `None` for a Firecracker that cannot open it.
+    pub(crate) pipe: Option<StatePipe>,
+    pub(crate) whole: WholePauses,
     pub(crate) ran: RanMeanwhile,
     watch: QuietWatch,
 }
@@ -60,9 +69,9 @@ pub struct FirecrackerVm {
 /// Whether the VM ran in a pause.
 #[derive(Debug, Default)]
 pub(crate) struct RanMeanwhile {
-    ran: bool,
+    pub(crate) ran: bool,
     /// The reading of the CPUs that must still hold; `None` outside of pauses.
-    mark: Option<Reading>,
+    pub(crate) mark: Option<Reading>,
     /// The reading of the devices that must still hold; `None` before they were saved.
     devices_mark: Option<Reading>,
 }
@@ -93,10 +102,22 @@ impl FirecrackerVm {
         let vcpus = Threads::of_vcpus(pid, config.machine.vcpu_count)?;
         let event_loop = EventLoop::of(pid)?;
         let state_file = StateFile::create(pid)?;
+        let (pipe, whole) = (StatePipe::create(pid)?, WholePauses::default());
         let watch =
             QuietWatch { reading: None, since: Instant::now(), has_asked: false, is_paused: false };
         let ran = RanMeanwhile::default();
-        Ok(Self { parts, config, config_text, vcpus, event_loop, state_file, ran, watch })
+        Ok(Self {
+            parts,
+            config,
+            config_text,
+            vcpus,
+            event_loop,
+            state_file,
+            pipe,
+            whole,
+            ran,
+            watch,
+        })
     }
 
     /// Returns the API.
@@ -132,6 +153,11 @@ impl FirecrackerVm {
 
     pub(crate) fn api_socket(&self) -> PathBuf {
         self.parts.api.socket().to_owned()
+    }
+
+    /// The path by which the watchdog opens the pipe for the device state.
+    pub(crate) fn pipe_path(&self) -> Option<&Path> {
+        self.pipe.as_ref().map(StatePipe::path)
     }
 
     pub(crate) fn connection(&self) -> Option<OwnedFd> {
@@ -181,6 +207,15 @@ impl FirecrackerVm {
         self.config.writable_drives(&self.parts.directory)
     }
 
+    /// Makes Firecracker open the files of `drives` anew. Its thread of the devices, which alone uses
+    /// them, is the main thread. Error: it does not; it has the former files then.
+    pub(crate) fn reopen(&self, drives: &[WritableDrive]) -> Result<()> {
+        let open = OpenFiles::of(self.process_id())?;
+        let files: Vec<u32> =
+            drives.iter().flat_map(|drive| open.numbers(drive.identity)).copied().collect();
+        Ok(reopen_files(self.parts.lifetime.process(), &files)?)
+    }
+
     /// Checks that the path of each drive of the `kind` leads to the file that Firecracker has open.
     fn require_open(&self, kind: impl Fn(&&Drive) -> bool) -> Result<()> {
         let open = OpenFiles::of(self.process_id())?;
@@ -212,15 +247,13 @@ impl FirecrackerVm {
     /// Pauses the VM, unless it is paused.
     pub(crate) fn pause(&mut self) -> Result<StopOutcome> {
         self.ran = RanMeanwhile::default();
-        let outcome = if self.state()? == RunState::Paused {
-            // A VM that was loaded and has not run yet.
-            if self.event_loop.waits_for_events()? {
-                self.parts.api.pause()?;
-            }
-            StopOutcome::AlreadyPaused
-        } else {
-            self.parts.api.pause()?;
-            StopOutcome::Stopped
+        self.finish_whole_pause()?;
+        self.whole.state = None;
+        // A VM that was loaded and has not run yet is paused, too, but its event loop is at work until
+        // then.
+        let outcome = match self.parts.api.pause()? {
+            InstanceState::Paused => StopOutcome::AlreadyPaused,
+            InstanceState::Running | InstanceState::NotStarted => StopOutcome::Stopped,
         };
         self.mark()?;
         Ok(outcome)
@@ -253,11 +286,12 @@ impl FirecrackerVm {
 
     /// Returns whether the VM ran between the last pause and its end, or until now.
     pub(crate) fn has_run(&mut self) -> Result<bool> {
+        self.finish_whole_pause()?;
         self.look_whether_it_ran()?;
         Ok(self.ran.ran)
     }
 
-    fn mark(&mut self) -> Result<()> {
+    pub(crate) fn mark(&mut self) -> Result<()> {
         // A CPU that does not come to rest has been let run.
         let rest = self.vcpus.at_rest()?;
         self.ran.ran |= rest.is_none();
@@ -265,7 +299,7 @@ impl FirecrackerVm {
         Ok(())
     }
 
-    fn look_whether_it_ran(&mut self) -> Result<()> {
+    pub(crate) fn look_whether_it_ran(&mut self) -> Result<()> {
         if let Some(mark) = &self.ran.mark {
             let ran = self.vcpus.reading()? != *mark;
             self.ran.ran |= ran;

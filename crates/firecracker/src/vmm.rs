@@ -1,11 +1,12 @@
 //! Firecracker behind the trait of a running VM.
 
+use crate::succession::FirecrackerSuccession;
 use crate::{Error, FirecrackerVm, capabilities, watchdog};
 use keyframe_machine::{HostBlock, MachineSpec};
 use keyframe_units::RamLayout;
 use keyframe_vmm::{
-    AuditFinding, Capabilities, Lineage, Resumer, RunState, StopOutcome, VmEvent, VmExit, VmOrigin,
-    Vmm, VmmError, VmmErrorKind, WritableDrive,
+    AuditFinding, Capabilities, Lineage, Resumer, RunState, SavedPause, StopOutcome, Succession,
+    VmEvent, VmExit, VmOrigin, Vmm, VmmError, VmmErrorKind, WritableDrive,
 };
 use std::any::Any;
 use std::os::fd::OwnedFd;
@@ -59,6 +60,10 @@ impl Vmm for FirecrackerVm {
         Ok(self.drives_to_capture()?)
     }
 
+    fn reopen_drives(&mut self, drives: &[WritableDrive]) -> Result<(), VmmError> {
+        Ok(self.reopen(drives)?)
+    }
+
     fn ram_blocks(&mut self) -> Result<Vec<HostBlock>, VmmError> {
         Ok(self.host_blocks()?)
     }
@@ -96,6 +101,21 @@ impl Vmm for FirecrackerVm {
         self.end_pause().map_err(|error| of(self, error))
     }
 
+    fn pause_and_save(&mut self) -> Result<Option<SavedPause>, VmmError> {
+        self.begin_whole_pause().map_err(|error| of(self, error))
+    }
+
+    fn end_saved_pause(&mut self) -> Result<(), VmmError> {
+        self.end_whole_pause().map_err(|error| of(self, error))
+    }
+
+    fn complete_device_state(&mut self, device_state: &mut Vec<u8>) -> Result<(), VmmError> {
+        if let Some(state) = self.take_state() {
+            *device_state = state;
+        }
+        Ok(())
+    }
+
     fn ran_meanwhile(&mut self) -> Result<bool, VmmError> {
         self.has_run().map_err(|error| of(self, error))
     }
@@ -105,7 +125,11 @@ impl Vmm for FirecrackerVm {
     }
 
     fn resumer(&self) -> Result<Resumer, VmmError> {
-        Ok(watchdog::resumer(self.process_id(), &self.api_socket()))
+        Ok(watchdog::resumer(self.process_id(), &self.api_socket(), self.pipe_path()))
+    }
+
+    fn succession(&mut self) -> Result<Option<Box<dyn Succession>>, VmmError> {
+        Ok(Some(Box::new(FirecrackerSuccession::of(self)?)))
     }
 
     fn exit(&mut self) -> Result<Option<VmExit>, VmmError> {

@@ -1,6 +1,7 @@
 //! Against a real Firecracker: the facts of its API that this crate depends on, for the version that
 //! `guests/build firecracker` has.
 
+use keyframe_firecracker::api::InstanceState;
 use keyframe_firecracker::event_loop::EventLoop;
 use keyframe_firecracker::restore::{Plan, SharedRam};
 use keyframe_firecracker::state_file::SaveMethod;
@@ -29,6 +30,16 @@ fn guest() -> Result<PathBuf, String> {
         Some(3) => Err(format!("Firecracker: {errors}")),
         _ => panic!("guests/build firecracker: {errors}"),
     }
+}
+
+/// The guest; skips the test if it cannot be had.
+macro_rules! needs_guest {
+    () => {
+        match guest() {
+            Ok(guest) => guest,
+            Err(reason) => skip!("{reason}"),
+        }
+    };
 }
 
 /// A Firecracker that ends with its test.
@@ -83,6 +94,23 @@ impl Drop for Running {
     }
 }
 
+/// A restored VM that ends with its test.
+struct Ends(FirecrackerVm);
+
+impl Drop for Ends {
+    fn drop(&mut self) {
+        let _ = self.0.end();
+    }
+}
+
+/// Waits until the VM's devices are at work.
+fn comes_to_wait_for_events(event_loop: &EventLoop) {
+    let until = Instant::now() + Duration::from_mins(1);
+    while !event_loop.waits_for_events().unwrap() {
+        assert!(Instant::now() < until, "the event loop is not at work");
+    }
+}
+
 /// The RAM of the paused VM, as it is in its process.
 struct Copied(Vec<u8>);
 
@@ -127,36 +155,85 @@ fn plan(source: &RestoreSource, dir: &Path) -> Plan {
 
 #[test]
 fn devices_are_saved_without_ram_and_with_it_and_both_states_load() {
-    let guest = match guest() {
-        Ok(guest) => guest,
-        Err(reason) => skip!("{reason}"),
-    };
+    let guest = needs_guest!();
     let running = Running::start(&guest);
     let mut vm = running.attach();
     for method in [SaveMethod::WithoutMemory, SaveMethod::WithMemory] {
         vm.state_file().set_method(method);
         let (state, ram, source) = checkpoint(&mut vm);
         assert_eq!(vm.state_file().method(), method, "a version that behaves in another way");
-        let shared = SharedRam::fill(&source.ram, &ram).unwrap();
-        let (mut restored, _) =
-            plan(&source, running.dir.path()).start_shared(&shared, &state).unwrap();
-        assert_eq!(restored.run_state().unwrap(), RunState::Paused);
-        // As it loads a VM, Firecracker writes a new generation id (VMGenID) into one page.
-        let now = Copied::of(&mut restored);
-        let pairs = now.0.chunks_exact(PAGE_BYTES).zip(ram.0.chunks_exact(PAGE_BYTES));
-        let differing = pairs.filter(|(now, then)| now != then).count();
-        assert!(differing <= 1, "{method:?}: {differing} pages of another RAM");
-        restored.end().unwrap();
+        assert_loads(&running, &source, &state, &ram);
+        running.prints_more();
+    }
+}
+
+/// A VM that is loaded from `state` and `ram` has this RAM.
+fn assert_loads(running: &Running, source: &RestoreSource, state: &[u8], ram: &Copied) {
+    let shared = SharedRam::fill(&source.ram, ram).unwrap();
+    let (restored, _) = plan(source, running.dir.path()).start_shared(&shared, state).unwrap();
+    let mut restored = Ends(restored);
+    assert_eq!(restored.0.run_state().unwrap(), RunState::Paused);
+    // As it loads a VM, Firecracker writes a new generation id (VMGenID) into one page.
+    let now = Copied::of(&mut restored.0);
+    let pairs = now.0.chunks_exact(PAGE_BYTES).zip(ram.0.chunks_exact(PAGE_BYTES));
+    let differing = pairs.filter(|(now, then)| now != then).count();
+    assert!(differing <= 1, "{differing} pages of another RAM");
+}
+
+#[test]
+fn a_whole_pause_keeps_other_clients_waiting_and_its_state_loads() {
+    let guest = needs_guest!();
+    let running = Running::start(&guest);
+    let (mut vm, mut other) = (running.attach(), running.attach());
+    // In the later ones Firecracker waits with less of its state.
+    for _ in 0..3 {
+        let saved = vm.pause_and_save().unwrap().expect("this version cannot");
+        assert_eq!(saved.stop, StopOutcome::Stopped);
+        let mut state = saved.device_state;
+        let ram = std::thread::scope(|scope| {
+            let asked = scope.spawn(|| other.api().pause().unwrap());
+            let ram = Copied::of(&mut vm);
+            std::thread::sleep(Duration::from_millis(200));
+            assert!(!asked.is_finished(), "another client was served");
+            assert!(Copied::of(&mut vm).0 == ram.0, "RAM was written to");
+            vm.end_saved_pause().unwrap();
+            assert!(!vm.ran_meanwhile().unwrap());
+            assert_eq!(asked.join().unwrap(), InstanceState::Running);
+            ram
+        });
+        assert_eq!(vm.run_state().unwrap(), RunState::Paused, "the user's pause was undone");
+        vm.complete_device_state(&mut state).unwrap();
+        assert!(!state.is_empty());
+        let paused = vm.pause_and_save().unwrap().expect("this version cannot");
+        assert_eq!(paused.stop, StopOutcome::AlreadyPaused);
+        vm.end_saved_pause().unwrap();
+        assert!(!vm.ran_meanwhile().unwrap());
+        assert_eq!(vm.run_state().unwrap(), RunState::Paused, "it was resumed");
+        let mut again = Vec::new();
+        vm.complete_device_state(&mut again).unwrap();
+        assert_eq!(again.len(), state.len());
+        let source = RestoreSource { machine: vm.spec().unwrap(), ram: vm.ram_layout().unwrap() };
+        assert_loads(&running, &source, &state, &ram);
+        other.api().resume().unwrap();
         running.prints_more();
     }
 }
 
 #[test]
+fn a_whole_pause_ends_with_its_engine() {
+    let guest = needs_guest!();
+    let running = Running::start(&guest);
+    let mut vm = running.attach();
+    assert!(vm.pause_and_save().unwrap().is_some());
+    std::thread::sleep(Duration::from_millis(100));
+    drop(vm);
+    running.prints_more();
+    assert_eq!(running.attach().run_state().unwrap(), RunState::Running);
+}
+
+#[test]
 fn a_damaged_state_does_not_load_and_leaves_no_process() {
-    let guest = match guest() {
-        Ok(guest) => guest,
-        Err(reason) => skip!("{reason}"),
-    };
+    let guest = needs_guest!();
     let running = Running::start(&guest);
     let (state, ram, source) = checkpoint(&mut running.attach());
     let shared = SharedRam::fill(&source.ram, &ram).unwrap();
@@ -177,19 +254,10 @@ fn a_damaged_state_does_not_load_and_leaves_no_process() {
 
 #[test]
 fn the_devices_stand_still_in_a_pause() {
-    let guest = match guest() {
-        Ok(guest) => guest,
-        Err(reason) => skip!("{reason}"),
-    };
+    let guest = needs_guest!();
     let running = Running::start(&guest);
     let (mut vm, event_loop) = (running.attach(), EventLoop::of(running.child.id()).unwrap());
-    let until = Instant::now() + Duration::from_mins(1);
-    let waits = || {
-        while !event_loop.waits_for_events().unwrap() {
-            assert!(Instant::now() < until, "the event loop is not at work");
-        }
-    };
-    waits();
+    comes_to_wait_for_events(&event_loop);
     assert!(matches!(event_loop.at_rest(), Err(Error::DevicesRun { .. })));
     vm.stop().unwrap();
     let rest = event_loop.at_rest().unwrap().expect("it sleeps");
@@ -201,34 +269,27 @@ fn the_devices_stand_still_in_a_pause() {
     running.attach();
     assert!(vm.ran_meanwhile().unwrap());
     vm.resume_after_stop().unwrap();
-    waits();
+    comes_to_wait_for_events(&event_loop);
     running.prints_more();
 }
 
 #[test]
 fn a_vm_that_was_loaded_and_has_not_run_stands_still_for_a_save() {
-    let guest = match guest() {
-        Ok(guest) => guest,
-        Err(reason) => skip!("{reason}"),
-    };
+    let guest = needs_guest!();
     let running = Running::start(&guest);
     let (state, ram, source) = checkpoint(&mut running.attach());
     let shared = SharedRam::fill(&source.ram, &ram).unwrap();
-    let (mut restored, _) =
-        plan(&source, running.dir.path()).start_shared(&shared, &state).unwrap();
-    assert!(EventLoop::of(restored.pid()).unwrap().waits_for_events().unwrap());
-    assert_eq!(restored.stop().unwrap(), StopOutcome::AlreadyPaused);
-    restored.save_devices().unwrap();
-    assert_eq!(restored.run_state().unwrap(), RunState::Paused);
-    restored.end().unwrap();
+    let (restored, _) = plan(&source, running.dir.path()).start_shared(&shared, &state).unwrap();
+    let mut restored = Ends(restored);
+    comes_to_wait_for_events(&EventLoop::of(restored.0.pid()).unwrap());
+    assert_eq!(restored.0.stop().unwrap(), StopOutcome::AlreadyPaused);
+    restored.0.save_devices().unwrap();
+    assert_eq!(restored.0.run_state().unwrap(), RunState::Paused);
 }
 
 #[test]
 fn a_vm_that_another_client_lets_run_in_a_pause_is_noticed() {
-    let guest = match guest() {
-        Ok(guest) => guest,
-        Err(reason) => skip!("{reason}"),
-    };
+    let guest = needs_guest!();
     let running = Running::start(&guest);
     let (mut vm, mut other) = (running.attach(), running.attach());
     for before_the_save in [true, false] {
@@ -252,10 +313,7 @@ fn a_vm_that_another_client_lets_run_in_a_pause_is_noticed() {
 
 #[test]
 fn what_is_not_that_firecracker_is_refused() {
-    let guest = match guest() {
-        Ok(guest) => guest,
-        Err(reason) => skip!("{reason}"),
-    };
+    let guest = needs_guest!();
     let running = Running::start(&guest);
     let socket = running.dir.path().join("api.sock");
     for (pid, socket, word) in [

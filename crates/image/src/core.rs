@@ -12,8 +12,7 @@ mod riscv64;
 mod x86_64;
 
 use crate::view::GuestExtent;
-use keyframe_machine::Processor;
-use keyframe_qemu_stream::{CpuRegisters, RegisterValues};
+use keyframe_machine::{CpuRegisters, Processor, RegisterValues};
 use keyframe_units::PAGE_BYTES;
 
 const ELF_BYTES: u64 = 64;

@@ -7,9 +7,7 @@
 
 use crate::core;
 use crate::view::GuestView;
-use keyframe_machine::Processor;
-use keyframe_machine::RamSource;
-use keyframe_qemu_stream::CpuRegisters;
+use keyframe_machine::{CpuRegisters, Processor, RamSource};
 use keyframe_units::{PAGE_BYTES, PageIndex, PageRange};
 use std::io;
 
@@ -123,7 +121,7 @@ fn copy(from: &[u8], from_at: u64, to: &mut [u8], to_at: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_qemu_stream::{Aarch64Registers, RegisterValues, Riscv64Registers, X86Registers};
+    use keyframe_machine::{Aarch64Registers, RegisterValues, Riscv64Registers, X86Registers};
     use keyframe_units::{BlockKind, GuestPhys, GuestRegion, Page, RamBlock, RamLayout};
     use proptest::prelude::*;
 

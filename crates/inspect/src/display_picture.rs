@@ -47,7 +47,7 @@ impl DrawableDisplay {
     /// Errors: [`NoPicture::NoDisplay`] if the VM has none, [`NoPicture::NotDrawn`] if Keyframe
     /// cannot draw it, [`NoPicture::Failed`] if the device state cannot be read.
     pub fn of(guest: &Guest) -> Result<Self, NoPicture> {
-        if !guest.machine.has_readable_state() {
+        if !guest.machine.has_migration_stream() {
             return Err(NoPicture::NoDisplay);
         }
         let display =

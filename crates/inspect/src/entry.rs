@@ -4,6 +4,7 @@ use keyframe_store::{
     DiskCounts, DiskMeta, PausePhases, ProcessingPhases, Sealed, SectorBreakdown,
 };
 use keyframe_units::{PAGE_BYTES, percentile};
+use keyframe_vm_disks::clone_files::has_clone;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -99,6 +100,10 @@ pub struct DiskEntry {
     pub disk_bytes: u64,
     /// The path of its image; `blank` if it has none.
     pub base: String,
+    /// True if the image is a clone that the checkpoint has for itself: a copy of the disk as it was,
+    /// which the file system made in the pause. The checkpoint then holds no blocks of the disk.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub is_clone: bool,
     /// True if it is not part of the checkpoint.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub left_out: bool,
@@ -119,11 +124,22 @@ pub struct DiskEntry {
 
 impl DiskEntry {
     fn of(disk: &DiskMeta) -> Self {
+        let is_clone = has_clone(disk);
         let DiskMeta { name, disk_bytes, base, counts, left_out } = disk.clone();
         let base = if base.is_blank() { base.format } else { base.path };
         let written_bytes = counts.written_blocks * PAGE_BYTES as u64;
         let dedup = SectorBreakdown::of(&counts);
-        Self { name, disk_bytes, base, left_out, written_bytes, counts, dedup, unreadable: None }
+        Self {
+            name,
+            disk_bytes,
+            base,
+            is_clone,
+            left_out,
+            written_bytes,
+            counts,
+            dedup,
+            unreadable: None,
+        }
     }
 }
 
@@ -180,6 +196,9 @@ pub struct DiskSums {
     pub counts: DiskCounts,
     /// The bytes of the blocks that were written.
     pub written_bytes: u64,
+    /// The number of checkpoints that have a clone of the disk, and hold no blocks of it.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub clones: usize,
     /// The writes in each checkpoint with the disk.
     pub checkpoints: Vec<DiskWritten>,
 }
@@ -195,6 +214,11 @@ pub struct DiskWritten {
     pub stored_bytes: u64,
 }
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_zero(number: &usize) -> bool {
+    *number == 0
+}
+
 impl DiskSums {
     /// Adds up the writes to disks in `entries`. Returns one sum for each disk of each VM, sorted
     /// by VM and disk.
@@ -207,10 +231,12 @@ impl DiskSums {
                 name: disk.name.clone(),
                 counts: DiskCounts::default(),
                 written_bytes: 0,
+                clones: 0,
                 checkpoints: Vec::new(),
             });
             sum.counts += disk.counts;
             sum.written_bytes += disk.written_bytes;
+            sum.clones += usize::from(disk.is_clone);
             let (written_bytes, stored_bytes) = (disk.written_bytes, disk.counts.stored_bytes);
             sum.checkpoints.push(DiskWritten { id: entry.id, written_bytes, stored_bytes });
         }

@@ -9,15 +9,13 @@ pub enum Error {
     /// The device state cannot be read.
     #[error(transparent)]
     DeviceState(#[from] keyframe_qemu::stream::StreamError),
-    /// The device state is of a VMM whose states Keyframe does not read.
-    #[error(
-        "checkpoint {checkpoint}: Keyframe does not read the registers in a device state of {vmm}"
-    )]
-    UnreadState {
+    /// The registers in a device state of Firecracker cannot be read.
+    #[error("checkpoint {checkpoint}: {source}")]
+    Registers {
         /// The checkpoint.
         checkpoint: CheckpointId,
-        /// The VMM.
-        vmm: String,
+        /// The reason.
+        source: Box<keyframe_firecracker::Error>,
     },
     /// The RAM cannot be laid out as the guest sees it.
     #[error("checkpoint {checkpoint}: {source}")]
@@ -106,7 +104,7 @@ impl Error {
         match self {
             Self::DeviceState(error) => error.fix(),
             Self::Image { source, .. } => source.fix(),
-            Self::UnreadState { .. } => Some("use its raw RAM: --format raw".into()),
+            Self::Registers { .. } => Some("use its raw RAM: --format raw".into()),
             Self::GroupNeedsMember { .. } => Some("say which one with --member NAME".into()),
             Self::NotAGroup { .. } => Some("leave --member out".into()),
             Self::NoMember { members, .. } => Some(format!("its members are {members}")),
@@ -133,7 +131,10 @@ mod tests {
         let (group, member) = ("g".to_owned(), "a".to_owned());
         let errors = [
             Error::MembersContradict { checkpoint },
-            Error::UnreadState { checkpoint, vmm: "Firecracker".into() },
+            Error::Registers {
+                checkpoint,
+                source: Box::new(keyframe_firecracker::registers::read(b"short").unwrap_err()),
+            },
             Error::GroupNeedsMember { checkpoint, group: group.clone(), members: "a, b".into() },
             Error::NotAGroup { checkpoint, vm: "vm".into(), member: member.clone() },
             Error::NoMember { checkpoint, group, member, members: "b, c".into() },

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use keyframe_capture::group::split_device_states;
 use keyframe_image::{GuestView, Image};
+use keyframe_machine::{CpuRegisters, VmmKind};
 use keyframe_qemu::restore::RamSource;
 use keyframe_qemu::stream;
 use keyframe_store::{LoadedCheckpoint, MachineMeta};
@@ -137,7 +138,7 @@ pub struct Guest {
     pub ram: RamLayout,
     /// Its machine.
     pub machine: MachineMeta,
-    /// The device state, as QEMU saved it.
+    /// The device state, as its VMM saved it.
     pub device_state: Vec<u8>,
     checkpoint: CheckpointId,
     first: PageIndex,
@@ -218,14 +219,17 @@ impl Guest {
     /// Returns the VM's RAM and registers as an ELF core file. Errors: those of [`Self::raw`]; the
     /// device state holds no readable registers.
     pub fn core(&self) -> Result<Image> {
-        if !self.machine.has_readable_state() {
-            let vmm = self.machine.vmm.to_string();
-            return Err(Error::UnreadState { checkpoint: self.checkpoint, vmm });
+        Ok(Image::core(&self.view()?, self.machine.processor, &self.registers()?))
+    }
+
+    /// The registers of all its processors.
+    fn registers(&self) -> Result<Vec<CpuRegisters>> {
+        match self.machine.vmm {
+            VmmKind::Qemu => Ok(stream::cpu_registers(&self.device_state, self.machine.processor)?),
+            VmmKind::Firecracker => keyframe_firecracker::registers::read(&self.device_state)
+                .map_err(Box::new)
+                .map_err(|source| Error::Registers { checkpoint: self.checkpoint, source }),
         }
-        let view = self.view()?;
-        let processor = self.machine.processor;
-        let cpus = stream::cpu_registers(&self.device_state, processor)?;
-        Ok(Image::core(&view, processor, &cpus))
     }
 
     /// The places of RAM in the guest's physical address space.
@@ -241,7 +245,7 @@ impl Guest {
             &worked_out
         };
         // Only QEMU's machines show ROM in place of RAM below 1 MiB.
-        let shadows = if machine.has_readable_state() {
+        let shadows = if machine.has_migration_stream() {
             stream::low_memory(&self.device_state)?
         } else {
             None

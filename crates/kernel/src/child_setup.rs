@@ -1,10 +1,14 @@
-//! Settings of a child process before it executes its program: it dies with its parent, or it
-//! starts a new session.
+//! Settings of a child process before it executes its program: it dies with its parent, starts a new
+//! session, or starts where another process is.
 //!
 //! The kernel sends the death signal when the thread that started the child ends. Start such a
 //! child on a thread that lives as long as the process, as the main thread does.
 
-use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal, setsid};
+use rustix::fd::{AsFd, OwnedFd};
+use rustix::process::{
+    Signal, getpid, getppid, set_parent_process_death_signal, setpriority_process, setsid,
+};
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::io;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -32,6 +36,35 @@ pub fn start_new_session(command: &mut Command) {
     let ask = || Ok(setsid().map(drop)?);
     // SAFETY: as above: one system call, which neither allocates nor locks.
     unsafe { command.pre_exec(ask) };
+}
+
+/// Makes the child of `command` start in the network namespace `network`. Without `CAP_SYS_ADMIN` the
+/// child does not start.
+pub fn start_in_network(command: &mut Command, network: OwnedFd) {
+    let enter =
+        move || Ok(move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))?);
+    // SAFETY: as above: one system call, which neither allocates nor locks.
+    unsafe { command.pre_exec(enter) };
+}
+
+/// Makes the child of `command` start in the control group whose file `cgroup.procs` is `processes`,
+/// which is open for writing. The child does not start if the kernel refuses.
+pub fn start_in_cgroup(command: &mut Command, processes: OwnedFd) {
+    let enter = move || Ok(rustix::io::write(&processes, b"0").map(drop)?);
+    // SAFETY: as above: one system call, which neither allocates nor locks.
+    unsafe { command.pre_exec(enter) };
+}
+
+/// Makes the child of `command` start with the nice value `nice`. If that is smaller than the value of
+/// the thread that starts the child, the kernel asks for `CAP_SYS_NICE`. Without it the child keeps the
+/// value of that thread.
+pub fn start_with_nice(command: &mut Command, nice: i32) {
+    let set = move || {
+        let _ = setpriority_process(None, nice);
+        Ok(())
+    };
+    // SAFETY: as above: one system call, which neither allocates nor locks.
+    unsafe { command.pre_exec(set) };
 }
 
 #[cfg(test)]

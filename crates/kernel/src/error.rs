@@ -134,6 +134,14 @@ pub enum Error {
         /// The time that was waited, in milliseconds.
         waited_ms: u64,
     },
+    /// The kernel does not hold accesses to files.
+    #[error("{operation}: {source}")]
+    AccessGate {
+        /// What failed.
+        operation: &'static str,
+        /// The kernel's error.
+        source: io::Error,
+    },
     /// The page faults of the host cannot be recorded.
     #[error("{operation}: {source}")]
     FaultWindow {
@@ -372,6 +380,14 @@ impl Error {
                     .into(),
                 Some(libc::EAGAIN) => "raise the limit of processes of QEMU's user or control group (ulimit -u, pids.max)"
                     .into(),
+                _ => return None,
+            },
+            Self::AccessGate { source, .. } => match source.raw_os_error() {
+                Some(libc::EACCES | libc::EPERM) => "run keyframe as root, or with CAP_SYS_ADMIN".into(),
+                Some(libc::EINVAL | libc::ENOSYS) => {
+                    "run Linux 6.14 or newer, with CONFIG_FANOTIFY_ACCESS_PERMISSIONS".into()
+                }
+                Some(libc::EOPNOTSUPP | libc::ENODEV) => "put the file on ext4, XFS or btrfs".into(),
                 _ => return None,
             },
             Self::FaultWindow { source, .. } => match source.raw_os_error() {

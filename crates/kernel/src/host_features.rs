@@ -5,12 +5,13 @@
 //! them.
 
 use crate::abi::{self, PageRegion, ScanArg};
+use crate::access_gate::AccessGate;
 use crate::fault_window::FaultWindow;
 use crate::guest_instructions::GuestInstructions;
 use crate::pagemap_quirks::own_userfaultfd;
 use crate::{Error, Process, attach, read_memory, write_tracker::WriteTracker};
 use keyframe_units::{HostVirt, PAGE_BYTES};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, Mode, OFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 use rustix::process::{PidfdGetfdFlags, pidfd_getfd};
 use serde::Serialize;
@@ -106,6 +107,7 @@ pub fn probe() -> HostFeatures {
     items.push(HostFeature::of("huge pages", false, huge_pages()));
     items.push(HostFeature::of("raised priority", false, raised_priority()));
     items.push(HostFeature::of("page-fault window", false, page_fault_window()));
+    items.push(HostFeature::of("held file writes", false, held_file_writes()));
     items.push(HostFeature::of("/dev/kvm", false, kvm()));
     items.push(HostFeature::of("guest instruction counter", false, guest_instruction_counter()));
     HostFeatures { items }
@@ -333,7 +335,7 @@ fn mapping_opened(process: &Process) -> Tried {
             .find(|m| m.inode != 0)
             .map(|m: &crate::Mapping| m.map_file())
             .unwrap_or_default();
-        process.open_file(&file, rustix::fs::OFlags::RDONLY)
+        process.open_file(&file, OFlags::RDONLY)
     };
     match open() {
         Ok(_) => Ok("opened a mapping of a child".into()),
@@ -425,6 +427,25 @@ fn page_fault_window() -> Tried {
     match FaultWindow::probe() {
         Ok(()) => Ok("the pause of a VM without KVM and with private RAM needs no scan".into()),
         Err(error) => Err((error.to_string(), error.fix())),
+    }
+}
+
+/// Whether drives of a VMM that opens its files itself can be captured on a file system that does not
+/// clone files.
+fn held_file_writes() -> Tried {
+    let works = || Ok("Firecracker's drives can be captured on ext4, too".into());
+    let mode = Mode::RUSR | Mode::WUSR;
+    let file = rustix::fs::open(std::env::temp_dir(), OFlags::TMPFILE | OFlags::RDWR, mode);
+    match file.map(|file| AccessGate::over(&[file.into()])) {
+        Ok(Ok(_)) => works(),
+        // The kernel can, and the file system of temporary files cannot.
+        Ok(Err(Error::AccessGate { source, .. }))
+            if source.raw_os_error() == Some(libc::EOPNOTSUPP) =>
+        {
+            works()
+        }
+        Ok(Err(error)) => Err((error.to_string(), error.fix())),
+        Err(error) => Err((format!("no file can be made to try it on: {error}"), None)),
     }
 }
 

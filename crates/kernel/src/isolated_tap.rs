@@ -13,13 +13,13 @@
 //! ([`start_among_isolated_taps`]). The namespace and its taps end with that process. They are made
 //! by the same kind of child, because the VMM must keep its user and its rights.
 
+use crate::child_setup::start_in_network;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::io::Errno;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
-use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
@@ -35,6 +35,8 @@ const IFF_NO_PI: libc::c_short = 0x1000;
 const IFF_VNET_HDR: libc::c_short = 0x4000;
 const TUNSETIFF: libc::c_ulong = 0x4004_54ca;
 const TUNSETPERSIST: libc::c_ulong = 0x4004_54cb;
+const TUNGETIFF: libc::c_ulong = 0x8004_54d2;
+const IFF_PERSIST: libc::c_short = 0x0800;
 
 /// `struct ifreq`, with the flags that `TUNSETIFF` reads.
 #[repr(C)]
@@ -113,11 +115,16 @@ pub fn start_among_isolated_taps(command: &mut Command, taps: &[&str]) -> io::Re
         send(socket, &open(c"/proc/self/ns/net", OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?)
     })?;
     let network = made.into_iter().next().ok_or(io::ErrorKind::UnexpectedEof)?;
-    let enter =
-        move || Ok(move_into_link_name_space(network.as_fd(), Some(LinkNameSpaceType::Network))?);
-    // SAFETY: as above: `enter` makes one system call.
-    unsafe { command.pre_exec(enter) };
+    start_in_network(command, network);
     Ok(())
+}
+
+/// Returns whether the tap that `tap` has open stays when no process has it open. Error: it is none.
+pub fn is_persistent(tap: impl AsFd) -> io::Result<bool> {
+    let mut request = InterfaceRequest { name: [0; 16], flags: 0, rest: [0; 22] };
+    // SAFETY: the pointer is to a live request, as large as the kernel's, which the kernel fills.
+    let done = unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), TUNGETIFF, &raw mut request) };
+    if done < 0 { Err(io::Error::last_os_error()) } else { Ok(request.flags & IFF_PERSIST != 0) }
 }
 
 /// The name as the kernel takes it. Error: it is empty, too long, or has a zero byte.

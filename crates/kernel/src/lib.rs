@@ -9,10 +9,12 @@
 //!               (own mapping of a sealed memfd, or process_vm_readv)
 //! ```
 //!
+//! - [`access_gate`] holds each access to some files until the old content was read.
 //! - [`fault_tracker`] stops each first write until a hook has seen the page: for copy-on-write.
 //! - [`fault_window`] names the pages that a process writes in a few milliseconds, without a scan.
 //! - [`frozen_copy`] keeps a child of the process that never runs: the memory of one instant.
 //! - [`missing_pages`] gives a process memory whose pages are placed when it first touches them.
+//! - [`reopened_file`] makes a process open a file anew.
 //! - [`guest_instructions`] counts what a guest under KVM executes.
 //! - [`memfd_filler`] fills memory before a process uses it.
 //!
@@ -30,6 +32,7 @@
 compile_error!("keyframe-kernel knows the interfaces of x86-64 Linux only");
 
 mod abi;
+pub mod access_gate;
 pub mod attach;
 pub mod child_setup;
 pub mod cpu_affinity;
@@ -59,6 +62,7 @@ mod process_memory;
 pub mod protection_cost;
 mod ptrace;
 mod ranges;
+pub mod reopened_file;
 mod signal_frame;
 pub mod socket;
 pub mod write_tracker;

@@ -20,6 +20,7 @@ mod lineage;
 mod processor;
 mod ram_source;
 mod recording;
+mod registers;
 mod spec;
 mod vmm_kind;
 
@@ -28,6 +29,9 @@ pub use lineage::Lineage;
 pub use processor::{Delivery, Processor};
 pub use ram_source::{RamSource, read_ascending};
 pub use recording::RecordingPosition;
+pub use registers::{
+    Aarch64Registers, CpuRegisters, RegisterValues, Riscv64Registers, SegmentRegister, X86Registers,
+};
 pub use spec::{MachineSpec, ReadFile};
 pub use vmm_kind::VmmKind;
 

@@ -87,8 +87,10 @@ impl MachineSpec {
         Path::new(&self.binary_path)
     }
 
-    /// Returns whether Keyframe reads the contents of this VMM's device state: registers, devices.
-    pub fn has_readable_state(&self) -> bool {
+    /// Returns whether the device state is a migration stream of QEMU's. Such a stream can be
+    /// exported, and Keyframe reads some devices in it, for example the display. Of other VMMs'
+    /// states Keyframe reads the registers of the processors alone.
+    pub fn has_migration_stream(&self) -> bool {
         self.vmm == VmmKind::Qemu
     }
 

@@ -334,9 +334,7 @@ impl CheckpointTree {
         let vm = |guest: Guest| OpenedVm {
             directory: guest.member.as_deref().map(directory_name),
             raw: made(guest.raw(), MountedFile::Raw),
-            core: Some(&guest)
-                .filter(|guest| guest.machine.has_readable_state())
-                .and_then(|guest| made(guest.core(), MountedFile::Core)),
+            core: made(guest.core(), MountedFile::Core),
             screen: match DrawableDisplay::of(&guest) {
                 Ok(shown) => Some(shown),
                 Err(NoPicture::NoDisplay | NoPicture::NotDrawn(_)) => None,

@@ -66,6 +66,8 @@ pub const LAST_STOP: Duration = Duration::from_secs(3);
 pub const RESCUE_MAX: Duration = Duration::from_mins(2);
 /// The time between two checks of the VM's state meanwhile.
 pub const LOOK_EVERY: Duration = Duration::from_millis(20);
+/// The largest pipe that an unprivileged process may make by default.
+const PIPE_BYTES: usize = 1 << 20;
 /// How long the watchdog may take to answer the engine.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -164,8 +166,11 @@ pub trait Rescuer {
         Ok(())
     }
 
-    /// Notes the plan of a rollback that begins; with `None`, the rollback has ended.
-    fn plan_rollback(&mut self, _: Option<RollbackPlan>) {}
+    /// Notes the plan of a rollback that begins; with `None`, the rollback has ended. Error: the
+    /// watchdog could not end this rollback. It ends then, and the engine learns that.
+    fn plan_rollback(&mut self, _: Option<RollbackPlan>) -> Result<(), Self::Error> {
+        Ok(())
+    }
 
     /// Notes the step that the rollback takes next.
     fn note_step(&mut self, _: RollbackStep) {}
@@ -188,6 +193,23 @@ pub trait Rescuer {
     /// Error: the VMM refuses or does not answer.
     fn forget_engine(&mut self) -> Result<(), Self::Error> {
         Ok(())
+    }
+}
+
+/// Empties the pipe for which a VMM waits in a one-command pause. The read end `pipe` does not block.
+/// Returns true if something was in the pipe. Error: it cannot be read.
+pub fn empty_pipe(pipe: impl AsFd) -> Result<bool, Error> {
+    // The VMM may wait with a long state and a small pipe. The kernel may refuse a larger one.
+    let _ = rustix::pipe::fcntl_setpipe_size(&pipe, PIPE_BYTES);
+    let mut chunk = [0; 16 << 10];
+    let mut was_filled = false;
+    loop {
+        match rustix::io::read(&pipe, &mut chunk[..]) {
+            Ok(0) | Err(rustix::io::Errno::AGAIN) => return Ok(was_filled),
+            Ok(_) => was_filled = true,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(Error::io("empty the pipe for device state")(e)),
+        }
     }
 }
 
@@ -313,7 +335,7 @@ impl<V: Rescuer, R: Read + AsFd, W: Write> Runner<V, R, W> {
                 self.report("K\n")?;
             }
             match order {
-                Order::Plan(plan) => self.reach.plan_rollback(plan),
+                Order::Plan(plan) => self.reach.plan_rollback(plan)?,
                 Order::Step(step) => self.reach.note_step(step),
                 _ => {}
             }

@@ -86,11 +86,6 @@ impl CommandLine {
         })
     }
 
-    /// Returns the name of the binary, as the user gave it; empty for an empty command line.
-    pub fn binary_name(&self) -> &str {
-        self.words.first().map_or("", String::as_str)
-    }
-
     /// Returns the words as the user gave them.
     pub fn words(&self) -> &[String] {
         &self.words

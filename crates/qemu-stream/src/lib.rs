@@ -67,10 +67,7 @@ pub use format::check;
 pub use icount_conversion::count_instructions;
 pub use low_memory::{LowMemoryPart, low_memory};
 pub use migration_reader::{MigrationBlock, MigrationPageSink, MigrationReader};
-pub use processors::{
-    Aarch64Registers, CpuRegisters, RegisterValues, Riscv64Registers, SegmentRegister,
-    X86Registers, cpu_registers,
-};
+pub use processors::cpu_registers;
 pub use run_state::{run_state, with_run_state};
 pub use sse_flags::{SavedCpu, add_sse_flags};
 pub use user_network::renumber_user_networks;

@@ -4,38 +4,14 @@ mod aarch64;
 mod riscv64;
 mod x86_64;
 
-pub use aarch64::Aarch64Registers;
-pub use riscv64::Riscv64Registers;
-pub use x86_64::{SegmentRegister, X86Registers};
-
 use crate::sections::sections;
 use crate::{Result, StreamError};
-use keyframe_machine::Processor;
+use keyframe_machine::{CpuRegisters, Processor, RegisterValues};
 
 /// The name of a processor's section.
 const SECTION: &str = "cpu";
 /// Upper bound of the number of processors.
 const CPUS_MAX: usize = 4096;
-
-/// The registers of a virtual CPU that a core file holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CpuRegisters {
-    /// The index of the CPU, from 0.
-    pub index: u32,
-    /// Their values.
-    pub values: RegisterValues,
-}
-
-/// The values of a virtual CPU's registers.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum RegisterValues {
-    /// Of [`Processor::X86_64`].
-    X86_64(X86Registers),
-    /// Of [`Processor::Aarch64`].
-    Aarch64(Aarch64Registers),
-    /// Of [`Processor::Riscv64`].
-    Riscv64(Riscv64Registers),
-}
 
 /// Returns the registers of all virtual CPUs in the device state `state` of a guest with the
 /// processor `processor`, ordered by index.

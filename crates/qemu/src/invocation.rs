@@ -61,9 +61,11 @@ impl Invocation {
     /// Errors: [`Error::Binary`](crate::Error::Binary) if it is missing or not QEMU's system
     /// emulator, and those of [`CommandLine::parse`].
     pub fn parse(words: Vec<OsString>) -> Result<Self> {
-        let line = CommandLine::parse(with_config_options(words))?;
-        let binary = binary::find(line.binary_name())?;
+        // First of all: another program has other options.
+        let program = words.first().and_then(|word| word.to_str()).unwrap_or_default();
+        let binary = binary::find(program)?;
         binary::version(&binary)?;
+        let line = CommandLine::parse(with_config_options(words))?;
         let vm_name = line.vm_name();
         Ok(Self { binary, line, vm_name })
     }
@@ -191,6 +193,8 @@ mod tests {
 
     #[test]
     fn a_binary_that_is_missing_or_not_qemu_is_named() {
+        let error = parse("/bin/true -l").unwrap_err();
+        assert!(matches!(&error, Error::Binary { .. }), "{error}");
         for name in ["no-such-qemu-7", "/bin/true", "/no/such/qemu", "/etc", ""] {
             let error = parse(name).unwrap_err();
             assert!(

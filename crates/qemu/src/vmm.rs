@@ -187,7 +187,7 @@ impl Vmm for Vm {
         Ok(self.save_devices()?)
     }
 
-    fn complete_device_state(&mut self, device_state: &mut [u8]) -> Result<(), VmmError> {
+    fn complete_device_state(&mut self, device_state: &mut Vec<u8>) -> Result<(), VmmError> {
         Ok(self.add_sse_flags(device_state)?)
     }
 

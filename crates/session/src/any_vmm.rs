@@ -9,18 +9,19 @@
 //! groups, recordings, disks that Keyframe serves. [`run_vm`] refuses what the VMM cannot do, by its
 //! [`Capabilities`](keyframe_vmm::Capabilities), before it starts or touches the VM.
 
-use super::disk_capture::{DiskCapture, DriveCapture};
+use super::disk_capture::{DiskCapture, DrivePlan};
 use super::launch::{lock, names, refuse, require_kernel};
 use super::machines::{Machines, Member, Peripherals};
 use super::memory_guard::GuestMemory;
 use super::ram_capture::RamCapture;
 use super::session_vm::SessionVm;
 use super::store_sink::{MachineDescriptions, StoreSink};
-use super::{DiskMethod, LanChoice, RunReport, SessionOptions, budget, rights};
-use crate::control::Strategy;
-use crate::engine::Engine;
+use super::{DiskMethod, LanChoice, RunReport, SessionOptions, budget, memory_limits, rights};
+use crate::control::{OnExit, Strategy};
+use crate::engine::{Engine, RunEnd, Successor};
 use crate::error::{Error, Result};
-use crate::event::Event;
+use crate::event::{Step, tell_failed};
+use crate::helper_process;
 use crate::launch::PreparedSession;
 use crate::rehearsal::{Rehearsal, Rehearser};
 use crate::run_dir::RunDir;
@@ -33,8 +34,6 @@ use keyframe_vm_disks::read_files;
 use keyframe_vmm::{
     Ability, Capabilities, Restorer, Resumer, RunState, VmOrigin, Vmm, VmmError, WritableDrive,
 };
-use std::os::unix::process::CommandExt;
-use std::process::Command;
 use std::sync::Arc;
 
 /// A VM that a session is to take checkpoints of, and how to get it.
@@ -59,12 +58,99 @@ pub struct VmSource<'a> {
 ///
 /// Errors: the VMM cannot do what `options` ask for; those of the start; the VM cannot be
 /// checkpointed exactly; the failure that ended the run; a failed teardown. A VM that this function
-/// started is ended after an error before its first checkpoint; any other VM runs on.
+/// started is ended after an error before its first checkpoint; any other VM runs on, also one that has
+/// taken the place of another in a rollback.
 pub fn run_vm(store: &Store, source: VmSource<'_>, options: SessionOptions) -> Result<RunReport> {
     budget::check(&options)?;
     require_kernel(&options)?;
     require_abilities(&source.capabilities, &options)?;
-    DriveCapture::require_possible(&source.drives)?;
+    let mut totals = Totals::default();
+    let mut options = options;
+    let mut report = run_one(store, source, false, options.clone())?;
+    // Each rollback has ended the session, because another process is the VM.
+    while let Some(Successor { vm, stop }) = report.successor.take() {
+        let is_enough = options.count.is_some_and(|count| count <= report.sealed);
+        if let Some(on_exit) = stop.or_else(|| is_enough.then_some(options.on_exit)) {
+            report.end = end_successor(vm, on_exit)?;
+            break;
+        }
+        totals.add(&report);
+        if let Some(count) = &mut options.count {
+            *count = count.saturating_sub(report.sealed);
+        }
+        // The next watchdog is not to be a victim with this process.
+        let withdrawn = memory_limits::withdraw_as_victim();
+        tell_failed(&*options.events, Step::WithdrawAsVictim, withdrawn);
+        // The successor has been loaded: nothing is left to be rehearsed.
+        options.rehearsal = false;
+        options.fault = None;
+        report = run_one(store, VmSource::of_successor(vm)?, true, options.clone())?;
+    }
+    totals.add_to(&mut report);
+    Ok(report)
+}
+
+/// Ends the VM `vm`, or leaves it running. Error: it does not end.
+fn end_successor(mut vm: Box<dyn Vmm>, on_exit: OnExit) -> Result<RunEnd> {
+    if vm.origin() == VmOrigin::Attached {
+        vm.leave_running();
+        return Ok(RunEnd::Detached);
+    }
+    if on_exit == OnExit::Keep {
+        vm.leave_running();
+        return Ok(RunEnd::Kept);
+    }
+    vm.end()?;
+    Ok(RunEnd::Killed)
+}
+
+/// The counts of the sessions before the last one.
+#[derive(Default)]
+struct Totals {
+    sealed: u64,
+    failed: u64,
+    audited_wrong: u64,
+}
+
+impl Totals {
+    fn add(&mut self, report: &RunReport) {
+        self.sealed += report.sealed;
+        self.failed += report.failed;
+        self.audited_wrong += report.audited_wrong;
+    }
+
+    fn add_to(self, report: &mut RunReport) {
+        report.sealed += self.sealed;
+        report.failed += self.failed;
+        report.audited_wrong += self.audited_wrong;
+    }
+}
+
+impl VmSource<'_> {
+    /// The source of a VM that has taken the place of another one. Error: its VMM does not answer.
+    fn of_successor(mut vm: Box<dyn Vmm>) -> Result<Self> {
+        let ram_bytes = vm.ram_layout()?.len_bytes();
+        Ok(Self {
+            capabilities: vm.capabilities(),
+            pid: Some(vm.pid()),
+            ram_bytes,
+            drives: Vec::new(),
+            start: Box::new(move || Ok(vm)),
+            restorer: None,
+        })
+    }
+}
+
+/// Runs one session, to its end or to the successor of its VM. A VM that `is_successor` runs on if the
+/// session cannot begin.
+fn run_one(
+    store: &Store,
+    source: VmSource<'_>,
+    is_successor: bool,
+    options: SessionOptions,
+) -> Result<RunReport> {
+    // Before the VMM is started: it must open the files after this.
+    let planned = DrivePlan::of(&source.drives, options.disk)?;
     let (name, _) = names(&[None], false, &options)?;
     let run_dir = RunDir::claim(&name)?;
     let guests = [GuestMemory { pid: source.pid, ram_bytes: source.ram_bytes }];
@@ -74,18 +160,21 @@ pub fn run_vm(store: &Store, source: VmSource<'_>, options: SessionOptions) -> R
     let ends_with_session = vm.origin() != VmOrigin::Attached;
     if ends_with_session {
         // This comes before the threads that copy and encode, which inherit the rights.
-        rights::trace_only(&*options.events);
+        rights::trace_and_open_taps(&*options.events);
     }
     let place = (store, writer, run_dir, name);
-    let prepared = match prepare(place, &mut *vm, (source.restorer, &source.drives), &options) {
-        Ok(prepared) => prepared,
-        Err(error) => return Err(give_up(vm, error)),
-    };
+    let prepared =
+        match prepare(place, &mut *vm, (source.restorer, &source.drives, planned), &options) {
+            Ok(prepared) => prepared,
+            Err(error) if is_successor => return Err(error),
+            Err(error) => return Err(give_up(vm, error)),
+        };
     let process = keyframe_kernel::Process::open(vm.pid());
     let engine = Engine::new(store, prepared.with(vm, &options), options);
     let engine = engine.inspect_err(|_| {
         if let Ok(process) = process
             && ends_with_session
+            && !is_successor
         {
             let kill = rustix::process::Signal::KILL;
             let _ = rustix::process::pidfd_send_signal(process.pidfd(), kill);
@@ -138,25 +227,28 @@ struct Prepared {
 fn prepare(
     (store, mut writer, run_dir, name): (&Store, Writer, RunDir, String),
     vm: &mut dyn Vmm,
-    (restorer, known_drives): (Option<Box<dyn Restorer + Send>>, &[WritableDrive]),
+    (restorer, known_drives, planned): (
+        Option<Box<dyn Restorer + Send>>,
+        &[WritableDrive],
+        DrivePlan,
+    ),
     options: &SessionOptions,
 ) -> Result<Prepared> {
     refuse(vm, &*options.events)?;
     let drives = vm.writable_drives()?;
-    // A check makes a clone of each file.
-    if drives != known_drives {
-        DriveCapture::require_possible(&drives)?;
-    }
-    let disks = if drives.is_empty() {
-        None
+    // A plan makes a clone of each file.
+    let (plan, were_open) = if drives == known_drives {
+        (planned, false)
     } else {
-        let events = Arc::clone(&options.events);
-        for warning in DriveCapture::warnings(&drives) {
-            events.event(&Event::AuditWarning(warning));
-        }
-        let capture = DriveCapture::new(store, &name, drives, events)?;
-        Some(Box::new(capture) as Box<dyn DiskCapture>)
+        (DrivePlan::of(&drives, options.disk)?, true)
     };
+    let events = Arc::clone(&options.events);
+    let disks = plan.capture((store, &name), (&mut *vm, were_open), drives, events)?;
+    if let Some(socket) = vm.monitor_socket()
+        && vm.origin() == VmOrigin::Launched
+    {
+        run_dir.link_api(&socket)?;
+    }
     // Before the attach: it is the last step that costs the VM nothing.
     let watchdog = watchdog(vm, options)?;
     let runs = vm.run_state()? == RunState::Running;
@@ -209,8 +301,8 @@ fn watchdog(vm: &dyn Vmm, options: &SessionOptions) -> Result<WatchdogKeeper> {
         return Err(Error::WatchdogDescriptors);
     }
     let start = move || {
-        let mut command = Command::new("/proc/self/exe");
-        command.arg0("keyframe").arg("__watchdog").args(&words);
+        let mut command = helper_process::command("__watchdog");
+        command.args(&words);
         Watchdog::spawn(&mut command).map_err(BoxError::from)
     };
     Ok(WatchdogKeeper::start(Box::new(start), Arc::clone(&options.events))?)

@@ -17,6 +17,7 @@ pub use states::{
     CaptureState, EncoderState, FailingCause, ReplicationRole, ReplicationState, VmState,
 };
 
+use crate::run_dir::is_qemu;
 use keyframe_vmm::VmmKind;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -149,6 +150,10 @@ pub struct RolledBack {
     pub phases: RollbackPhases,
     /// True if the VM runs.
     pub runs: bool,
+    /// The process id of the VMM that has taken the former one's place; absent if the VM is in the same
+    /// process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub successor_pid: Option<u32>,
 }
 
 /// The parts of the time for which a rollback pauses a VM, in nanoseconds. What is between them
@@ -167,12 +172,6 @@ pub struct RollbackPhases {
     pub after_ns: u64,
     /// The resume of the VM.
     pub resume_ns: u64,
-}
-
-/// True for the VMM that the JSON leaves out.
-#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
-fn is_qemu(vmm: &VmmKind) -> bool {
-    *vmm == VmmKind::Qemu
 }
 
 /// The status of an engine. Times are in nanoseconds.

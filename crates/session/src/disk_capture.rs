@@ -3,7 +3,7 @@
 //! ```text
 //!   served    the line names a server of ours; its overlay is cut                     run              disk_capture/served.rs
 //!   cloned    QEMU has its image; the file is cloned in the pause (FICLONE)           run, attach      disk_capture/clones.rs
-//!   drives    another VMM has its file; the file is cloned in the pause, after the device state   run, attach   disk_capture/drives.rs
+//!   drives    another VMM has its file: cloned in the pause after the device state, or copied      run, attach    disk_capture/drives.rs
 //!   fleeced   QEMU has its image; dirty bitmaps, what changed is read after the pause   run, attach    disk_capture/fleece.rs
 //!
 //!   engine    begin ─▶ before_stop ─▶ stop ─▶ cut ─▶ ... ─▶ settled ─▶ cont ─▶ resumed ─▶ captured ─▶ sealed | failed
@@ -13,7 +13,10 @@
 //! Invariant: all disks of a session use the same method, and are cut while all of its VMs are
 //! paused.
 
+mod cloned_drives;
 mod clones;
+mod copied_drives;
+mod copy_before_write;
 mod drives;
 mod fleece;
 mod image_clones;
@@ -22,12 +25,13 @@ mod qemu_disk;
 pub mod served;
 
 pub use clones::ClonedDiskCapture;
-pub use drives::DriveCapture;
+pub use drives::DrivePlan;
 pub use fleece::FleecedDiskCapture;
 pub use method::{DiskMethod, ExcludedDisks};
 
 use super::machines::Member;
 use crate::error::{DiskError, Result, RollbackError};
+use copy_before_write::CopiedCut;
 use fleece::FleecedCut;
 use image_clones::ClonedCut;
 use keyframe_capture::BoxError;
@@ -44,6 +48,8 @@ pub enum DiskCut {
     Served(ServedDiskReader, served::ServedCut),
     /// The clones of images.
     Cloned(ClonedCut),
+    /// What was written to the files of drives.
+    Copied(CopiedCut),
     /// The exports of QEMU.
     Fleeced(FleecedCut),
 }
@@ -53,6 +59,7 @@ impl std::fmt::Debug for DiskCut {
         f.write_str(match self {
             Self::Served(..) => "served",
             Self::Cloned(_) => "cloned",
+            Self::Copied(_) => "copied",
             Self::Fleeced(_) => "fleeced",
         })
     }
@@ -70,6 +77,7 @@ impl DiskCut {
         match self {
             Self::Served(disks, cut) => disks.put(cut, run, fault),
             Self::Cloned(cut) => cut.put(run, fault),
+            Self::Copied(cut) => cut.put(run, fault),
             Self::Fleeced(cut) => cut.put(run, fault),
         }
     }
@@ -89,7 +97,9 @@ impl DiskCut {
     pub fn put_into(&self, sink: &mut impl BlockSink) -> Result<(), BoxError> {
         match self {
             Self::Served(disks, cut) => disks.put(cut, sink, &mut || Ok(())),
-            Self::Cloned(_) | Self::Fleeced(_) => Err(DiskError::NotReplicable.into()),
+            Self::Cloned(_) | Self::Copied(_) | Self::Fleeced(_) => {
+                Err(DiskError::NotReplicable.into())
+            }
         }
     }
 }

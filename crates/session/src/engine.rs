@@ -16,12 +16,13 @@ mod outcome;
 mod report;
 mod rollback;
 mod stepping;
+mod succession;
 #[cfg(test)]
 mod tests;
 mod warnings;
 
 use first_status::first_status;
-pub use report::{RunEnd, RunReport, Verdict};
+pub use report::{RunEnd, RunReport, Successor, Verdict};
 pub use stepping::{ReplaySteps, Step};
 
 use super::SessionOptions;
@@ -50,6 +51,7 @@ use keyframe_inspect::entry::Entry;
 use keyframe_scheduling::Cadence;
 use keyframe_store::{CheckpointId, Sealed, Store, Writer};
 use keyframe_units::{duration_ns, elapsed_ns};
+use keyframe_vmm::Vmm;
 use std::collections::{BTreeMap, VecDeque};
 use std::process::ExitStatus;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -97,6 +99,8 @@ enum End {
     Vm(ExitStatus),
     /// Enough checkpoints, a signal, or `keyframe stop`.
     Asked(OnExit),
+    /// This VM has taken the place of the one that was put back to a checkpoint.
+    Succeeded(Box<dyn Vmm>),
 }
 
 /// A run that cannot go on.
@@ -417,9 +421,7 @@ impl<'a> Engine<'a> {
                 EngineResponse::Stopping,
                 Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))),
             ),
-            EngineRequest::Rollback { checkpoint, fast } => {
-                (self.answer_rollback(&checkpoint, fast), None)
-            }
+            EngineRequest::Rollback { checkpoint, fast } => self.answer_rollback(&checkpoint, fast),
             EngineRequest::FailOver { .. } => (EngineResponse::Failed(NO_STANDBY.into()), None),
             EngineRequest::Status => (EngineResponse::Failed("answered elsewhere".into()), None),
         };

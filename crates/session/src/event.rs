@@ -408,6 +408,8 @@ pub enum Step {
     CountInstructions,
     /// Have the kernel end this process first if memory runs out.
     VolunteerAsVictim,
+    /// Have the kernel treat this process as any other again if memory runs out.
+    WithdrawAsVictim,
 }
 
 /// Makes an error that events can hold.

@@ -12,7 +12,9 @@
 
 use crate::error::{Error, Result, error_chain};
 use crate::rollback_rescue::StoreRescuer;
+use crate::succession_rescue::StoreSuccessionRescuer;
 use keyframe_confine::{KeptRights, capabilities_but, no_programs};
+use keyframe_firecracker::watchdog::WORD as FIRECRACKER;
 use keyframe_qemu::watchdog::{self, Watched};
 use keyframe_vm_disks::layer::Layers;
 use std::ffi::OsString;
@@ -38,8 +40,12 @@ pub fn run_if_asked() {
     // A kernel that refuses to take rights away leaves the helper with the program's own.
     let ended = match first.to_str() {
         Some("__watchdog") => {
-            let _ = capabilities_but(KeptRights::Tracing);
-            watch(&arguments.collect::<Vec<_>>())
+            let words: Vec<_> = arguments.collect();
+            let starts_successor = words.first().is_some_and(|word| word == FIRECRACKER);
+            let kept =
+                if starts_successor { KeptRights::TracingAndTaps } else { KeptRights::Tracing };
+            let _ = capabilities_but(kept);
+            watch(&words)
         }
         Some("__disks") => {
             let _ = capabilities_but(KeptRights::Files).and_then(|()| no_programs());
@@ -65,9 +71,13 @@ pub fn run_if_asked() {
 /// If the session dies in a rollback, ends the rollback in its place. One word alone is the path of
 /// QEMU's monitor socket. Error: the words are invalid, or the VM cannot be resumed.
 pub fn watch(words: &[OsString]) -> Result<()> {
-    if words.first().is_some_and(|word| word == keyframe_firecracker::watchdog::WORD) {
-        let watched =
-            keyframe_firecracker::watchdog::run(words, std::io::stdin(), std::io::stdout());
+    if words.first().is_some_and(|word| word == FIRECRACKER) {
+        let watched = keyframe_firecracker::watchdog::run(
+            words,
+            std::io::stdin(),
+            std::io::stdout(),
+            &mut StoreSuccessionRescuer,
+        );
         return Ok(watched.map_err(keyframe_vmm::VmmError::from)?);
     }
     let watched = match words {

@@ -34,6 +34,7 @@ pub mod group_restore;
 pub mod helper_process;
 pub mod instruction_count;
 pub mod interrupt;
+mod interrupted_rollback;
 pub mod lans;
 pub mod launch;
 pub mod machines;
@@ -49,6 +50,7 @@ pub mod rollback_rescue;
 pub mod run_dir;
 pub mod session_vm;
 pub mod store_sink;
+mod succession_rescue;
 mod target_ram;
 pub mod teardown;
 pub mod watchdog_keeper;
@@ -56,7 +58,7 @@ pub mod watchdog_keeper;
 pub use any_vmm::{VmSource, run_vm};
 pub use disk_capture::served::BlockSink;
 pub use disk_capture::{DiskCut, DiskMethod, ExcludedDisks};
-pub use engine::{RunEnd, RunReport, Verdict};
+pub use engine::{RunEnd, RunReport, Successor, Verdict};
 pub use error::{CheckpointError, Error, Result, error_chain};
 pub use event::{Event, EventSink, NoEvents, SharedEventSink};
 pub use faults::Fault;
@@ -85,6 +87,7 @@ pub enum LanChoice {
 }
 
 /// The options of a session.
+#[derive(Clone)]
 pub struct SessionOptions {
     /// The time between two checkpoints; `None` if checkpoints are taken by command only.
     pub interval: Option<Duration>,

@@ -51,6 +51,8 @@ pub struct Member {
     pub runs: bool,
     /// In which state it stands still. `None` if that is not known yet.
     standing: Option<RunState>,
+    /// True if its VMM did not answer when it was asked for that state.
+    is_mute: bool,
     shut_down: bool,
     /// Why it stands still although its user wants it to run; `None` if it does not.
     halt: Option<Halt>,
@@ -84,6 +86,7 @@ impl Member {
             vm,
             runs,
             standing: None,
+            is_mute: false,
             shut_down: false,
             halt: None,
             full_disk: None,
@@ -189,6 +192,11 @@ impl Machines {
         self.members.iter().any(|m| m.runs)
     }
 
+    /// Returns true if a VM stands still and its VMM did not answer when it was asked why.
+    pub fn stand_mute(&self) -> bool {
+        self.members.iter().any(|m| !m.runs && m.is_mute && m.ended.is_none())
+    }
+
     /// Returns the run state of the first VM that does not run; [`RunState::Paused`] if all VMs run
     /// or if that state is not known yet.
     pub fn standing(&self) -> &RunState {
@@ -252,7 +260,7 @@ impl Machines {
         for member in &mut self.members {
             let Ok(events) = member.vm.vm_mut().drain_events() else { continue };
             if !events.is_empty() {
-                member.standing = None;
+                (member.standing, member.is_mute) = (None, false);
             }
             for event in events {
                 match event {
@@ -280,8 +288,12 @@ impl Machines {
                 }
             }
             if !member.runs && member.standing.is_none() && member.ended.is_none() {
-                // Asked once: a VM that does not answer is not to be waited for at each look.
-                let state = member.vm.vm_mut().run_state();
+                // Asked once: a VM that does not answer is not to be waited for at each look. QEMU does
+                // not answer if it waits for its disks in a pause.
+                let state =
+                    are_served(self.disks.as_deref()).then(|| member.vm.vm_mut().run_state());
+                let state = state.and_then(Result::ok);
+                member.is_mute = state.is_none();
                 member.standing = Some(state.unwrap_or(RunState::Paused));
             }
         }
@@ -348,11 +360,14 @@ impl Machines {
         if self.members.iter().any(|m| m.shut_down || m.ended.is_some()) {
             return true;
         }
+        let are_served = are_served(self.disks.as_deref());
         let deadline = Instant::now() + EXIT_WAIT;
         self.members.iter_mut().any(|member| {
             let vm = member.vm.vm_mut();
             let wait = deadline.saturating_duration_since(Instant::now());
-            vm.run_state().is_err() && matches!(vm.wait_exit(wait), Ok(Some(_)))
+            // QEMU may wait for its disks, and answer nothing.
+            let may_have_ended = !are_served || vm.run_state().is_err();
+            may_have_ended && matches!(vm.wait_exit(wait), Ok(Some(_)))
         })
     }
 
@@ -394,6 +409,11 @@ impl Machines {
             lans.release();
         }
     }
+}
+
+/// Whether each disk that Keyframe serves has a process that does so.
+fn are_served(disks: Option<&dyn DiskCapture>) -> bool {
+    disks.is_none_or(|disks| disks.outage().is_none())
 }
 
 /// Returns the RAM blocks of all members as the layout of one VM. Error: the layouts together are

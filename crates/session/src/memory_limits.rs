@@ -67,6 +67,14 @@ pub fn volunteer_as_victim() -> std::io::Result<()> {
     std::fs::write("/proc/self/oom_score_adj", "1000")
 }
 
+/// Undoes [`volunteer_as_victim`], as far as the kernel permits: this process has the rank of its parent.
+/// Error: the kernel refuses.
+pub fn withdraw_as_victim() -> std::io::Result<()> {
+    let parent = rustix::process::getppid().map_or(0, |pid| pid.as_raw_nonzero().get());
+    let rank = read_to_string(format!("/proc/{parent}/oom_score_adj"));
+    std::fs::write("/proc/self/oom_score_adj", rank.unwrap_or_else(|_| "0".into()))
+}
+
 fn available(meminfo: &str) -> u64 {
     kib_of(meminfo, "MemAvailable:").unwrap_or(UNKNOWN_BYTES)
 }

@@ -6,6 +6,7 @@
 //!       name          the long name
 //!       engine.pid    who runs it; locked (flock) while it lives
 //!       qmp.sock      QEMU's monitor, for the engine
+//!       api.sock      a link to the API of a Firecracker that the engine started
 //!       watchdog.sock QEMU's monitor, for the watchdog
 //!       control.sock  the engine's own
 //!       rollback.txt  how the watchdog ended the rollback of an engine that died
@@ -20,9 +21,10 @@
 mod place;
 
 use crate::error::RunDirError;
-use crate::rollback_rescue::NOTE;
+use crate::interrupted_rollback::NOTE;
 use keyframe_units::CheckpointId;
 pub use keyframe_vm_disks::vm_name::{is_name_char, name_from, numbered_name};
+use keyframe_vmm::VmmKind;
 use rustix::fs::{FlockOperation, flock};
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
@@ -41,6 +43,10 @@ pub const ABOUT: &str = "about.json";
 /// The most restored VMs of one name; a number distinguishes them.
 const NAMESAKES_MAX: u32 = 99;
 const ABOUT_BYTES_MAX: u64 = 64 << 10;
+/// The link to an API.
+const API: &str = "api.sock";
+/// The sockets by which a VM without an engine is found, and the VMM that listens there.
+const MONITORS: [(&str, VmmKind); 2] = [("qmp.sock", VmmKind::Qemu), (API, VmmKind::Firecracker)];
 /// Whose VM a standby runs.
 const RUNS: &str = "runs";
 const NAME_BYTES_MAX: u64 = 64;
@@ -66,10 +72,28 @@ pub struct About {
     pub store: String,
     /// The number of the checkpoint that the VM was brought back to.
     pub checkpoint: u64,
-    /// The process id of its QEMU; of a group, that of the first member.
+    /// Its VMM. The JSON leaves QEMU out.
+    #[serde(default, skip_serializing_if = "is_qemu")]
+    pub vmm: VmmKind,
+    /// The process id of its VMM; of a group, that of the first member.
     pub qemu_pid: u32,
     /// The process id of the Keyframe command that ends the VM when it ends itself.
     pub keyframe_pid: u32,
+}
+
+/// True for the VMM that the JSON leaves out.
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+pub(crate) fn is_qemu(vmm: &VmmKind) -> bool {
+    *vmm == VmmKind::Qemu
+}
+
+/// The process of a VM without an engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct VmmProcess {
+    /// The VMM that it is.
+    pub vmm: VmmKind,
+    /// Its process id; of a group, that of the first member.
+    pub pid: u32,
 }
 
 /// A run directory that this process has claimed.
@@ -114,14 +138,15 @@ impl RunDir {
         kind: RunKind,
         store: &Path,
         checkpoint: CheckpointId,
-        qemu_pid: u32,
+        process: VmmProcess,
     ) -> Result<(), RunDirError> {
         let about = About {
             vm: name_of(&self.path),
             kind,
             store: store.display().to_string(),
             checkpoint: checkpoint.0,
-            qemu_pid,
+            vmm: process.vmm,
+            qemu_pid: process.pid,
             keyframe_pid: std::process::id(),
         };
         let path = self.path.join(ABOUT);
@@ -163,10 +188,10 @@ impl RunDir {
         if flock(&pid, FlockOperation::NonBlockingLockExclusive).is_err() {
             return Err(RunDirError::NameRuns(name.into()));
         }
-        if UnixStream::connect(path.join("qmp.sock")).is_ok() {
+        if MONITORS.iter().any(|(file, _)| UnixStream::connect(path.join(file)).is_ok()) {
             return Err(RunDirError::NameLeft(name.into()));
         }
-        for file in ["qmp.sock", "watchdog.sock", "control.sock", RUNS, NOTE] {
+        for file in ["qmp.sock", API, "watchdog.sock", "control.sock", RUNS, NOTE] {
             match std::fs::remove_file(path.join(file)) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail("clear", e)),
                 _ => {}
@@ -181,6 +206,14 @@ impl RunDir {
     /// Returns the path of the directory.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Notes that the VMM of this directory's VM has its API at `socket`, by which the VM is found
+    /// once its engine has died. Error: the link cannot be made.
+    pub(crate) fn link_api(&self, socket: &Path) -> Result<(), RunDirError> {
+        let link = self.path.join(API);
+        let target = std::path::absolute(socket).map_err(|e| io("resolve", socket, e))?;
+        std::os::unix::fs::symlink(target, &link).map_err(|e| io("make", &link, e))
     }
 
     /// Leaves the sockets in place when the engine ends: the VM goes on and uses them.
@@ -221,9 +254,12 @@ pub struct Orphan {
     pub vm: String,
     /// Always `orphan`.
     pub kind: &'static str,
-    /// The process id of its QEMU.
+    /// Its VMM. The JSON leaves QEMU out.
+    #[serde(skip_serializing_if = "is_qemu")]
+    pub vmm: VmmKind,
+    /// The process id of its VMM.
     pub qemu_pid: u32,
-    /// The socket of its monitor.
+    /// The socket of its monitor or API.
     pub qmp: PathBuf,
 }
 
@@ -231,11 +267,18 @@ pub struct Orphan {
 /// directories cannot be read.
 pub fn orphans() -> Result<Vec<Orphan>, RunDirError> {
     let of = |dir: PathBuf| {
-        let qmp = dir.join("qmp.sock");
         // No engine uses this monitor: it would hold the lock.
-        let stream = if lives(&dir) { None } else { UnixStream::connect(&qmp).ok() }?;
+        if lives(&dir) {
+            return None;
+        }
+        let answers = |(file, vmm): &(&str, VmmKind)| {
+            let socket = dir.join(file);
+            Some((UnixStream::connect(&socket).ok()?, std::fs::read_link(&socket), socket, *vmm))
+        };
+        let (stream, link, socket, vmm) = MONITORS.iter().find_map(answers)?;
         let qemu_pid = socket_peercred(&stream).ok()?.pid.as_raw_nonzero().get().cast_unsigned();
-        Some(Orphan { vm: name_of(&dir), kind: "orphan", qemu_pid, qmp })
+        let qmp = link.unwrap_or(socket);
+        Some(Orphan { vm: name_of(&dir), kind: "orphan", vmm, qemu_pid, qmp })
     };
     let mut all: Vec<Orphan> = entries(&place::base()?)?.filter_map(of).collect();
     all.sort_by(|one, other| one.vm.cmp(&other.vm));
@@ -257,6 +300,21 @@ pub fn end_with(dir: &Path, about: &About) -> Result<(), RunDirError> {
     let process = pidfd_open(pid, PidfdFlags::empty()).map_err(fail)?;
     // The command held the lock after the pidfd was opened, so the pid was not reused.
     if !lives(dir) {
+        return Err(gone());
+    }
+    pidfd_send_signal(&process, Signal::TERM).map_err(fail)
+}
+
+/// Ends the VM `vm` by a signal to its VMM, the process `vmm_pid`, which listens at `socket`. Errors:
+/// the VM has ended already; its VMM cannot be signalled.
+pub fn end_vmm(socket: &Path, vm: &str, vmm_pid: u32) -> Result<(), RunDirError> {
+    let fail = |e: rustix::io::Errno| RunDirError::End { vm: vm.into(), source: e.into() };
+    let gone = || RunDirError::Gone(vm.into());
+    let pid = i32::try_from(vmm_pid).ok().and_then(Pid::from_raw).ok_or_else(gone)?;
+    let process = pidfd_open(pid, PidfdFlags::empty()).map_err(fail)?;
+    // It listened after the pidfd was opened, so the pid was not reused.
+    let stream = UnixStream::connect(socket).map_err(|_| gone())?;
+    if socket_peercred(&stream).map_err(fail)?.pid != pid {
         return Err(gone());
     }
     pidfd_send_signal(&process, Signal::TERM).map_err(fail)

@@ -23,8 +23,8 @@ use keyframe_store::MachineMeta;
 use keyframe_units::RamLayout;
 use keyframe_vm_disks::read_files;
 use keyframe_vmm::{
-    ForeignOperation, PauseForm, PauseWatchdog, RollbackPlan, RollbackTarget, VmOrigin, Vmm,
-    WatchedVm,
+    ForeignOperation, PauseForm, PauseWatchdog, RollbackPlan, RollbackStep, RollbackTarget,
+    VmOrigin, Vmm, WatchedVm,
 };
 use std::fs::File;
 use std::path::PathBuf;
@@ -365,6 +365,22 @@ impl SessionVm {
     /// the watchdog has ended.
     pub fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), BoxError> {
         Ok(self.watched.plan_rollback(plan)?)
+    }
+
+    /// Waits until the watchdog has carried out what it was told. This disarms it, so it must not be
+    /// called in a pause. Error: the watchdog has ended or does not answer.
+    pub fn await_watchdog(&mut self) -> Result<(), BoxError> {
+        Ok(self.watched.await_watchdog()?)
+    }
+
+    /// Tells the watchdog the step that a rollback takes next. Error: the watchdog has ended.
+    pub fn note_step(&mut self, step: &RollbackStep) -> Result<(), BoxError> {
+        Ok(self.watched.note_step(step)?)
+    }
+
+    /// Declares that the VM has ended and its successor is complete.
+    pub fn is_succeeded(&mut self) {
+        self.watched.is_succeeded();
     }
 
     /// Puts the paused VM back to `target`. Tells the watchdog each step before the VMM takes it,

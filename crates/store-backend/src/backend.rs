@@ -15,9 +15,11 @@
 //! in order.
 
 use crate::{
-    ArchiveBackend, Error, LocalBackend, Result, S3Backend, ServedBackend, archive, s3, served,
+    ArchiveBackend, Error, FileRefusal, LocalBackend, Result, S3Backend, ServedBackend, archive,
+    s3, served,
 };
 use std::fmt;
+use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
@@ -338,10 +340,31 @@ pub fn is_read_only(place: &Path) -> bool {
     served::is_url(place) || archive::is_archive(place)
 }
 
+/// Refuses a URL of a kind that no store has, as in `http://HOST`.
+fn require_known_kind(place: &Path) -> Result<()> {
+    let text = place.to_string_lossy();
+    let is_scheme = |scheme: &str| {
+        !scheme.is_empty() && scheme.chars().all(|c| c.is_ascii_alphanumeric() || c == '+')
+    };
+    match text.split_once("://") {
+        Some((scheme, _)) if is_scheme(scheme) && !is_remote(place) => {
+            let refusal = FileRefusal {
+                problem: format!("no store has a URL that begins with {scheme}://"),
+                fix: "name a directory, s3://BUCKET/PREFIX, or kf://HOST:PORT (keyframe serve)"
+                    .into(),
+            };
+            let source = io::Error::new(io::ErrorKind::InvalidInput, refusal);
+            Err(Error::Io { object: text.into_owned(), operation: "open the store", source })
+        }
+        _ => Ok(()),
+    }
+}
+
 /// Returns the backend of an existing store: a directory, `s3://BUCKET/PREFIX`, `kf://HOST:PORT`, or
 /// the file of a bundle. Contacts no server yet. Errors: the URL is malformed; the environment lacks
 /// what it needs; a file is no bundle.
 pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
+    require_known_kind(place)?;
     Ok(if s3::is_url(place) {
         Arc::new(S3Backend::open(place)?)
     } else if served::is_url(place) {
@@ -356,6 +379,7 @@ pub fn open(place: &Path) -> Result<Arc<dyn Backend>> {
 /// Returns the backend for a new store: in a directory or in object storage. Errors:
 /// [`Error::Exists`] if the place is not empty; the URL is malformed; the place cannot be created.
 pub fn create(place: &Path) -> Result<Arc<dyn Backend>> {
+    require_known_kind(place)?;
     if served::is_url(place) {
         return Err(served::read_only(&place.display().to_string(), "make a store"));
     }

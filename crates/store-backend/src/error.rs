@@ -79,7 +79,7 @@ impl Error {
     /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
-            Self::Exists { .. } => "use it as it is, or name another place".into(),
+            Self::Exists { .. } => "name another place; a store that is there needs no init".into(),
             Self::Damaged { .. } => {
                 "find out what else is damaged: keyframe check --read-data".into()
             }

@@ -264,7 +264,7 @@ impl Error {
     pub fn fix(&self) -> Option<String> {
         let fix = match self {
             Self::NoStore { .. } => "make one (keyframe init), or name another place",
-            Self::Exists { .. } => "use it as it is, or name another place",
+            Self::Exists { .. } => "name another place; a store that is there needs no init",
             Self::KeyNeeded { kind, .. } | Self::WrongKey { kind, .. } => {
                 return Some(format!("give the {kind} that the store was made with"));
             }

@@ -131,6 +131,18 @@ impl PageSet {
         self.count = count;
     }
 
+    /// Returns the first page of the set from page `from` on; `None` if there is none.
+    pub fn next_from(&self, from: PageIndex) -> Option<PageIndex> {
+        let first = (from.0 / 64) as usize;
+        let words = self.words.iter().enumerate().skip(first);
+        let mut left = words.map(|(at, word)| {
+            let below = if at == first { (1u64 << (from.0 % 64)) - 1 } else { 0 };
+            (at, word & !below)
+        });
+        let (at, word) = left.find(|(_, word)| *word != 0)?;
+        Some(PageIndex(at as u64 * 64 + u64::from(word.trailing_zeros())))
+    }
+
     /// Removes all pages.
     pub fn clear(&mut self) {
         self.words.fill(0);
@@ -190,6 +202,10 @@ mod tests {
                 prop_assert_eq!(set.len(), oracle.len() as u64);
             }
             prop_assert_eq!(set.iter().map(|p| p.0).collect::<Vec<_>>(), oracle.iter().copied().collect::<Vec<_>>());
+            for from in 0..=SPACE {
+                let next = set.next_from(PageIndex(from)).map(|page| page.0);
+                prop_assert_eq!(next, oracle.range(from..).next().copied());
+            }
             let ranges: Vec<_> = set.ranges().collect();
             prop_assert!(ranges.windows(2).all(|w| w[0].end() < w[1].first), "ranges touch: {:?}", ranges);
             let pages: Vec<_> = ranges.iter().flat_map(|r| r.iter()).map(|p| p.0).collect();

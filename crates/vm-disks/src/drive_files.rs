@@ -23,14 +23,15 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 /// The folder beside a drive's file in which restored VMs have theirs.
-const FOLDER: &str = ".keyframe-drives";
+pub(crate) const FOLDER: &str = ".keyframe-drives";
 
 /// Files of its own for each drive of a restored VM. If it is dropped, they are removed.
 #[derive(Debug)]
 pub struct DriveFiles {
-    /// `None` only after [`Self::leave`].
-    directory: Option<OverlayDirectory>,
+    directory: OverlayDirectory,
     files: Vec<DriveFile>,
+    /// True after [`Self::leave`].
+    are_left: bool,
 }
 
 impl DriveFiles {
@@ -51,23 +52,24 @@ impl DriveFiles {
         let beside =
             (!first.base.is_blank()).then(|| Path::new(&first.base.path).with_file_name(FOLDER));
         let directory = OverlayDirectory::claim(store, name, work_dir.or(beside.as_deref()))?;
-        let mut made = Self { directory: None, files: Vec::new() };
+        let mut made = Self { directory, files: Vec::new(), are_left: false };
         for (index, disk) in meta.disks.iter().enumerate() {
-            let path = directory.overlay(index, &disk.name);
+            let path = made.directory.overlay(index, &disk.name);
             let path = std::path::absolute(&path).map_err(|e| Error::io("resolve", &path, e))?;
-            let copied = if disk.base.is_blank() {
-                write_stored((store, id), index, &path)
+            if disk.base.is_blank() {
+                write_stored((store, id), index, &path)?;
             } else {
-                copy(disk, &path)
-            };
-            if let Err(error) = copied {
-                directory.remove();
-                return Err(error);
+                copy(disk, &path)?;
             }
             made.files.push(DriveFile { name: disk.name.clone(), path });
         }
-        made.directory = Some(directory);
         Ok(Some(made))
+    }
+
+    /// Makes the value of `files` that are in `directory`.
+    #[cfg(test)]
+    pub(crate) fn of(directory: OverlayDirectory, files: Vec<DriveFile>) -> Self {
+        Self { directory, files, are_left: false }
     }
 
     /// Returns the files.
@@ -78,33 +80,31 @@ impl DriveFiles {
     /// Returns the directory of the files if it outlives the VM, because checkpoints were taken of
     /// the VM.
     pub fn with_checkpoints(&self) -> Option<&Path> {
-        self.directory
-            .as_ref()
-            .filter(|directory| has_clones(directory))
-            .map(OverlayDirectory::path)
+        self.has_clones().then(|| self.directory.path())
     }
 
     /// Leaves the files to a VM that runs on, or to the user. Returns their directory.
-    pub fn leave(mut self) -> Option<PathBuf> {
-        self.directory.take().map(|directory| directory.path().to_owned())
+    pub fn leave(mut self) -> PathBuf {
+        self.are_left = true;
+        self.directory.path().to_owned()
+    }
+
+    /// True if the directory holds more than the files that were made in it. An unreadable one may.
+    fn has_clones(&self) -> bool {
+        let Ok(entries) = std::fs::read_dir(self.directory.path()) else { return true };
+        entries.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"."))
     }
 }
 
 impl Drop for DriveFiles {
     fn drop(&mut self) {
-        if let Some(directory) = self.directory.as_ref().filter(|own| !has_clones(own)) {
-            directory.remove();
+        if !self.are_left && !self.has_clones() {
+            self.directory.remove();
             // It stays if another VM has files there.
-            let folder = directory.path().parent().filter(|folder| folder.ends_with(FOLDER));
+            let folder = self.directory.path().parent().filter(|folder| folder.ends_with(FOLDER));
             let _ = folder.map(std::fs::remove_dir);
         }
     }
-}
-
-/// True if the directory holds more than the files that were made in it. An unreadable one may.
-fn has_clones(directory: &OverlayDirectory) -> bool {
-    let Ok(entries) = std::fs::read_dir(directory.path()) else { return true };
-    entries.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"."))
 }
 
 /// Writes disk number `index` of checkpoint `id`, which is whole in the store, to `path`.

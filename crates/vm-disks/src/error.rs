@@ -87,6 +87,24 @@ pub enum Error {
     /// A file that the guest reads differs from the file at the checkpoint.
     #[error("{0}, and the guest reads it")]
     MediumChanged(Box<ChangedFile>),
+    /// A VM cannot go back to a checkpoint of other drives.
+    #[error("checkpoint {0} has other drives than the VM")]
+    OtherDrives(CheckpointId),
+    /// A drive's file has a further name, which would stay with the former content.
+    #[error("{} has other hard links, which would not go back with it", .0.display())]
+    SeveralLinks(PathBuf),
+    /// A file cannot change places with its copy.
+    #[error(
+        "the file {} of a drive is on another file system than {}, where its copy is made; a rollback \
+         needs the files of all drives on one",
+        place.display(), copy.display()
+    )]
+    SeveralFileSystems {
+        /// The copy, which is beside the first drive's file.
+        copy: PathBuf,
+        /// The file of the VM's drive.
+        place: PathBuf,
+    },
     /// Two drives use the same image, and the guest can write to one of them.
     #[error("drives {first} and {second} use the same image, {}", image.display())]
     ImageUsedTwice {
@@ -415,6 +433,9 @@ impl Error {
                 "put the file back as it was; if its present content will do, say --changed-as-now"
                     .into()
             }
+            Self::OtherDrives(_) | Self::SeveralFileSystems { .. } | Self::SeveralLinks(_) => {
+                "restore the checkpoint as another VM: keyframe restore".into()
+            }
             Self::ImageUsedTwice { .. } => {
                 "give each drive an image of its own (QEMU itself refuses this)".into()
             }
@@ -506,6 +527,9 @@ mod tests {
             medium(FileChange::Content),
             medium(FileChange::Missing),
             Error::OtherDisksServed,
+            Error::OtherDrives(CheckpointId(7)),
+            Error::SeveralLinks(image()),
+            Error::SeveralFileSystems { copy: image(), place: image() },
             Error::ImageUsedTwice { first: "d".into(), second: "e".into(), image: image() },
             Error::RemoteDrive { name: "d".into(), address: "nbd:localhost:10809".into() },
             Error::FormatNotServed { name: "d".into(), format: "vmdk".into(), image: image() },

@@ -3,6 +3,7 @@
 //! Invariants: a clone of an image is removed only after the checkpoints that name it are gone, and
 //! only if the names in all other checkpoints are known.
 
+use crate::clone_files::is_clone_of;
 use crate::error::{Error, Result, StoreError};
 use crate::overlay_directory::{self, OverlayInfo};
 use keyframe_store::{CheckpointId, Listing, Sealed, Store};
@@ -47,11 +48,7 @@ pub fn clones_of(
     listing: &Listing,
     forgotten: &BTreeSet<CheckpointId>,
 ) -> (Vec<PathBuf>, bool) {
-    let mark = format!(".keyframe-{:.8}-", store.id());
-    let is_clone = |path: &&str| {
-        let name = Path::new(path).file_name().unwrap_or_default().to_string_lossy();
-        name.starts_with('.') && name.contains(&mark)
-    };
+    let is_clone = |path: &&str| is_clone_of(path, store.id());
     let (gone, left): (Vec<_>, Vec<_>) =
         listing.sealed.iter().partition(|sealed| forgotten.contains(&sealed.id));
     let paths = |sealed: &[&Sealed]| {

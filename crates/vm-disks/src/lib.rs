@@ -14,8 +14,10 @@
 
 pub mod base_image;
 pub mod checkpoint_disks;
+pub mod clone_files;
 pub mod commit_source;
 pub mod dependents;
+pub mod drive_exchange;
 pub mod drive_files;
 mod error;
 pub mod forget;

@@ -19,7 +19,7 @@ pub enum Ability {
     Protect,
     /// Serve the VM's writable disks from Keyframe's own process.
     ServedDisks,
-    /// Put the running VM back to a checkpoint in place.
+    /// Put the running VM back to a checkpoint, in its own process or in one that takes its place.
     Rollback,
     /// Let a restored VM run before all of its RAM is loaded.
     LazyRestore,
@@ -73,7 +73,7 @@ impl fmt::Display for Ability {
             Self::Replay => "be replayed",
             Self::Protect => "be protected by a standby",
             Self::ServedDisks => "use disks that Keyframe serves",
-            Self::Rollback => "be rolled back in place",
+            Self::Rollback => "be rolled back",
             Self::LazyRestore => "run before its RAM is loaded",
             Self::Clones => "be cloned with shared RAM",
             Self::AcceleratorChange => "change its accelerator",

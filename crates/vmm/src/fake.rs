@@ -15,12 +15,13 @@
 //! ```
 
 mod control;
+mod succession;
 mod watchdog;
 
 use crate::{
     AuditFinding, Capabilities, GuestEnd, Lineage, Resumer, RollbackPlan, RollbackStep,
-    RollbackTarget, RunState, SavedPause, StopOutcome, TellStep, VmEvent, VmExit, VmOrigin, Vmm,
-    VmmError, VmmErrorKind,
+    RollbackTarget, RunState, SavedPause, StopOutcome, Succession, TellStep, VmEvent, VmExit,
+    VmOrigin, Vmm, VmmError, VmmErrorKind,
 };
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::{
@@ -72,6 +73,12 @@ pub enum Step {
     CheckRollback,
     /// [`Vmm::roll_back`].
     RollBack,
+    /// [`Succession::prepare`].
+    PrepareSuccessor,
+    /// [`Succession::end_predecessor`].
+    EndPredecessor,
+    /// [`Succession::start`].
+    StartSuccessor,
     /// [`Vmm::exit`], [`Vmm::wait_exit`] and [`Vmm::finish_shutdown`].
     Exit,
     /// [`Vmm::end`].
@@ -156,6 +163,8 @@ struct FakeState {
     /// The pages at the end of RAM that its block does not use.
     unused_pages: usize,
     pins_ram: bool,
+    /// A rollback is by a successor.
+    is_succeeded: bool,
     at_end: AtGuestEnd,
     one_command: OneCommand,
     watchdog: WatchdogState,
@@ -285,6 +294,7 @@ impl FakeVm {
             is_pause_noted: false,
             unused_pages: 0,
             pins_ram: false,
+            is_succeeded: false,
             at_end: AtGuestEnd::default(),
             one_command: OneCommand::Missing,
             watchdog: WatchdogState::default(),
@@ -483,6 +493,13 @@ impl Vmm for FakeVm {
             Ok(())
         })?;
         tell(RollbackStep::Loaded)
+    }
+
+    fn succession(&mut self) -> Result<Option<Box<dyn Succession>>, VmmError> {
+        let predecessor = Arc::clone(&self.shared);
+        let is_succeeded = lock(&predecessor).is_succeeded;
+        let place = || Box::new(succession::FakeSuccession { predecessor }) as Box<dyn Succession>;
+        Ok(is_succeeded.then(place))
     }
 
     fn exit(&mut self) -> Result<Option<VmExit>, VmmError> {

@@ -36,6 +36,7 @@ mod pause;
 mod restore;
 mod resumer;
 mod rollback_rescue;
+mod succession;
 mod vm;
 
 pub use audit::{AuditFinding, Severity};
@@ -51,6 +52,7 @@ pub use resumer::Resumer;
 pub use rollback_rescue::{
     NoRescuer, RescuedVm, RollbackPlan, RollbackRescuer, RollbackStep, TellStep,
 };
+pub use succession::{Succession, SuccessionRescuer, SuccessorState};
 pub use vm::{
     ForeignOperation, GuestEnd, RunState, SavedPause, StopOutcome, VmEvent, VmExit, VmOrigin, Vmm,
     WritableDrive,

@@ -226,9 +226,10 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
         let is_armed = self.held.take().is_some_and(|held| {
             held.form == PauseForm::OneCommand || held.stop == StopOutcome::Stopped
         });
-        let fired = if is_armed { self.watchdog.disarm()? } else { false };
-        let ran = self.vm.ran_meanwhile()?;
-        Ok(if fired || ran { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
+        let fired = if is_armed { self.watchdog.disarm() } else { Ok(false) };
+        // Also if the watchdog has failed: the VMM's answers may be due.
+        let ran = self.vm.ran_meanwhile();
+        Ok(if fired? || ran? { PauseVerdict::RanMeanwhile } else { PauseVerdict::Undisturbed })
     }
 
     /// Gives up a pause whose look failed: releases and settles it, and ignores errors.
@@ -285,6 +286,25 @@ impl<V: Vmm + ?Sized> WatchedVm<V> {
     /// the watchdog has ended.
     pub fn plan_rollback(&mut self, plan: Option<&RollbackPlan>) -> Result<(), VmmError> {
         self.watchdog.plan_rollback(plan)
+    }
+
+    /// Waits until the watchdog has carried out what it was told. This disarms it, so it must not be
+    /// called in a pause. Error: the watchdog has ended or does not answer.
+    pub fn await_watchdog(&mut self) -> Result<(), VmmError> {
+        self.watchdog.disarm().map(drop)
+    }
+
+    /// Tells the watchdog the step that a rollback takes next. Error: the watchdog has ended.
+    pub fn note_step(&mut self, step: &RollbackStep) -> Result<(), VmmError> {
+        self.watchdog.note_step(step)
+    }
+
+    /// Declares that the VM has ended and its successor is complete: the watchdog has nothing to do any
+    /// more. If it cannot be told, it finds the VM gone.
+    pub fn is_succeeded(&mut self) {
+        self.standstill = None;
+        let _ = self.watchdog.disarm();
+        let _ = self.watchdog.plan_rollback(None);
     }
 
     /// Puts the paused VM back to `target` ([`Vmm::roll_back`]). Tells the watchdog each step

@@ -1,8 +1,8 @@
 //! The trait of a running VM.
 
 use crate::{
-    Ability, AuditFinding, Capabilities, Lineage, Resumer, RollbackTarget, TellStep, Unsupported,
-    VmmError,
+    Ability, AuditFinding, Capabilities, Lineage, Resumer, RollbackTarget, Succession, TellStep,
+    Unsupported, VmmError, VmmErrorKind,
 };
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
 use keyframe_units::RamLayout;
@@ -96,7 +96,8 @@ pub enum ForeignOperation {
 pub struct SavedPause {
     /// Whether the VM ran before the pause.
     pub stop: StopOutcome,
-    /// The state of all devices, in the VMM's own format.
+    /// The state of all devices, in the VMM's own format. Empty if the VMM has saved them and writes
+    /// them at the end of the pause; [`Vmm::complete_device_state`] gives them then.
     pub device_state: Vec<u8>,
 }
 
@@ -186,6 +187,17 @@ pub trait Vmm: Send {
     /// at.
     fn writable_drives(&mut self) -> Result<Vec<WritableDrive>, VmmError> {
         Ok(Vec::new())
+    }
+
+    /// Makes the VMM open the files of `drives`, which are of [`Vmm::writable_drives`], anew, unseen
+    /// by the guest. Error: the VMM has none; it does not open one anew, and has the former file.
+    fn reopen_drives(&mut self, drives: &[WritableDrive]) -> Result<(), VmmError> {
+        let lacks = || format!("{} opens no drives anew", self.kind());
+        if drives.is_empty() {
+            Ok(())
+        } else {
+            Err(VmmError::new(VmmErrorKind::Unsupported, lacks(), None))
+        }
     }
 
     /// Returns the RAM blocks with their addresses in the VMM's process, in page order. Error: the
@@ -290,9 +302,10 @@ pub trait Vmm: Send {
     fn save_devices(&mut self) -> Result<Vec<u8>, VmmError>;
 
     /// Adds to `device_state`, which was saved in the last pause, the state that the VMM does not
-    /// save itself. The caller calls this after the pause. The length of `device_state` does not
-    /// change. Error: a part of this state is not known; the other parts are added.
-    fn complete_device_state(&mut self, device_state: &mut [u8]) -> Result<(), VmmError> {
+    /// save itself, or has written at the end of the pause. The caller calls this after the pause.
+    /// The length of `device_state` does not change, unless it was empty. Error: a part of this
+    /// state is not known; the other parts are added.
+    fn complete_device_state(&mut self, device_state: &mut Vec<u8>) -> Result<(), VmmError> {
         let _ = device_state;
         Ok(())
     }
@@ -335,6 +348,13 @@ pub trait Vmm: Send {
             fix: "end the VM and restore the checkpoint: keyframe restore".into(),
         }
         .into())
+    }
+
+    /// Returns the place of this VM, for a rollback by a successor ([`Succession`]). `None` if the VMM
+    /// puts a running VM back in the same process ([`Vmm::roll_back`]). Error: no other process can
+    /// take the VM's place.
+    fn succession(&mut self) -> Result<Option<Box<dyn Succession>>, VmmError> {
+        Ok(None)
     }
 
     /// Returns how the VMM ended, or `None` if it still runs. Does not wait. Error: the kernel does

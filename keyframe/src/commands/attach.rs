@@ -26,7 +26,7 @@ A disk that holds internal snapshots (savevm) is read completely for each checkp
 that has a dirty bitmap.
 
 A Firecracker needs the socket of its API (--api-sock), and no change. Other clients may go on to use the API. The files of
-drives to which its guest can write must be on a file system that clones files (btrfs, XFS).
+drives to which its guest can write must be on btrfs, XFS, or (with Linux 6.14 or newer) ext4.
 
 Examples:
   keyframe attach --store S --qmp /run/vm.sock $(pidof qemu-system-x86_64)
@@ -63,6 +63,11 @@ pub struct Attach {
 }
 
 impl Attach {
+    /// Returns true if the VM is one of Firecracker.
+    pub fn is_of_firecracker(&self) -> bool {
+        self.api.is_some()
+    }
+
     /// Takes checkpoints until asked to end.
     pub fn run(self) -> Outcome {
         let store = self.store.open()?;

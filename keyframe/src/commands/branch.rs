@@ -19,10 +19,11 @@ use crate::output;
 use crate::rights;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
+use keyframe_machine::VmmKind;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
 use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
-use keyframe_session::run_dir::{RunDir, RunKind, numbered_name};
+use keyframe_session::run_dir::{RunDir, RunKind, VmmProcess, numbered_name};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
 use keyframe_vm_disks::{moved_images, restored};
@@ -190,7 +191,8 @@ impl Branch {
         }
         let mut clones = self.start(&loaded, places, plans, &interrupted)?;
         for clone in &clones {
-            clone.place.directory.tell(RunKind::Clone, store.path(), id, clone.vm.pid())?;
+            let process = VmmProcess { vmm: VmmKind::Qemu, pid: clone.vm.pid() };
+            clone.place.directory.tell(RunKind::Clone, store.path(), id, process)?;
         }
         self.tell(&clones, began, id)?;
         let ended = self.wait(&mut clones, &interrupted);

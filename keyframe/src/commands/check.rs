@@ -4,7 +4,22 @@ use super::StoreArg;
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::progress;
-use keyframe_store::{CheckOptions, CheckProgress, CheckReport, RepairReport};
+use keyframe_store::{CheckOptions, CheckProgress, CheckReport, RepairReport, Store};
+use keyframe_vm_disks::clone_files::{UnusableClone, unusable_clones};
+use serde::Serialize;
+
+/// The most clones that are shown to people.
+const CLONES_SHOWN_MAX: usize = 10;
+
+/// What `--json` prints.
+#[derive(Serialize)]
+struct Checked<'a> {
+    #[serde(flatten)]
+    store: &'a CheckReport,
+    /// Absent if all clones are as they were made.
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    unusable_clones: &'a [UnusableClone],
+}
 
 /// Check a store: is every checkpoint whole?
 #[derive(clap::Args, Debug)]
@@ -15,6 +30,9 @@ With --read-data it also reads every stored page and compares it with its hash, 
 With --repair the command rebuilds indexes, replaces bad pages by the same content from elsewhere in the store, and moves the
 good pages of a damaged pack. It moves to STORE/quarantine what it cannot save, lists it, and deletes nothing. Afterwards the
 store is whole. No run and no prune may use the store meanwhile. The repair may be killed at any instant.
+
+The command also looks for the clones of disks that checkpoints name: copies beside the images (--disk reflink, Firecracker's
+drives). It names each one that is missing or has changed. Such a clone may be on another host, so the store counts as whole.
 
 Exit code 0: the store is whole. 1: it is damaged; the damaged checkpoints are named. 3: it was damaged and is repaired.
 
@@ -59,12 +77,25 @@ impl Check {
         let options = CheckOptions { read_data: self.read_data };
         let report = store.check(&options, &mut progress).map_err(|e| self.store.failure(&e))?;
         bar.finish_and_clear();
+        let unusable_clones = self.unusable_clones(&store)?;
         if self.json {
-            output::json(&report)?;
+            output::json(&Checked { store: &report, unusable_clones: &unusable_clones })?;
         } else {
+            print_clones(&unusable_clones)?;
             print(&report, self.read_data)?;
         }
         Ok(if report.is_clean() { DONE } else { FAILED })
+    }
+
+    /// The clones of disks that checkpoints name and that are not as they were made. Of a checkpoint
+    /// that cannot be read, the report of the store tells.
+    fn unusable_clones(&self, store: &Store) -> Result<Vec<UnusableClone>, Failure> {
+        let listing = store.checkpoints().map_err(|e| self.store.failure(&e))?;
+        let all = listing.sealed.iter().map(|sealed| (sealed.id, &*sealed.meta.disks));
+        let mut clones = unusable_clones(all);
+        // A checkpoint may have been forgotten meanwhile, and its clone removed.
+        clones.retain(|clone| store.sealed(clone.checkpoint).is_ok());
+        Ok(clones)
     }
 
     fn repair_failure(&self, error: &keyframe_store::Error) -> Failure {
@@ -117,6 +148,25 @@ impl Check {
         print(after, true)?;
         Ok(code)
     }
+}
+
+fn print_clones(clones: &[UnusableClone]) -> Result<(), Failure> {
+    for clone in clones.iter().take(CLONES_SHOWN_MAX) {
+        let UnusableClone { checkpoint, disk, problem, .. } = clone;
+        output::print_line(&format!(
+            "CLONE of disk {disk} of checkpoint {checkpoint} cannot be used here: {problem}"
+        ))?;
+    }
+    if let Some(more) = clones.len().checked_sub(CLONES_SHOWN_MAX).filter(|more| *more > 0) {
+        output::print_line(&format!("... and {more} clones more: --json lists them"))?;
+    }
+    if !clones.is_empty() {
+        output::print_line(
+            "  fix: put the files back, or name their new paths to restore and branch (--image OLD=NEW); if they are on another \
+             host, check the store there; if they are lost, forget the checkpoints: keyframe forget",
+        )?;
+    }
+    Ok(())
 }
 
 fn print(report: &CheckReport, read_data: bool) -> Result<(), Failure> {

@@ -12,7 +12,7 @@ use std::time::Duration;
 #[expect(clippy::struct_excessive_bools, reason = "each is a switch of the command line")]
 pub struct Checkpoints {
     /// Time between checkpoints (500ms, 1s, 2m), or `none`: only when asked by `keyframe take`
-    #[arg(long, default_value = "1s", value_parser = parse_interval)]
+    #[arg(long, default_value = "1s", value_parser = parse_interval, allow_hyphen_values = true)]
     interval: Interval,
     /// End after N checkpoints
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
@@ -159,6 +159,9 @@ struct Interval(Option<Duration>);
 
 /// A time as people write it, more than none.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    if text.starts_with('-') {
+        return Err("must be more than 0".into());
+    }
     let duration = humantime::parse_duration(text)
         .map_err(|e| format!("{e}; write a number and a unit, as in 500ms, 1s, 2m"))?;
     if duration.is_zero() { Err("must be more than 0".into()) } else { Ok(duration) }
@@ -198,6 +201,7 @@ mod tests {
         assert_eq!(parse_interval("250ms").unwrap().0, Some(Duration::from_millis(250)));
         assert_eq!(parse_interval("none").unwrap().0, None);
         assert!(parse_interval("0s").is_err());
+        assert_eq!(parse_interval("-5s").unwrap_err(), "must be more than 0");
         assert_eq!((parse_part("3%"), parse_part("0.5")), (Ok(0.03), Ok(0.5)));
         assert!(["0", "-1%", "101%", "x", "NaN"].iter().all(|bad| parse_part(bad).is_err()));
         assert!(parse_interval("1ms").unwrap_err().contains("10ms"));

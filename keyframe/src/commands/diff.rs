@@ -1,17 +1,20 @@
 //! `keyframe diff`: what differs between two checkpoints.
 
 use super::StoreArg;
-use crate::failure::{DONE, Failure, Outcome};
+use crate::failure::{DONE, Failure, Outcome, paths};
 use crate::output;
 use crate::progress;
-use keyframe_store::{Diff as Found, RegionDiff};
+use keyframe_store::{Diff as Found, DiskMeta, RegionDiff};
 use keyframe_units::PAGE_BYTES;
+use keyframe_vm_disks::clone_files::has_clone;
+use std::path::Path;
 
 /// Show what differs between two checkpoints, by RAM block and disk
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "The command compares the contents of two checkpoints of one store, also of different runs and VMs. It compares RAM
-blocks and disks that have the same name. Of a disk it compares the blocks that the guest wrote under Keyframe.
+blocks and disks that have the same name. Of a disk it compares the blocks that the guest wrote under Keyframe. Of disks of
+which each checkpoint has a clone (--disk reflink, Firecracker's drives) it names the two files to compare.
 \"unknown\" counts blocks that one checkpoint has and the other leaves to the image beneath.
 
 Examples:
@@ -50,13 +53,15 @@ impl Diff {
         if self.json {
             output::json(&diff)?;
         } else {
-            print(&diff)?;
+            let disks = |id| store.sealed(id).map(|sealed| sealed.meta.disks);
+            let disks = [disks(first), disks(second)].map(Result::unwrap_or_default);
+            print(&diff, &disks)?;
         }
         Ok(DONE)
     }
 }
 
-fn print(diff: &Found) -> Result<(), Failure> {
+fn print(diff: &Found, disks: &[Vec<DiskMeta>; 2]) -> Result<(), Failure> {
     let header = ["", "pages", "changed", "from zero", "to zero", "sectors", "bytes"];
     let row = |region: &RegionDiff| {
         let name =
@@ -71,16 +76,36 @@ fn print(diff: &Found) -> Result<(), Failure> {
         ];
         std::iter::once(name).chain(numbers.map(|n| n.to_string())).collect::<Vec<_>>()
     };
-    let rows: Vec<_> = diff.ram.iter().chain(&diff.disks).map(row).collect();
+    let (cloned, compared): (Vec<_>, Vec<_>) =
+        diff.disks.iter().partition(|disk| clones(&disk.name, disks).is_some());
+    let rows: Vec<_> = diff.ram.iter().chain(compared.iter().copied()).map(row).collect();
     output::print_line(&output::table(&header, &rows))?;
-    for region in diff.ram.iter().chain(&diff.disks) {
+    for region in diff.ram.iter().chain(compared) {
         for note in notes(region, diff) {
             output::print_line(&format!("{}: {note}", region.name))?;
         }
     }
+    for disk in cloned {
+        let Some([first, second]) = clones(&disk.name, disks) else { continue };
+        output::print_line(&format!(
+            "{}: not compared: each checkpoint has a clone of the disk; cmp -l {} {}",
+            disk.name,
+            paths::shell(Path::new(first)),
+            paths::shell(Path::new(second))
+        ))?;
+    }
     let [first, second] = diff.device_bytes;
     let devices = if diff.same_devices { "the same" } else { "not the same" };
     output::print_line(&format!("devices: {devices} ({first} and {second} bytes)"))
+}
+
+/// The clones of the disk `name` that both checkpoints have; `None` if one of them has none.
+fn clones<'a>(name: &str, disks: &'a [Vec<DiskMeta>; 2]) -> Option<[&'a str; 2]> {
+    let clone = |disks: &'a [DiskMeta]| {
+        let disk = disks.iter().find(|disk| disk.name == name)?;
+        has_clone(disk).then_some(&*disk.base.path)
+    };
+    Some([clone(&disks[0])?, clone(&disks[1])?])
 }
 
 fn notes(region: &RegionDiff, diff: &Found) -> Vec<String> {

@@ -87,7 +87,7 @@ impl Doctor {
                 }
             }
             output::print_line(if ready {
-                "ready: keyframe run --store STORE -- qemu-system-x86_64 ..."
+                "ready: keyframe run --store STORE -- qemu-system-x86_64 ... (or firecracker ...)"
             } else {
                 "not ready: see the lines marked MISSING"
             })?;

@@ -24,7 +24,7 @@ use std::sync::Arc;
 #[command(after_help = "Formats:
   raw        guest-physical RAM from address 0; addresses without memory are zeros (holes, in a file)
   elf        an ELF core with the registers of all processors, for gdb, crash and volatility
-  migration  QEMU's own migration stream: a QEMU of the same version loads it with the VM's own command line, without Keyframe
+  migration  QEMU's own migration stream, of a QEMU VM: a QEMU of the same version loads it with the VM's own command line, without Keyframe
   png        the picture of the VM's display, if that is a VGA (-vga std, -device VGA) or a bochs-display
 
 With --disk the command writes a whole disk: raw (the default; sparse, in a file) or qcow2.
@@ -88,11 +88,12 @@ impl Export {
         }
         let loaded = store.load(id).map_err(|e| self.store.failure(&e))?;
         let guest = Guest::choose(&loaded, self.member.as_deref())?;
-        if format != Format::Raw && !guest.machine.has_readable_state() {
+        if format == Format::Migration && !guest.machine.has_migration_stream() {
             let vmm = guest.machine.vmm;
-            let text = format!("Keyframe does not read the contents of a device state of {vmm}");
-            return Err(Failure::new(text)
-                .fix("write its RAM: --format raw; or look at the VM itself: keyframe restore"));
+            return Err(Failure::new(format!("a VM of {vmm} has no migration stream")).fix(
+                "start the VM: keyframe restore; or write its RAM: --format raw, or --format elf \
+                 with the registers",
+            ));
         }
         let image = match format {
             Format::Raw => Some(guest.raw()?),

@@ -46,8 +46,8 @@ pub struct Forget {
     /// The checkpoints to forget: numbers, tags, or `latest`
     #[arg(value_name = "CHECKPOINT", conflicts_with_all = ["keep_last", "keep_within", "keep_every", "keep_tag", "vm"])]
     checkpoints: Vec<String>,
-    /// Keep the newest N of each VM
-    #[arg(long, value_name = "N")]
+    /// Keep the newest N of each VM, at least 1
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     keep_last: Option<u64>,
     /// Keep those that are at most so much older than the newest of their VM
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]

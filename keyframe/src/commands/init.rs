@@ -55,7 +55,7 @@ impl Init {
             );
         }
         eprintln!(
-            "keyframe: checkpoints into it: keyframe run --store {} -- qemu-system-x86_64 ...",
+            "keyframe: checkpoints into it: keyframe run --store {} -- qemu-system-x86_64 ... (or firecracker ...)",
             paths::shell(&self.store)
         );
         Ok(DONE)

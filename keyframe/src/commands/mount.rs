@@ -20,7 +20,7 @@ const POLL: Duration = Duration::from_millis(50);
 #[command(after_help = "  DIR/12/ram.raw        guest-physical RAM
   DIR/12/ram.elf        an ELF core for gdb, crash and volatility
   DIR/12/screen.png     what the VM's display showed, if it has a VGA
-  DIR/12/device.state   the state of all devices, in QEMU's format
+  DIR/12/device.state   the state of all devices, in the format of QEMU or Firecracker
   DIR/12/info.json      what `show --json` prints
   DIR/12/disk-NAME.raw  each disk, whole; reading fails if the image beneath it has changed
   DIR/12/MEMBER/        these files, except info.json, of each VM of a group

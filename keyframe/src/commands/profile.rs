@@ -5,6 +5,7 @@ use crate::failure::{DONE, Failure, Outcome, WARNED, chain};
 use crate::output;
 use crate::progress;
 use crate::words::profiler::ProfilerWords;
+use keyframe_machine::VmmKind;
 use keyframe_profile::{Curve, CurveRow, Ladder, PLATEAU_PERCENT, Statistic};
 use keyframe_profiler::{MeasuredVm, MeasurementOptions, Profile, StartCondition, measure};
 use std::ffi::OsString;
@@ -113,6 +114,11 @@ impl ProfileCommand {
             }
             (Some(pid), None) => return Ok(MeasuredVm::Running { pid, qmp: self.qmp.clone() }),
             (None, _) => {}
+        }
+        let program = self.command.first();
+        if program.is_some_and(|program| vmms::of_program(program) != VmmKind::Qemu) {
+            return Err(Failure::new("profile starts a VM of QEMU alone")
+                .fix("start Firecracker by yourself: keyframe profile --api SOCKET PID"));
         }
         let settle = if self.when.is_some() { Duration::ZERO } else { Duration::from_secs(5) };
         let start = StartCondition {

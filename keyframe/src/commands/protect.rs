@@ -1,5 +1,6 @@
 //! `keyframe protect`: a VM with a standby on another host; and the processes beside it.
 
+use super::vmms;
 use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
 use crate::words::failover::failure;
@@ -9,6 +10,7 @@ use keyframe_failover::primary::ProtectionEnding;
 use keyframe_failover::settings::{FailoverSettings, address};
 use keyframe_failover::standby::{self, StandbyOptions};
 use keyframe_failover::{guard, launch};
+use keyframe_vmm::Ability;
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -66,6 +68,7 @@ pub struct Protect {
 impl Protect {
     /// Runs the VM until it ends, or runs elsewhere.
     pub fn run(self) -> Outcome {
+        vmms::require_of(&self.command, Ability::Protect)?;
         let words = StderrWords::shared(self.settings.is_quiet(), false);
         let setup = self.settings.resolve(words.clone()).map_err(failure)?;
         let beat = self.standby_beat.as_deref().map(address).transpose().map_err(failure)?;

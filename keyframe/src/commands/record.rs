@@ -1,6 +1,6 @@
 //! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
 
-use super::exit_code;
+use super::{exit_code, vmms};
 use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
@@ -14,6 +14,7 @@ use keyframe_session::control::OnExit;
 use keyframe_session::{CommandLines, RecordingOptions, SessionOptions};
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
+use keyframe_vmm::Ability;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, atomic::AtomicBool};
@@ -79,6 +80,7 @@ pub struct Record {
 impl Record {
     /// Records the VM to its end.
     pub fn run(mut self) -> Outcome {
+        vmms::require_of(&self.command, Ability::Record)?;
         let meta = self.meta()?;
         let command = std::mem::take(&mut self.command);
         let id = meta.id.clone();

@@ -11,11 +11,12 @@ use crate::rights;
 use indicatif::ProgressBar;
 use keyframe_inspect::loading_ram::LoadingRam;
 use keyframe_inspect::source_of;
+use keyframe_machine::VmmKind;
 use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_session::error::RunDirError;
-use keyframe_session::run_dir::{RunDir, RunKind};
+use keyframe_session::run_dir::{RunDir, RunKind, VmmProcess};
 use keyframe_store::{MachineMeta, Meta, Store};
 use keyframe_units::{CheckpointId, RamLayout};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
@@ -69,7 +70,8 @@ pub struct Restore {
     /// Let the VM run at once and bring its RAM as it is needed
     #[arg(long)]
     lazy: bool,
-    /// Leave the VM paused at the instant of the checkpoint (continue it with `cont` in a monitor)
+    /// Leave the VM paused at the instant of the checkpoint (continue it with `cont` in a monitor, or
+    /// through the API of Firecracker)
     #[arg(long)]
     paused: bool,
     /// Another binary of the VMM; of QEMU, of the same series (7.2.9 for 7.2.22) or a later one
@@ -192,7 +194,7 @@ impl Restore {
         };
         let mut restored = started.map_err(|e| self.failure(&e, &ram.source, under_kvm))?;
         ram.bar.finish_and_clear();
-        place.tell(id, restored.pid());
+        place.tell(id, VmmProcess { vmm: VmmKind::Qemu, pid: restored.pid() });
         self.say(|| {
             let state = restored.vm().qmp().status();
             let state = state.as_ref().map_or("running", keyframe_qemu::RunStatus::name);
@@ -351,11 +353,10 @@ impl Place {
         Self { directory, store: store.path().to_owned() }
     }
 
-    /// The VM runs as this QEMU.
-    fn tell(&self, id: CheckpointId, qemu_pid: u32) {
+    /// The VM runs in `process`.
+    fn tell(&self, id: CheckpointId, process: VmmProcess) {
         let Some(directory) = &self.directory else { return };
-        let _ =
-            directory.tell(RunKind::Restored, &self.store, id, qemu_pid).inspect_err(Self::warn);
+        let _ = directory.tell(RunKind::Restored, &self.store, id, process).inspect_err(Self::warn);
     }
 
     fn warn(error: &RunDirError) {

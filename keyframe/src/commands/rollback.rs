@@ -1,15 +1,21 @@
-//! `keyframe rollback`: a running VM back to a checkpoint, in place.
+//! `keyframe rollback`: a running VM back to a checkpoint.
 
 use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
-use keyframe_session::control::{EngineRequest, EngineResponse, client};
+use keyframe_session::control::{EngineRequest, EngineResponse, RolledBack, client};
 use keyframe_session::run_dir;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The longest time of a rollback. The engine reports a failure sooner.
 const PATIENCE: Duration = Duration::from_hours(1);
 
-/// Put a running VM back to a checkpoint, in place
+/// The longest time until checkpoints go on with the process that has taken a VM's place.
+const SESSION_WAIT: Duration = Duration::from_secs(15);
+/// The time between two questions whether they do, and the longest one for an answer.
+const ASK_EVERY: Duration = Duration::from_millis(20);
+const ANSWER_WAIT: Duration = Duration::from_secs(2);
+
+/// Put a running VM back to a checkpoint
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "The command puts RAM, processors, devices and disks of a VM under `keyframe run` or `attach` back to the checkpoint, in the
@@ -20,6 +26,11 @@ checkpoint.
 
 --fast takes neither checkpoint: the present state is given up, and the VM stands for a shorter time. It is meant for tests and
 fuzzers, which go back to one checkpoint many times. If a fast rollback fails half way, the VM stays paused.
+
+Firecracker cannot go back in the same process. Another Firecracker takes its place, with the same API socket, standard streams,
+network namespace, control group, taps and paths of drives. Its process id is new, and an open connection to the API ends. What
+was set through the API for logs and metrics is gone. If the other Firecracker does not start, the VM is started again as it was.
+With --fast that is not possible. The message then names the checkpoint to restore.
 
 The VM's peers are not rolled back: a program that talked to the VM since the checkpoint finds it in the past.
 
@@ -43,7 +54,7 @@ pub struct Rollback {
 }
 
 impl Rollback {
-    /// Asks the engine for it.
+    /// Asks the engine for it, and waits until checkpoints go on.
     pub fn run(&self) -> Outcome {
         let engine = run_dir::find(self.name.as_deref())?;
         let request =
@@ -52,6 +63,7 @@ impl Rollback {
             EngineResponse::RolledBack(done) => done,
             other => return Err(Failure::new(format!("unexpected answer: {other:?}"))),
         };
+        let goes_on = done.successor_pid.is_none_or(|pid| goes_on(&done.vm, pid));
         if self.json {
             output::json(&done)?;
         } else {
@@ -59,10 +71,41 @@ impl Rollback {
             let paused = if done.runs { "" } else { " (paused)" };
             let stood = output::duration(done.stood_ns);
             let kept = done.before.map_or("not kept".into(), |id| format!("checkpoint {id}"));
+            let how = match done.successor_pid {
+                None => format!("{pages} pages written back"),
+                Some(pid) => format!("process {pid} has taken its place"),
+            };
             output::print_line(&format!(
-                "VM {vm} is back at checkpoint {checkpoint}{paused}: {pages} pages written back, it stood for {stood}; what it was is {kept}"
+                "VM {vm} is back at checkpoint {checkpoint}{paused}: {how}, it stood for {stood}; what it was is {kept}"
             ))?;
         }
-        Ok(if done.now.is_some() || self.fast { DONE } else { WARNED })
+        if !goes_on {
+            let vm = &done.vm;
+            eprintln!(
+                "keyframe: warning: no checkpoints are taken of VM {vm} after its rollback; the command that took them says why"
+            );
+        }
+        Ok(if goes_on && has_what_it_should(&done, self.fast) { DONE } else { WARNED })
     }
+}
+
+/// Whether checkpoints are there as the user asked for. The session of a successor takes the one after
+/// the rollback when it is due.
+fn has_what_it_should(done: &RolledBack, fast: bool) -> bool {
+    fast || done.now.is_some() || done.successor_pid.is_some()
+}
+
+/// Waits until the engine of VM `name` takes checkpoints of process `pid`. Returns false if it does not.
+fn goes_on(name: &str, pid: u32) -> bool {
+    let until = Instant::now() + SESSION_WAIT;
+    while Instant::now() < until {
+        let status = run_dir::find(Some(name))
+            .map_err(Failure::from)
+            .and_then(|engine| Ok(client::ask(&engine, &EngineRequest::Status, ANSWER_WAIT)?));
+        if matches!(status, Ok(EngineResponse::Status(status)) if status.qemu_pid == pid) {
+            return true;
+        }
+        std::thread::sleep(ASK_EVERY);
+    }
+    false
 }

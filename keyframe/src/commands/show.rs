@@ -14,12 +14,12 @@ use keyframe_units::{BlockKind, RamBlock, RamLayout};
   keyframe show --store S latest
   keyframe show --store S 12 --json
 
-The pause runs from before QEMU is asked to stop until it has confirmed that the VM runs. Its phases:
-  stop          until QEMU confirmed the stop
+The pause runs from before the VMM (QEMU or Firecracker) is asked to stop until it has confirmed that the VM runs. Its phases:
+  stop          until the VMM confirmed the stop
   device_state  saving the state of all devices
   scan          looking for the last dirty pages
   copy          copying them
-  resume        until QEMU confirmed that the VM runs")]
+  resume        until the VMM confirmed that the VM runs")]
 pub struct Show {
     #[command(flatten)]
     store: StoreArg,
@@ -123,6 +123,14 @@ fn of_disk(disk: &DiskEntry) -> Vec<String> {
             disk.name, disk.base
         )];
     }
+    if disk.is_clone {
+        let mut lines = vec![
+            format!("disk       {}, {size}: as it was, in a clone of its image:", disk.name),
+            format!("           {}", disk.base),
+        ];
+        lines.extend(unreadable(disk));
+        return lines;
+    }
     let mut lines = vec![
         format!(
             "disk       {}, {size}: {} written in {} blocks: {} zero, {} deduplicated, {} unchanged, {} stored in {}; over {}",
@@ -143,10 +151,12 @@ fn of_disk(disk: &DiskEntry) -> Vec<String> {
             b(disk.dedup.not_deduplicated.bytes)
         ),
     ];
-    if let Some(why) = &disk.unreadable {
-        lines.push(format!("           it cannot be read now: {why}"));
-    }
+    lines.extend(unreadable(disk));
     lines
+}
+
+fn unreadable(disk: &DiskEntry) -> Option<String> {
+    disk.unreadable.as_ref().map(|why| format!("           it cannot be read now: {why}"))
 }
 
 fn of_ram(ram_bytes: u64, layout: &RamLayout) -> [String; 2] {

@@ -2,6 +2,7 @@
 
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
+use keyframe_machine::VmmKind;
 use keyframe_session::control::{
     EngineRequest, EngineResponse, EngineStatus as Shown, ReplicationRole, ReplicationStatus,
     client,
@@ -17,7 +18,7 @@ use std::time::Duration;
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "The list also has VMs that were restored or branched. No engine takes checkpoints of them. In JSON they follow the others, as
-{vm, kind, store, checkpoint, qemu_pid, keyframe_pid} with the kind clone or restored. The others have no kind.
+{vm, kind, store, checkpoint, qemu_pid, keyframe_pid} with the kind clone or restored; vmm is there if it is not QEMU. The others have no kind.
 FAILING says that the newest checkpoint is not sealed, and why; in JSON the field failing is there.
 
 Examples:
@@ -43,8 +44,7 @@ enum Entry<'a> {
 }
 
 /// The text if there is nothing to show.
-pub const NOTHING_RUNS: &str =
-    "nothing runs; start with: keyframe run --store STORE -- qemu-system-x86_64 ...";
+pub const NOTHING_RUNS: &str = "nothing runs; start with: keyframe run --store STORE -- qemu-system-x86_64 ... (or firecracker ...)";
 
 impl Status {
     /// Asks each engine and prints the answers.
@@ -86,10 +86,11 @@ impl Status {
         for (place, about) in &others {
             output::print_line(&without_engine(about, place))?;
         }
-        for Orphan { vm, qemu_pid, qmp, .. } in &orphans {
+        for Orphan { vm, vmm, qemu_pid, qmp, .. } in &orphans {
+            let option = if *vmm == VmmKind::Qemu { "--qmp" } else { "--api" };
             output::print_line(&format!(
-                "{vm}: runs on without an engine (QEMU {qemu_pid}): that has died, or was told to leave it; no checkpoints are taken\n  \
-                 end it: keyframe stop --name {vm}; take it up again: keyframe attach --store STORE --qmp {} {qemu_pid}",
+                "{vm}: runs on without an engine ({vmm} {qemu_pid}): that has died, or was told to leave it; no checkpoints are taken\n  \
+                 end it: keyframe stop --name {vm}; take it up again: keyframe attach --store STORE {option} {} {qemu_pid}",
                 qmp.display()
             ))?;
         }
@@ -102,15 +103,15 @@ impl Status {
 
 /// The line of a VM without an engine.
 fn without_engine(about: &About, place: &Path) -> String {
-    let About { vm, checkpoint, store, qemu_pid, .. } = about;
+    let About { vm, checkpoint, store, vmm, qemu_pid, .. } = about;
     match about.kind {
         RunKind::Clone => format!(
-            "{vm}: a clone of checkpoint {checkpoint} of {store} (QEMU {qemu_pid}), without checkpoints; sockets and console in {}",
+            "{vm}: a clone of checkpoint {checkpoint} of {store} ({vmm} {qemu_pid}), without checkpoints; sockets and console in {}",
             place.display()
         ),
         RunKind::Restored => {
             format!(
-                "{vm}: restored from checkpoint {checkpoint} of {store} (QEMU {qemu_pid}), without checkpoints"
+                "{vm}: restored from checkpoint {checkpoint} of {store} ({vmm} {qemu_pid}), without checkpoints"
             )
         }
     }

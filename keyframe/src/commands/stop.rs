@@ -2,6 +2,7 @@
 
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
+use keyframe_machine::VmmKind;
 use keyframe_qemu::Qmp;
 use keyframe_session::control::{EngineRequest, OnExit, client};
 use keyframe_session::run_dir;
@@ -77,9 +78,7 @@ impl Stop {
             &EngineRequest::Stop { on_exit: self.on_exit },
             Duration::from_secs(600),
         )?;
-        output::print_line("stopping")?;
-        self.wait(|| run_dir::lives(&engine));
-        Ok(DONE)
+        self.wait(|| run_dir::lives(&engine))
     }
 
     /// Ends a VM without an engine: a clone by its monitor, because its command may run other
@@ -93,35 +92,46 @@ impl Stop {
             .fix("leave --on-exit out"));
         }
         match about.kind {
-            RunKind::Clone => {
-                let monitor = place.join("qmp.sock");
-                let quit = Qmp::connect_running(&monitor, ANSWER)
-                    .and_then(|mut qmp| qmp.execute("quit", None));
-                quit.map_err(|e| Failure::qemu(&e))?;
-            }
+            RunKind::Clone => end_clone(place, about)?,
             RunKind::Restored => run_dir::end_with(place, about)?,
         }
-        output::print_line("stopping")?;
-        self.wait(|| place.join(run_dir::ABOUT).exists() && run_dir::lives(place));
-        Ok(DONE)
+        self.wait(|| place.join(run_dir::ABOUT).exists() && run_dir::lives(place))
     }
 
     /// A VM whose engine has died, or has left it.
     fn end_orphan(&self, orphan: &Orphan) -> Outcome {
-        let quit = Qmp::connect_running(&orphan.qmp, ANSWER).and_then(|mut qmp| qmp.quit());
-        quit.map_err(|e| Failure::qemu(&e))?;
-        output::print_line("stopping")?;
-        self.wait(|| UnixStream::connect(&orphan.qmp).is_ok());
-        Ok(DONE)
+        if orphan.vmm == VmmKind::Qemu {
+            let quit = Qmp::connect_running(&orphan.qmp, ANSWER).and_then(|mut qmp| qmp.quit());
+            quit.map_err(|e| Failure::qemu(&e))?;
+        } else {
+            run_dir::end_vmm(&orphan.qmp, &orphan.vm, orphan.qemu_pid)?;
+        }
+        self.wait(|| UnixStream::connect(&orphan.qmp).is_ok())
     }
 
-    /// Waits until the engine has ended: all checkpoints in progress are sealed then, and the name
-    /// is free.
-    fn wait(&self, lives: impl Fn() -> bool) {
-        while !self.no_wait && lives() {
+    /// Waits until the engine has ended, and says so: all checkpoints in progress are sealed then, and
+    /// the name is free.
+    fn wait(&self, lives: impl Fn() -> bool) -> Outcome {
+        if self.no_wait {
+            output::print_line("stopping")?;
+            return Ok(DONE);
+        }
+        while lives() {
             std::thread::sleep(LOOK_EVERY);
         }
+        output::print_line("stopped")?;
+        Ok(DONE)
     }
+}
+
+/// Ends a clone by the socket in `place`, its directory.
+fn end_clone(place: &Path, about: &About) -> Result<(), Failure> {
+    if about.vmm == VmmKind::Qemu {
+        let quit = Qmp::connect_running(&place.join("qmp.sock"), ANSWER)
+            .and_then(|mut qmp| qmp.execute("quit", None));
+        return quit.map(drop).map_err(|e| Failure::qemu(&e));
+    }
+    Ok(run_dir::end_vmm(&place.join("api.sock"), &about.vm, about.qemu_pid)?)
 }
 
 /// Makes the failure of a command without a name while several VMs run.

@@ -21,11 +21,14 @@ Examples:
 pub struct Tag {
     #[command(flatten)]
     store: StoreArg,
-    /// The checkpoint and its new name
-    #[arg(value_name = "CHECKPOINT NAME", num_args = 2, required_unless_present = "remove")]
-    names: Vec<String>,
+    /// The checkpoint: a number, another tag, or `latest`
+    #[arg(required_unless_present = "remove")]
+    checkpoint: Option<String>,
+    /// Its new name
+    #[arg(required_unless_present = "remove")]
+    name: Option<String>,
     /// The name to take away; its checkpoint stays
-    #[arg(long, value_name = "NAME", conflicts_with = "names")]
+    #[arg(long, value_name = "NAME", conflicts_with_all = ["checkpoint", "name"])]
     remove: Option<String>,
     /// Print JSON
     #[arg(long)]
@@ -49,14 +52,14 @@ impl Tag {
     pub fn run(&self) -> Outcome {
         let store = self.store.open()?;
         let failure = |e| self.store.failure(&e);
-        let (tag, checkpoint, before) = match (&self.remove, self.names.as_slice()) {
-            (Some(tag), _) => (tag, None, store.remove_tag(tag).map_err(failure)?),
-            (None, [checkpoint, tag]) => {
+        let (tag, checkpoint, before) = match (&self.remove, &self.checkpoint, &self.name) {
+            (Some(tag), ..) => (tag, None, store.remove_tag(tag).map_err(failure)?),
+            (None, Some(checkpoint), Some(tag)) => {
                 let id = store.resolve(checkpoint).map_err(failure)?;
                 (tag, Some(id), store.set_tag(tag, id).map_err(failure)?)
             }
             // The parser lets nothing else pass.
-            (None, _) => return Ok(DONE),
+            (None, ..) => return Ok(DONE),
         };
         if self.json {
             let (checkpoint, before) = (checkpoint.map(|id| id.0), before.map(|id| id.0));

@@ -31,11 +31,15 @@ Exit codes: 0 all intervals are exact, 1 an interval is not.
 
 Examples:
   keyframe verify R
+  keyframe verify R --interval 7
   keyframe verify R --jobs 4 --json"
 )]
 pub struct Verify {
     #[command(flatten)]
     recorded: RecordedArgs,
+    /// Only this interval (may be given several times)
+    #[arg(long, value_name = "N")]
+    interval: Vec<u32>,
     /// How long a replay may stand at one instruction before it counts as having come off its log
     #[arg(long, value_name = "TIME", default_value = "30s", value_parser = super::checkpoints::parse_duration)]
     patience: Duration,
@@ -60,10 +64,10 @@ struct Report {
 }
 
 impl Verify {
-    /// Replays them all.
+    /// Replays them all, or those that were named.
     pub fn run(&self) -> Outcome {
         let source = self.recorded.open()?;
-        let intervals = source.intervals()?;
+        let intervals = self.chosen(source.intervals()?)?;
         let interrupted = jobs::interruption()?;
         let bar = self.bar(&intervals);
         let limits =
@@ -79,6 +83,22 @@ impl Verify {
         }
         checked.sort_by_key(|one: &IntervalCheck| one.index);
         self.tell(&source, checked)
+    }
+
+    fn chosen(&self, mut intervals: Vec<Interval>) -> Result<Vec<Interval>, Failure> {
+        let place = self.recorded.recording.display();
+        for number in &self.interval {
+            if intervals.iter().all(|interval| interval.index != *number) {
+                let (first, last) = (intervals.first(), intervals.last());
+                let (first, last) = (first.map_or(0, |i| i.index), last.map_or(0, |i| i.index));
+                return Err(Failure::new(format!("{place}: it has no interval {number}"))
+                    .fix(format!("name one of {first} to {last}")));
+            }
+        }
+        if !self.interval.is_empty() {
+            intervals.retain(|interval| self.interval.contains(&interval.index));
+        }
+        Ok(intervals)
     }
 
     fn bar(&self, intervals: &[Interval]) -> ProgressBar {
@@ -105,11 +125,16 @@ impl Verify {
             if wrong == 0 && !self.quiet {
                 let compared =
                     report.intervals.iter().filter(|one| one.compared_with.is_some()).count();
+                let replayed = report.intervals.iter().map(|one| one.end - one.begin).sum();
+                let count = report.intervals.len();
+                let (which, instructions) = match self.interval.len() {
+                    0 => (format!("all {count} intervals replay"), report.instructions),
+                    1 => ("the interval replays".to_owned(), replayed),
+                    _ => (format!("the {count} intervals replay"), replayed),
+                };
                 output::print_line(&format!(
-                    "all {} intervals replay exactly: {} instructions; at {compared} checkpoints 0 pages of RAM, 0 blocks of \
+                    "{which} exactly: {instructions} instructions; at {compared} checkpoints 0 pages of RAM, 0 blocks of \
                      disks, 0 processors and 0 devices differ",
-                    report.intervals.len(),
-                    report.instructions
                 ))?;
                 let place = self.recorded.recording.display();
                 eprintln!(

@@ -32,6 +32,12 @@ pub fn require(kind: VmmKind, ability: Ability) -> Result<(), Failure> {
     missing.map_or(Ok(()), |missing| Err(missing.into()))
 }
 
+/// Refuses the command line `words` if its program is of a VMM that lacks `ability`.
+pub fn require_of(words: &[OsString], ability: Ability) -> Result<(), Failure> {
+    let kind = words.first().map_or(VmmKind::Qemu, |program| of_program(program));
+    require(kind, ability)
+}
+
 /// Runs Firecracker by the command line `words` and takes checkpoints of its VM into `store`.
 pub fn run_firecracker(
     store: &Store,

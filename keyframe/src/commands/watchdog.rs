@@ -15,6 +15,12 @@ pub struct Watchdog {
 }
 
 impl Watchdog {
+    /// Returns true if the VM is one of Firecracker.
+    pub fn is_of_firecracker(&self) -> bool {
+        let word = keyframe_firecracker::watchdog::WORD;
+        self.watched.first().is_some_and(|first| first == word)
+    }
+
     /// Watches until the engine ends.
     pub fn run(&self) -> Outcome {
         helper_process::watch(&self.watched)?;

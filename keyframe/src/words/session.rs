@@ -37,7 +37,7 @@ fn rehearsal(event: &Event) -> Option<(Importance, String)> {
     })
 }
 
-const NEW_RUN: &str = "RAM or a disk was plugged in or out, or a disk resized: a new run begins";
+const NEW_RUN: &str = "RAM was plugged in or out, or a disk was plugged, resized or given another file: a new run begins";
 const PLACE_REGAINED: &str = "the checkpoint server had given this run's place away: a new run begins, with a complete checkpoint";
 
 /// The line for `event`, and its importance. `None` if the event has no line.
@@ -410,6 +410,9 @@ fn step_name(step: Step) -> &'static str {
         Step::CloseExports => "remove the exports by which a disk was read",
         Step::CountInstructions => "count the guest's instructions",
         Step::VolunteerAsVictim => "have the kernel end keyframe first if memory runs out",
+        Step::WithdrawAsVictim => {
+            "have the kernel treat keyframe as any process if memory runs out"
+        }
         Step::SaveSseFlags => {
             "add the SSE exception flags of the guest's processors to checkpoints"
         }

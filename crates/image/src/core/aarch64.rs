@@ -1,7 +1,7 @@
 //! The note of an aarch64 processor.
 
 use super::prstatus;
-use keyframe_qemu_stream::Aarch64Registers;
+use keyframe_machine::Aarch64Registers;
 
 /// Linux' `elf_prstatus` of processor `index` with the general registers.
 pub(super) fn status(index: u32, cpu: &Aarch64Registers) -> Vec<u8> {

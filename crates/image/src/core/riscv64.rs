@@ -1,7 +1,7 @@
 //! The note of a riscv64 processor.
 
 use super::prstatus;
-use keyframe_qemu_stream::Riscv64Registers;
+use keyframe_machine::Riscv64Registers;
 
 /// Linux' `elf_prstatus` of processor `index` with the general registers: pc in the place of x0.
 pub(super) fn status(index: u32, cpu: &Riscv64Registers) -> Vec<u8> {

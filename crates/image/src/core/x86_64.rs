@@ -1,7 +1,7 @@
 //! The notes of an x86-64 processor.
 
 use super::prstatus;
-use keyframe_qemu_stream::{SegmentRegister, X86Registers};
+use keyframe_machine::{SegmentRegister, X86Registers};
 
 /// The size and version of QEMU's own note.
 const QEMU_BYTES: u32 = 440;

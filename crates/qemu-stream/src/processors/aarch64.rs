@@ -9,6 +9,7 @@
 use crate::Result;
 use crate::section_bodies::Start;
 use crate::sections::Section;
+use keyframe_machine::Aarch64Registers;
 
 const VERSIONS: std::ops::RangeInclusive<u32> = 22..=22;
 const GENERAL: usize = 64;
@@ -16,19 +17,6 @@ const SP: usize = GENERAL + 31 * 8;
 const PC: usize = 320;
 const PSTATE: usize = 328;
 const BYTES: usize = 332;
-
-/// The registers of an aarch64 processor that a core file holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Aarch64Registers {
-    /// The general registers x0 to x30.
-    pub general: [u64; 31],
-    /// The stack pointer.
-    pub sp: u64,
-    /// The program counter.
-    pub pc: u64,
-    /// The state of the processor: flags, exception level, masked interrupts.
-    pub pstate: u64,
-}
 
 /// Reads the section `cpu` of `state`. Error: it has another layout.
 pub(super) fn read(state: &[u8], section: &Section) -> Result<Aarch64Registers> {

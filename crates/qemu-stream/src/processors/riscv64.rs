@@ -7,20 +7,12 @@
 use crate::Result;
 use crate::section_bodies::Start;
 use crate::sections::Section;
+use keyframe_machine::Riscv64Registers;
 
 /// Those of QEMU 7.2 to 11: the start is the same in all.
 const VERSIONS: std::ops::RangeInclusive<u32> = 5..=12;
 const PC: usize = 640;
 const BYTES: usize = 648;
-
-/// The registers of a riscv64 processor that a core file holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Riscv64Registers {
-    /// The general registers x0, which is 0, to x31.
-    pub general: [u64; 32],
-    /// The program counter.
-    pub pc: u64,
-}
 
 /// Reads the section `cpu` of `state`. Error: it has another layout.
 pub(super) fn read(state: &[u8], section: &Section) -> Result<Riscv64Registers> {

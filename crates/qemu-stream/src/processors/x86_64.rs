@@ -13,49 +13,12 @@
 use crate::Result;
 use crate::section_bodies::{Body, CPU, cpu};
 use crate::sections::Section;
+use keyframe_machine::{SegmentRegister, X86Registers};
 
 const SEGMENTS: usize = 236;
 const SEGMENT_BYTES: usize = 20;
 const CR0: usize = 456;
 const KERNEL_GS_BASE: usize = 856;
-
-/// A segment register.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SegmentRegister {
-    /// The selector.
-    pub selector: u32,
-    /// The address of the segment's first byte.
-    pub base: u64,
-    /// Offset of the segment's last byte.
-    pub limit: u32,
-    /// Upper 32 bits of the descriptor.
-    pub flags: u32,
-}
-
-/// The registers of an x86-64 processor that a core file holds.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct X86Registers {
-    /// The general registers: rax, rcx, rdx, rbx, rsp, rbp, rsi, rdi, r8 to r15.
-    pub general: [u64; 16],
-    /// The instruction pointer.
-    pub rip: u64,
-    /// The flags.
-    pub rflags: u64,
-    /// The segment registers: es, cs, ss, ds, fs, gs.
-    pub segments: [SegmentRegister; 6],
-    /// The local descriptor table.
-    pub ldt: SegmentRegister,
-    /// The task register.
-    pub tr: SegmentRegister,
-    /// The global descriptor table register; it has no selector.
-    pub gdt: SegmentRegister,
-    /// The interrupt descriptor table register; it has no selector.
-    pub idt: SegmentRegister,
-    /// The control registers cr0 to cr4. cr1 does not exist, and its entry is 0.
-    pub control: [u64; 5],
-    /// The GS base that `swapgs` exchanges.
-    pub kernel_gs_base: u64,
-}
 
 /// Reads the section `cpu` of `state`. Error: it has another layout.
 pub(super) fn read(state: &[u8], section: &Section) -> Result<X86Registers> {

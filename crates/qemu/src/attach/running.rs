@@ -24,6 +24,9 @@ impl Running {
     pub fn read(pid: u32) -> Result<Self> {
         let fail = |problem: String, fix: &str| Error::Attach { pid, problem, fix: fix.into() };
         let binary = binary(pid).map_err(|e| match e.kind() {
+            std::io::ErrorKind::PermissionDenied if rustix::process::geteuid().is_root() => {
+                fail("the kernel does not let root look at it".into(), crate::lifetime::FIND)
+            }
             std::io::ErrorKind::PermissionDenied => {
                 fail("it belongs to another user".into(), "run keyframe as that user, or as root")
             }

@@ -24,7 +24,7 @@
 use crate::rollback::rescue::ToldRollback;
 use crate::{EndHold, Error, Qmp, Result, RunStatus, fleece, spawn, statefile};
 use keyframe_pause_watchdog::{
-    CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY, RESCUE_MAX, Rescuer, RollbackEnd,
+    CONNECT_TIMEOUT, LAST_STOP, LOOK_EVERY, RESCUE_MAX, Rescuer, RollbackEnd, empty_pipe,
 };
 use keyframe_vmm::{Resumer, RollbackPlan, RollbackRescuer, RollbackStep};
 use rustix::event::{PollFd, PollFlags};
@@ -242,17 +242,7 @@ impl Rescuer for QemuRescuer<'_> {
 
     /// Empties the pipe for which QEMU waits; true if something was in it.
     fn end_saved_pause(&mut self) -> Result<bool> {
-        let Some(pipe) = &self.pipe else { return Ok(false) };
-        let mut chunk = [0; 16 << 10];
-        let mut was_filled = false;
-        loop {
-            match rustix::io::read(pipe, &mut chunk[..]) {
-                Ok(0) | Err(rustix::io::Errno::AGAIN) => return Ok(was_filled),
-                Ok(_) => was_filled = true,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(e) => return Err(Error::io("empty the pipe for device state")(e)),
-            }
-        }
+        Ok(self.pipe.as_ref().map_or(Ok(false), empty_pipe)?)
     }
 
     /// Without a reader QEMU cannot write, and ends its command.
@@ -264,8 +254,9 @@ impl Rescuer for QemuRescuer<'_> {
         self.reach.take_over()
     }
 
-    fn plan_rollback(&mut self, plan: Option<RollbackPlan>) {
+    fn plan_rollback(&mut self, plan: Option<RollbackPlan>) -> Result<()> {
         self.rollback = plan.map(ToldRollback::new);
+        Ok(())
     }
 
     fn note_step(&mut self, step: RollbackStep) {

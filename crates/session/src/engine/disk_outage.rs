@@ -7,7 +7,8 @@
 //!
 //! QEMU holds the requests for as long as it takes. A guest that ran meanwhile would give them up
 //! after some seconds, and see errors. While QEMU waits for its disks it answers no monitor; the
-//! processors stand still nevertheless.
+//! processors stand still nevertheless. If the server ends while the engine pauses the VM, QEMU waits
+//! within that pause, and ends it by itself once the disks are served.
 //!
 //! The writes to served disks go to the store. If its file system is full, QEMU stops the VM
 //! (`io-error`) and keeps the write. The engine resumes the VM when there is space again. If a disk
@@ -31,7 +32,9 @@ impl Engine<'_> {
     pub(super) fn look_at_disks(&mut self) {
         let outage = self.machines.disks.as_ref().and_then(|disks| disks.outage());
         match outage {
-            Some(why) if !self.waits_for_disks && self.machines.run() => {
+            Some(why)
+                if !self.waits_for_disks && (self.machines.run() || self.machines.stand_mute()) =>
+            {
                 self.waits_for_disks = true;
                 let text = format!("{why}; the VM is paused until its disks are served again");
                 // First: QEMU may answer late.

@@ -2,7 +2,7 @@
 
 use super::{
     BrokenRun, End, Engine, EngineMessage, EngineRequest, EngineResponse, Event, OnExit, RunEnd,
-    RunReport, StoreSink,
+    RunReport, StoreSink, Successor,
 };
 use crate::error::{Error, Result};
 use crate::event::EventSink;
@@ -34,8 +34,10 @@ impl Engine<'_> {
         Ok(sink)
     }
 
-    /// Answers the requests that came too late.
-    fn turn_away(&mut self) {
+    /// Answers the requests that came too late. Returns what the last of them that asked for the end
+    /// wants.
+    fn turn_away(&mut self) -> Option<OnExit> {
+        let mut stop = None;
         while let Ok(message) = self.inbox.try_recv() {
             if let EngineMessage::Request(pending) = message {
                 self.postponed.push_back(pending);
@@ -43,12 +45,16 @@ impl Engine<'_> {
         }
         for pending in self.postponed.drain(..) {
             let answer = match pending.request {
-                EngineRequest::Stop { .. } => EngineResponse::Stopping,
+                EngineRequest::Stop { on_exit } => {
+                    stop = Some(on_exit.unwrap_or(self.options.on_exit));
+                    EngineResponse::Stopping
+                }
                 _ => EngineResponse::Failed(RUN_ENDS.into()),
             };
             // The client may have gone.
             let _ = pending.answer.send(answer);
         }
+        stop
     }
 
     /// Releases all parts of the run, whatever fails, and returns all errors. VMs of a run that
@@ -64,9 +70,9 @@ impl Engine<'_> {
             }
         };
         teardown.step(self.seal_remaining());
-        self.turn_away();
+        let stop = self.turn_away();
         let guest_end = self.machines.guest_end();
-        if !matches!(end, End::Vm(_)) {
+        if !matches!(end, End::Vm(_) | End::Succeeded(_)) {
             teardown.step(self.machines.release_ends());
         }
         self.recorder = None;
@@ -88,7 +94,16 @@ impl Engine<'_> {
         {
             events.event(&Event::CountNotReached { count, sealed: self.sealed });
         }
+        let mut successor = None;
         let end = match end {
+            End::Succeeded(vm) => {
+                successor = Some(Successor { vm, stop });
+                for (_, mut former) in vms {
+                    // The kernel keeps an ended child until its parent asks for its exit status.
+                    let _ = former.exit();
+                }
+                RunEnd::Succeeded
+            }
             End::Vm(exit) => {
                 if !exit.success() {
                     events.event(&Event::QemuFailed { vmm, exit });
@@ -106,16 +121,27 @@ impl Engine<'_> {
                 RunEnd::Kept
             }
         };
-        let keeps = matches!(end, RunEnd::Detached | RunEnd::Kept);
+        let keeps = matches!(end, RunEnd::Detached | RunEnd::Kept | RunEnd::Succeeded);
         if let Some(Some(directory)) = teardown.step(peripherals.release(keeps)) {
             events.event(&Event::WritesKept { directory });
         }
         teardown.finish()?;
         let (sealed, failed) = (self.sealed, self.failed);
         let has_qemu_failed = matches!(end, RunEnd::VmEnded(exit) if !exit.success());
-        events.event(&Event::Finished { sealed, failed, guest_end, has_qemu_failed });
+        if successor.is_none() {
+            events.event(&Event::Finished { sealed, failed, guest_end, has_qemu_failed });
+        }
         let (audited_wrong, given_up, failing) = (self.audited_wrong, self.given_up, self.failing);
-        Ok(RunReport { end, guest_end, sealed, failed, audited_wrong, given_up, failing })
+        Ok(RunReport {
+            end,
+            guest_end,
+            sealed,
+            failed,
+            audited_wrong,
+            given_up,
+            failing,
+            successor,
+        })
     }
 }
 

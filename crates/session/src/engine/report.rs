@@ -1,11 +1,12 @@
 //! How a run ended.
 
-use crate::control::FailingCause;
-use keyframe_vmm::GuestEnd;
+use crate::control::{FailingCause, OnExit};
+use keyframe_vmm::{GuestEnd, Vmm};
+use std::fmt;
 use std::process::ExitStatus;
 
 /// The result of a run.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct RunReport {
     /// How the VMs of the run ended.
     pub end: RunEnd,
@@ -21,6 +22,21 @@ pub struct RunReport {
     pub given_up: bool,
     /// The reason why the newest checkpoint is not sealed; `None` if it is.
     pub failing: Option<FailingCause>,
+    /// The VM that has taken the place of the run's VM; present at [`RunEnd::Succeeded`].
+    pub successor: Option<Successor>,
+}
+
+/// A VM that has taken the place of another one. Dropping it leaves the guest running.
+pub struct Successor {
+    pub(crate) vm: Box<dyn Vmm>,
+    /// What is to happen to it, if the end of the run was asked for during the rollback.
+    pub(crate) stop: Option<OnExit>,
+}
+
+impl fmt::Debug for Successor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Successor").field(&self.vm.pid()).finish()
+    }
 }
 
 /// How the VMs of a run ended.
@@ -34,6 +50,8 @@ pub enum RunEnd {
     Killed,
     /// The run launched them, and they run on without it.
     Kept,
+    /// Another VM has taken the place of the run's VM, which went back to a checkpoint.
+    Succeeded,
 }
 
 /// The verdict on a run.

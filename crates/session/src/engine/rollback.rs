@@ -1,4 +1,5 @@
-//! `keyframe rollback`: puts the running VM back to a checkpoint, in the same VMM process.
+//! `keyframe rollback`: puts the running VM back to a checkpoint, in the same VMM process. A VMM that
+//! cannot do so has a successor ([`super::succession`]).
 //!
 //! ```text
 //!   runs ─▶ stands ─▶ checkpoint "before" ─▶ disks, RAM, devices of the target ─▶ RAM compared ─▶ checkpoint "after" ─▶ runs
@@ -46,8 +47,9 @@ mod plan;
 mod ram;
 
 use super::super::session_vm::SessionVm;
+use super::succession::Succeeded;
 use super::{
-    CheckpointReason, Duration, Engine, EngineMessage, EngineResponse, Error, Event, Instant,
+    CheckpointReason, Duration, End, Engine, EngineMessage, EngineResponse, Error, Event, Instant,
     LOOK_EVERY, NotCaptured, Result, Taker, channel, with_fix,
 };
 use crate::control::{RollbackPhases, RolledBack, VmState};
@@ -59,7 +61,7 @@ use keyframe_store::{CheckpointId, LoadedCheckpoint};
 use keyframe_units::{PageIndex, PageSet, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
 use keyframe_vm_disks::staged::DiskSet;
-use keyframe_vmm::RunState;
+use keyframe_vmm::{Ability, RunState, Succession, VmmKind};
 use plan::{Goal, VmBefore};
 use std::sync::mpsc::{Receiver, TryRecvError};
 
@@ -101,24 +103,37 @@ enum FailedRollback {
 
 impl Engine<'_> {
     /// Puts the VM back to the checkpoint that `name` names. If `fast` is true, no checkpoint of the
-    /// present state is kept.
-    pub(super) fn answer_rollback(&mut self, name: &str, fast: bool) -> EngineResponse {
-        match self.roll_back(name, fast) {
+    /// present state is kept. Returns the answer, and the end of the session if a successor has taken
+    /// the VM's place.
+    pub(super) fn answer_rollback(
+        &mut self,
+        name: &str,
+        fast: bool,
+    ) -> (EngineResponse, Option<End>) {
+        let Succeeded { told, vm } = match self.succession() {
+            Ok(None) => Succeeded { told: self.roll_back(name, fast), vm: None },
+            Ok(Some(succession)) => self.succeed(succession, name, fast),
+            Err(error) => error.into(),
+        };
+        let response = match told {
             Ok(done) => EngineResponse::RolledBack(done),
             Err(error) => EngineResponse::Failed(with_fix(&error.into())),
+        };
+        (response, vm.map(End::Succeeded))
+    }
+
+    /// Returns the VM's place, if a rollback is by a successor.
+    pub(super) fn succession(&mut self) -> Result<Option<Box<dyn Succession>>, RollbackError> {
+        if self.machines.is_group() {
+            return Err(RollbackError::Group);
         }
+        Ok(self.vm()?.vm_mut().succession().map_err(Error::from)?)
     }
 
     fn roll_back(&mut self, name: &str, fast: bool) -> Result<RolledBack, RollbackError> {
         let target = self.rollback_target(name)?;
-        if let Some(recorder) = &self.recorder {
-            recorder.hold(target.id);
-            // Not in the moment before.
-            self.store.sealed(target.id).map_err(|e| Error::store(self.store.path(), e))?;
-        }
-        // The VM is not to be paused while earlier checkpoints are stored.
-        let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
-        self.handle_reports_until(idle)?;
+        self.hold_target(target.id)?;
+        self.await_idle()?;
         let way = self.way_back(&target, fast)?;
         if let Some(disks) = &mut self.machines.disks {
             disks.stage(self.store, target.id, &target.meta)?;
@@ -134,6 +149,23 @@ impl Engine<'_> {
         }
         self.tell_no_plan();
         done
+    }
+
+    /// Has the flight recorder keep checkpoint `target` during the rollback. Error: it is forgotten
+    /// already.
+    pub(super) fn hold_target(&self, target: CheckpointId) -> Result<(), RollbackError> {
+        if let Some(recorder) = &self.recorder {
+            recorder.hold(target);
+            // Not in the moment before.
+            self.store.sealed(target).map_err(|e| Error::store(self.store.path(), e))?;
+        }
+        Ok(())
+    }
+
+    /// Waits until earlier checkpoints are stored: the VM is not to be paused meanwhile.
+    pub(super) fn await_idle(&mut self) -> Result<(), RollbackError> {
+        let idle = |engine: &mut Self| (engine.copying.cycle.in_flight() == 0).then_some(());
+        self.handle_reports_until(idle)
     }
 
     fn roll_back_to(
@@ -191,6 +223,7 @@ impl Engine<'_> {
             stood_ns,
             phases,
             runs,
+            successor_pid: None,
         })
     }
 
@@ -200,12 +233,12 @@ impl Engine<'_> {
         }
     }
 
-    fn vm(&mut self) -> Result<&mut SessionVm> {
+    pub(super) fn vm(&mut self) -> Result<&mut SessionVm> {
         let first = self.machines.members_mut().first_mut();
         first.map(|member| &mut member.vm).ok_or(Error::NoVm)
     }
 
-    fn run_state(&mut self) -> Result<RunState, RollbackError> {
+    pub(super) fn run_state(&mut self) -> Result<RunState, RollbackError> {
         Ok(self.vm()?.vm_mut().run_state().map_err(Error::from)?)
     }
 
@@ -235,7 +268,7 @@ impl Engine<'_> {
     }
 
     /// Lets a test's fault kill the engine at this step.
-    fn step(&self) {
+    pub(super) fn step(&self) {
         if let Some(fault) = &self.options.fault {
             fault.rolling_back();
         }
@@ -247,27 +280,31 @@ impl Engine<'_> {
         exchanged.map_err(step("exchange the disks"))
     }
 
-    /// The checkpoint, or the reason why this VM cannot be put back to it.
-    fn rollback_target(&mut self, name: &str) -> Result<LoadedCheckpoint, RollbackError> {
+    /// The checkpoint, or the reason why it is none of this VM's machine.
+    pub(super) fn checkpoint_of_machine(
+        &mut self,
+        name: &str,
+    ) -> Result<LoadedCheckpoint, RollbackError> {
         if self.machines.is_group() {
             return Err(RollbackError::Group);
         }
         if self.given_up || self.encoding.is_none() {
             return Err(RollbackError::GivenUp);
         }
-        let libvirts =
-            self.machines.members().iter().any(|m| m.vm.is_attached() && m.vm.monitor().is_none());
-        if libvirts {
-            return Err(RollbackError::Libvirt);
-        }
+        self.vm()?.vm().capabilities().require(Ability::Rollback)?;
         let store_failure = |e| Error::store(self.store.path(), e);
         let id = self.store.resolve(name).map_err(store_failure)?;
         let target = self.store.load(id).map_err(store_failure)?;
         let (here, there) = (self.meta.machine(), &target.meta.machine);
+        let vmm = match here.vmm {
+            VmmKind::Qemu => "QEMU",
+            VmmKind::Firecracker => "Firecracker",
+        };
         let pairs = [
+            ("VMM", here.vmm.to_string(), there.vmm.to_string()),
             ("processor", here.processor.to_string(), there.processor.to_string()),
             ("machine type", here.machine_type.clone(), there.machine_type.clone()),
-            ("QEMU", here.vmm_version.clone(), there.vmm_version.clone()),
+            (vmm, here.vmm_version.clone(), there.vmm_version.clone()),
             ("number of processors", here.vcpus.to_string(), there.vcpus.to_string()),
         ];
         let differs = pairs.into_iter().find(|(_, here, there)| here != there);
@@ -277,6 +314,13 @@ impl Engine<'_> {
         if !target.meta.members.is_empty() || !target.meta.ram.same_space(&self.copying.layout) {
             return Err(another(id, MachineDifference::RamBlocks));
         }
+        Ok(target)
+    }
+
+    /// The checkpoint, or the reason why this VM cannot be put back to it.
+    fn rollback_target(&mut self, name: &str) -> Result<LoadedCheckpoint, RollbackError> {
+        let target = self.checkpoint_of_machine(name)?;
+        let id = target.id;
         let disks = self.machines.disks.as_ref().map_or(&[][..], |disks| disks.metas());
         if let Some(disk) = disks.iter().find(|disk| disk.left_out) {
             return Err(RollbackError::DiskLeftOut(disk.name.clone()));
@@ -463,7 +507,7 @@ impl Engine<'_> {
     }
 
     /// Captures a checkpoint of the paused VM.
-    fn capture_for_rollback(&mut self) -> Result<SealedLater, RollbackError> {
+    pub(super) fn capture_for_rollback(&mut self) -> Result<SealedLater, RollbackError> {
         let seq = self.capture(CheckpointReason::Rollback, None, None)?;
         let (sender, sealed) = channel();
         self.takers.insert(seq, Taker::Engine(sender));
@@ -471,7 +515,10 @@ impl Engine<'_> {
     }
 
     /// Waits until a captured checkpoint is sealed.
-    fn wait_for_seal(&mut self, sealed: &SealedLater) -> Result<CheckpointId, RollbackError> {
+    pub(super) fn wait_for_seal(
+        &mut self,
+        sealed: &SealedLater,
+    ) -> Result<CheckpointId, RollbackError> {
         self.handle_reports_until(|_| match sealed.try_recv() {
             Ok(Ok(id)) => Some(Ok(id)),
             Ok(Err(failure)) => Some(Err(NotCaptured::from(failure).into())),
@@ -518,6 +565,6 @@ fn another(checkpoint: CheckpointId, difference: MachineDifference) -> RollbackE
 }
 
 /// Makes a [`RollbackError::Step`] of the error of `operation`.
-fn step(operation: &'static str) -> impl Fn(BoxError) -> RollbackError {
+pub(super) fn step(operation: &'static str) -> impl Fn(BoxError) -> RollbackError {
     move |source| RollbackError::Step { operation, source }
 }

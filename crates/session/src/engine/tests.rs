@@ -10,6 +10,7 @@ mod outages;
 mod requests;
 mod rollbacks;
 mod signals;
+mod successions;
 mod teardowns;
 mod vms;
 

@@ -30,13 +30,13 @@ pub enum CheckpointError {
         /// The reason why the new run did not begin.
         restart: Box<Error>,
     },
-    /// QEMU runs, but its monitor's connection is closed.
+    /// The VM runs, but the connection to its VMM is closed.
     #[error(
-        "QEMU (pid {pid}) runs, but has closed the monitor by which it is paused and its devices \
-         are saved"
+        "the VM runs (pid {pid}), but its VMM has closed the monitor or API by which it is paused \
+         and saved"
     )]
     MonitorLost {
-        /// QEMU's process.
+        /// The VMM's process.
         pid: u32,
     },
     /// The watchdog has ended, and no other one could be started. Without one, a VM stays paused if

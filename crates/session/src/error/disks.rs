@@ -35,6 +35,39 @@ pub enum DiskError {
         /// The reason why its file cannot be cloned.
         why: CloneObstacle,
     },
+    /// The drive of a VMM that opens its files itself can be captured in no way.
+    #[error(
+        "drive {name}, to which the guest can write, cannot be captured: {why}; writes to it cannot \
+         be recorded either"
+    )]
+    DriveNotCaptured {
+        /// The drive.
+        name: String,
+        /// The reason why its file cannot be cloned.
+        why: CloneObstacle,
+        /// The reason why writes to it cannot be recorded.
+        #[source]
+        other: Box<DiskError>,
+    },
+    /// The kernel does not report writes to a file.
+    #[error("record the writes to {}", path.display())]
+    WritesNotReported {
+        /// The file.
+        path: PathBuf,
+        /// The kernel's reason.
+        source: keyframe_kernel::Error,
+    },
+    /// The kernel has ceased to report writes to the drives.
+    #[error("the kernel reports the writes to the VM's drives no longer")]
+    WritesLost(#[source] keyframe_kernel::Error),
+    /// A file has changed, and the kernel has reported no write.
+    #[error("{} has changed, and the kernel has reported no write to it", .0.display())]
+    UnseenWrite(PathBuf),
+    /// The guest overwrites blocks of its drives faster than the store takes them.
+    #[error(
+        "the guest overwrites blocks of its drives faster than the store takes their old content"
+    )]
+    OverwrittenTooFast,
     /// Two drives of a VMM that opens its files itself have one file.
     #[error("drives {first} and {second} have the same file, and a restored VM would have two")]
     SameFile {
@@ -81,8 +114,9 @@ pub enum DiskError {
     /// A disk was given another size, and another run has to begin.
     #[error("a disk of the VM was given another size")]
     OtherSize,
-    /// A disk was unplugged, plugged in again or given direct I/O, and another run has to begin.
-    #[error("a disk of the VM was unplugged, plugged in again or given direct I/O")]
+    /// A disk was unplugged, plugged in again, given direct I/O or another file, and another run has
+    /// to begin.
+    #[error("a disk of the VM was unplugged, plugged in again, given direct I/O or another file")]
     OtherDisks,
     /// A disk was unplugged during a checkpoint.
     #[error("the VM's disk {disk} ({file}) was unplugged during the checkpoint")]
@@ -143,7 +177,7 @@ pub enum DiskError {
         image: PathBuf,
     },
     /// An image could not be cloned.
-    #[error("clone {} into {}", image.display(), clone.display())]
+    #[error("clone {} into {}{}", image.display(), clone.display(), unsupported(source))]
     Clone {
         /// The image.
         image: PathBuf,
@@ -223,6 +257,15 @@ pub enum CloneObstacle {
     },
 }
 
+/// Says what the system's error `source` of a clone means, if it is that none can be made there.
+fn unsupported(source: &io::Error) -> &'static str {
+    if source.kind() == io::ErrorKind::Unsupported {
+        " (this file system does not clone files; btrfs and XFS do)"
+    } else {
+        ""
+    }
+}
+
 impl DiskError {
     /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
@@ -239,6 +282,26 @@ impl DiskError {
             Self::DriveNotCloneable { .. } => "put the drive's file on btrfs or XFS, or make the \
                                                drive read-only (is_read_only)"
                 .into(),
+            Self::DriveNotCaptured { .. } => {
+                "put the drive's file on btrfs or XFS, or on ext4 under \
+                                              Linux 6.14 or newer, or make the drive read-only \
+                                              (is_read_only)"
+                    .into()
+            }
+            Self::OverwrittenTooFast => {
+                "the next checkpoint tries again; with more of the guest's \
+                                         writes than that, use a faster store, or put the drives' \
+                                         files on btrfs or XFS"
+                    .into()
+            }
+            Self::UnseenWrite(_) => {
+                "let only the VM write to the file; the next checkpoint reads all \
+                                     of it"
+                    .into()
+            }
+            Self::WritesNotReported { source, .. } | Self::WritesLost(source) => {
+                return source.fix();
+            }
             Self::SameFile { .. } => "give each drive a file of its own".into(),
             Self::AlreadyOpen => "leave --disk out, or start the VM with `keyframe run`".into(),
             Self::OtherJob(_) => "wait until it ends, or cancel it (block-job-cancel)".into(),

@@ -11,14 +11,14 @@ use keyframe_store::CheckpointId;
 #[non_exhaustive]
 pub enum RollbackError {
     /// The VMs of a group cannot be put back while they run.
-    #[error("a group cannot be rolled back in place")]
+    #[error("a group cannot be rolled back")]
     Group,
     /// The run takes no more checkpoints, so the present state could not be kept.
     #[error("no more checkpoints are taken of this VM, so it is not rolled back")]
     GivenUp,
-    /// libvirt manages the VM, and would not learn of the rollback.
-    #[error("a VM of libvirt's is not rolled back in place: libvirt would not know of it")]
-    Libvirt,
+    /// The VM's VMM cannot do it, or not with this VM (one of libvirt's).
+    #[error(transparent)]
+    Unsupported(#[from] keyframe_vmm::Unsupported),
     /// QEMU opens the VM's disk images itself.
     #[error("the VM opens its disk images itself; they cannot go back while it runs")]
     OwnDisks,
@@ -97,6 +97,32 @@ pub enum RollbackError {
         /// The checkpoint as the user named it.
         checkpoint: String,
     },
+    /// The files of the VM's drives could not be put back.
+    #[error("the drives are those of the checkpoint, and cannot be exchanged back")]
+    DrivesExchanged,
+    /// Another command has started the VM, and removes its files when the VM's process ends.
+    #[error(
+        "keyframe restore or branch has started VM {vm}, and removes its files when its process ends"
+    )]
+    Restored {
+        /// The VM.
+        vm: String,
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+    },
+    /// The VM was ended for its successor, and neither that one nor the former VM could be started.
+    #[error(
+        "{}; nor could the VM be started again as it was: {}; the VM has ended",
+        error_chain(&**why), error_chain(&**again)
+    )]
+    Ended {
+        /// The reason why the successor was not started.
+        why: Box<Self>,
+        /// The reason why the former VM was not started again.
+        again: Box<Self>,
+        /// The checkpoint from which the VM can be restored.
+        checkpoint: CheckpointId,
+    },
     /// Another part of the session failed.
     #[error(transparent)]
     Session(Box<Error>),
@@ -154,13 +180,16 @@ impl RollbackError {
                             back together"
                 .into(),
             Self::GivenUp => "see why with: keyframe status".into(),
-            Self::Libvirt => "end it, and restore the checkpoint".into(),
+            Self::Unsupported(missing) => missing.fix.clone(),
             Self::OwnDisks => "end it (keyframe stop) and restore the checkpoint; or start it \
                                with: keyframe run --disk served"
                 .into(),
             Self::DiskLeftOut(_) => "end it (keyframe stop) and restore the checkpoint with \
                                      --left-out-as-now; or start it without --leave-out-disk"
                 .into(),
+            Self::Restored { checkpoint, .. } => {
+                format!("end it, and restore the checkpoint: keyframe restore {checkpoint}")
+            }
             Self::OtherMachine { checkpoint, .. } => {
                 format!("bring it to life beside this VM: keyframe restore {checkpoint}")
             }
@@ -171,6 +200,9 @@ impl RollbackError {
             Self::Lost { checkpoint, .. } => {
                 format!("end it (keyframe stop) and restore: keyframe restore {checkpoint}")
             }
+            Self::Ended { checkpoint, .. } => {
+                format!("restore it: keyframe restore {checkpoint}")
+            }
             Self::Resumed => {
                 "roll back again, and let no other client resume the VM meanwhile".into()
             }
@@ -180,6 +212,7 @@ impl RollbackError {
             Self::Session(error) => return error.fix(),
             Self::SealTimeout
             | Self::NotKept
+            | Self::DrivesExchanged
             | Self::Before(_)
             | Self::Step { .. }
             | Self::PagesDiffer { .. } => return None,

@@ -74,8 +74,12 @@ impl RunDirError {
             Self::NotPrivate(_) => "remove it, or point XDG_RUNTIME_DIR to a directory that only \
                                     you may enter"
                 .to_owned(),
-            Self::Unknown { running, .. } if running.is_empty() => "nothing runs".to_owned(),
-            Self::Unknown { running, .. } => format!("running: {}", running.join(", ")),
+            Self::Unknown { running, .. } if running.is_empty() => {
+                "no VM runs under Keyframe now; keyframe status lists those that do".to_owned()
+            }
+            Self::Unknown { running, .. } => {
+                format!("name one that runs: {}", running.join(", "))
+            }
             Self::Several { running } => {
                 format!("choose one with --name: {}", running.join(", "))
             }

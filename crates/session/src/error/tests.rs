@@ -117,7 +117,12 @@ fn rollback() -> Vec<String> {
     let errors = [
         RollbackError::Group,
         RollbackError::GivenUp,
-        RollbackError::Libvirt,
+        RollbackError::Unsupported(keyframe_vmm::Unsupported {
+            vmm: keyframe_vmm::VmmKind::Qemu,
+            ability: keyframe_vmm::Ability::Rollback,
+            reason: "libvirt manages it".into(),
+            fix: "restore the checkpoint".into(),
+        }),
         RollbackError::OwnDisks,
         RollbackError::DiskLeftOut("d".into()),
         difference(MachineDifference::Property { property: "machine type", here, there }),
@@ -138,9 +143,22 @@ fn rollback() -> Vec<String> {
             again: Box::new(differ()),
             checkpoint: "monday".into(),
         },
+        RollbackError::DrivesExchanged,
+        RollbackError::Restored { vm: "web".into(), checkpoint },
+        RollbackError::Ended { why: Box::new(step()), again: Box::new(step()), checkpoint },
         RollbackError::Session(Box::new(Error::BudgetWithoutInterval)),
     ];
     errors.iter().map(|e| error_text(e, e.fix())).collect()
+}
+
+/// The answer of a kernel before 6.14.
+fn refused_gate() -> keyframe_kernel::Error {
+    let operation = "ask the kernel to hold accesses to a file";
+    keyframe_kernel::Error::AccessGate { operation, source: io::Error::from_raw_os_error(22) }
+}
+
+fn not_reported() -> DiskError {
+    DiskError::WritesNotReported { path: "/images/rootfs".into(), source: refused_gate() }
 }
 
 fn disks() -> Vec<String> {
@@ -162,6 +180,15 @@ fn disks() -> Vec<String> {
             name: "rootfs".into(),
             why: CloneObstacle::NoClones { path: image(), source: denied() },
         },
+        DiskError::DriveNotCaptured {
+            name: "rootfs".into(),
+            why: CloneObstacle::NoClones { path: image(), source: denied() },
+            other: Box::new(not_reported()),
+        },
+        not_reported(),
+        DiskError::WritesLost(refused_gate()),
+        DiskError::UnseenWrite(image()),
+        DiskError::OverwrittenTooFast,
         DiskError::SameFile { first: "a".into(), second: "b".into() },
         DiskError::DrivesChanged,
         DiskError::AlreadyOpen,
@@ -181,6 +208,11 @@ fn disks() -> Vec<String> {
         DiskError::NotReplicable,
         DiskError::TooManyClones { folder: "/images".into(), image: image() },
         DiskError::Clone { image: image(), clone: "/images/.a".into(), source: denied() },
+        DiskError::Clone {
+            image: image(),
+            clone: "/images/.a".into(),
+            source: io::ErrorKind::Unsupported.into(),
+        },
         DiskError::SlotBeyondOverlay,
         DiskError::NoVm,
         DiskError::Server { operation: "cut the disks", source: boxed("it has ended") },

@@ -43,6 +43,12 @@ impl FakeControl {
         lock(&self.shared).pins_ram = true;
     }
 
+    /// Has the VM rolled back by a successor, another fake VM
+    /// ([`Vmm::succession`](crate::Vmm::succession)).
+    pub fn is_succeeded(&self) {
+        lock(&self.shared).is_succeeded = true;
+    }
+
     /// Makes the fake VMM support [`Vmm::pause_and_save`](crate::Vmm::pause_and_save).
     pub fn save_in_pause(&self) {
         lock(&self.shared).one_command = OneCommand::Ready;

@@ -8,10 +8,12 @@ use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
 use keyframe_machine::{Lineage, VmmKind};
 use keyframe_session::control::OnExit;
-use keyframe_session::run_dir::{RunDir, RunKind, numbered_name};
+use keyframe_session::run_dir::{RunDir, RunKind, VmmProcess, numbered_name};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_vm_disks::drive_files::DriveFiles;
-use keyframe_vmm::{Ability, CloneRequest, PlanOptions, Restorer, Vmm};
+use keyframe_vmm::{Ability, CloneRequest, PlanOptions, Restorer, VmExit, Vmm};
+use rustix::process::Signal;
+use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -126,7 +128,8 @@ fn run(
         if !command.paused {
             clone.vm.resume()?;
         }
-        clone.directory.tell(RunKind::Clone, store.path(), loaded.id, clone.vm.pid())?;
+        let process = VmmProcess { vmm: clone.vm.kind(), pid: clone.vm.pid() };
+        clone.directory.tell(RunKind::Clone, store.path(), loaded.id, process)?;
     }
     Ok(())
 }
@@ -168,13 +171,18 @@ fn wait(clones: &mut [Alive], interrupted: &AtomicBool) -> Outcome {
             if let Some(exit) = clone.vm.wait_exit(Duration::ZERO)? {
                 clone.ended = true;
                 clone.directory.untell();
-                has_failed |= !exit.success();
+                has_failed |= !exit.success() && !is_ended_by_stop(exit);
                 eprintln!("keyframe: clone {} ended with {exit}", clone.name);
             }
         }
         std::thread::sleep(LOOK_EVERY);
     }
     Ok(if has_failed { FAILED } else { DONE })
+}
+
+/// True for a VM that `keyframe stop` has ended, or a user.
+fn is_ended_by_stop(exit: VmExit) -> bool {
+    exit.status().signal() == Some(Signal::TERM.as_raw())
 }
 
 /// Ends the clones that still run, or keeps them, as the options say.
@@ -193,7 +201,7 @@ fn end(command: &Branch, clones: Vec<Alive>, vmm: VmmKind, ended: Outcome) -> Ou
         }
         let stays = |own: &DriveFiles| own.with_checkpoints().is_some();
         let kept = clone.drives.filter(|own| runs_on || command.keep_disks || stays(own));
-        if let Some(place) = kept.and_then(DriveFiles::leave)
+        if let Some(place) = kept.map(DriveFiles::leave)
             && !command.quiet
         {
             eprintln!("keyframe: the drives of clone {} are in {}", clone.name, place.display());

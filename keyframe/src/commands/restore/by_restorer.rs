@@ -6,6 +6,7 @@ use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::{output, rights};
 use keyframe_inspect::source_of;
 use keyframe_machine::Lineage;
+use keyframe_session::run_dir::VmmProcess;
 use keyframe_store::{Meta, Store};
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::drive_files::DriveFiles;
@@ -78,7 +79,7 @@ pub fn restore(
     rights::trace_only();
     kept.ram.bar.finish_and_clear();
     let pid = restored.vm.pid();
-    kept.place.tell(kept.id, pid);
+    kept.place.tell(kept.id, VmmProcess { vmm, pid });
     command.say(|| {
         let state = if command.paused { "paused" } else { "running" };
         let after = output::duration(before_ns + restored.ready_ns);
@@ -100,7 +101,7 @@ pub fn restore(
         command.say(|| {
             format!("the VM's drives stay in {}: checkpoints were taken of it", place.display())
         });
-    } else if let Some(place) = drives.filter(|_| command.keep_disks).and_then(DriveFiles::leave) {
+    } else if let Some(place) = drives.filter(|_| command.keep_disks).map(DriveFiles::leave) {
         command.say(|| format!("the VM's drives are in {}", place.display()));
     }
     ended

@@ -6,11 +6,13 @@ use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
+use keyframe_machine::VmmKind;
 use keyframe_net::InFlight;
 use keyframe_qemu::restore::lazy::SharedSource;
 use keyframe_qemu::restore::{self, Lineage, Plan, Restored};
 use keyframe_session::group_restore::{GroupMember, MovedLans, members};
 use keyframe_session::lans::Lans;
+use keyframe_session::run_dir::VmmProcess;
 use keyframe_store::{MachineMeta, Meta};
 use keyframe_units::CheckpointId;
 use std::ffi::OsString;
@@ -71,7 +73,7 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
     }
     group.ram.bar.finish_and_clear();
     if let Some(first) = restored.first() {
-        group.place.tell(group.id, first.pid());
+        group.place.tell(group.id, VmmProcess { vmm: VmmKind::Qemu, pid: first.pid() });
     }
     command.say(|| {
         let state = if command.paused { "paused" } else { "running" };

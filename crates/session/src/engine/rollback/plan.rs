@@ -3,6 +3,8 @@
 
 use super::{Engine, LoadedCheckpoint, RollbackError, step};
 use crate::control::VmState;
+use crate::error::Error;
+use crate::interrupted_rollback::{InterruptedRollback, line};
 use crate::rollback_rescue::RescueWords;
 use keyframe_store::CheckpointId;
 use keyframe_units::RamLayout;
@@ -57,31 +59,39 @@ impl Engine<'_> {
         vm: &VmBefore,
     ) -> Result<(), RollbackError> {
         let Some(hosts) = vm.hosts.clone() else { return Ok(()) };
-        let Ok(store) = self.store.absolute_path() else { return Ok(()) };
         let target = goal.checkpoint;
+        let Ok(rollback) = self.interrupted(target.id, goal.before) else { return Ok(()) };
         let words = RescueWords {
-            vm: self.name.clone(),
-            store,
-            checkpoint: target.id,
-            before: goal.before,
+            rollback,
             qemu_pid: self.vm()?.pid(),
             hosts,
             disks: self.machines.disks.as_ref().and_then(|disks| disks.staged(target.id)),
             set: goal.set,
             stands: self.vm()?.vm().stands_in(&target.device_state),
-            run_dir: self.run_dir.path().to_owned(),
         };
         let runs = match goal.set {
             DiskSet::Target => self.is_to_run(target, vm)?,
             DiskSet::Former => vm.ran,
         };
-        let (ran, is_intact, words) = (vm.ran, goal.is_intact, words.line());
+        let (ran, is_intact, words) = (vm.ran, goal.is_intact, line(&words));
         let plan = RollbackPlan { ran, runs, is_intact, words };
         self.vm()?.plan_rollback(Some(&plan)).map_err(step("tell the watchdog"))
     }
 
+    /// The rollback to `checkpoint`, as the process that may have to end it needs it. Error: the store's
+    /// path cannot be resolved.
+    pub(in crate::engine) fn interrupted(
+        &self,
+        checkpoint: CheckpointId,
+        before: Option<CheckpointId>,
+    ) -> Result<InterruptedRollback, RollbackError> {
+        let store = self.store.absolute_path().map_err(|e| Error::store(self.store.path(), e))?;
+        let run_dir = self.run_dir.path().to_owned();
+        Ok(InterruptedRollback { vm: self.name.clone(), store, checkpoint, before, run_dir })
+    }
+
     /// Tells the watchdog, if there is one, that the rollback has ended.
-    pub(super) fn tell_no_plan(&mut self) {
+    pub(in crate::engine) fn tell_no_plan(&mut self) {
         if let Ok(vm) = self.vm() {
             let _ = vm.plan_rollback(None);
         }

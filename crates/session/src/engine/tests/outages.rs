@@ -2,7 +2,9 @@
 
 use super::{Bench, Client};
 use crate::control::VmState;
+use crate::control::server::SharedStatus;
 use crate::disk_capture::{DiskCapture, DiskCut};
+use crate::engine::Engine;
 use crate::error::CheckpointError;
 use crate::event::{Event, Helper, SharedEventSink};
 use crate::machines::Member;
@@ -43,6 +45,25 @@ impl DiskCapture for ServedOrNot {
     }
 }
 
+/// The status says that the VM is paused, and until when.
+fn assert_told(status: &SharedStatus) {
+    let status = status.lock().unwrap();
+    assert_eq!(status.state, VmState::Paused);
+    let why = status.last_error.clone().unwrap_or_default();
+    assert!(why.contains("the image is locked") && why.contains("paused until"), "{why}");
+}
+
+/// Runs `engine` until the second look after the planned ones. The VM runs then, and each event was told
+/// once.
+fn assert_runs_on(bench: &Bench, engine: Engine<'_>, client: Client) {
+    bench.control.before(Step::DrainEvents, || ());
+    bench.control.before(Step::DrainEvents, move || drop(client.stop(None)));
+    bench.run_engine(engine).unwrap();
+    bench.assert_runs();
+    assert_eq!(bench.told.count(|event| matches!(event, Event::PausedForDisks)), 1);
+    assert_eq!(bench.told.count(|event| matches!(event, Event::ResumedWithDisks)), 1);
+}
+
 #[test]
 fn a_vm_without_disks_is_paused_until_they_are_served_again() {
     let (bench, mut options) = Bench::new();
@@ -58,18 +79,33 @@ fn a_vm_without_disks_is_paused_until_they_are_served_again() {
     }
     bench.control.before(Step::DrainEvents, move || {
         assert!(!control.runs(), "the guest would see errors");
-        let status = status.lock().unwrap();
-        assert_eq!(status.state, VmState::Paused);
-        let why = status.last_error.clone().unwrap_or_default();
-        assert!(why.contains("the image is locked") && why.contains("paused until"), "{why}");
+        assert_told(&status);
         *disks.0.lock().unwrap() = None;
     });
-    bench.control.before(Step::DrainEvents, || ());
-    bench.control.before(Step::DrainEvents, move || drop(client.stop(None)));
-    bench.run_engine(engine).unwrap();
-    bench.assert_runs();
-    assert_eq!(bench.told.count(|event| matches!(event, Event::PausedForDisks)), 1);
-    assert_eq!(bench.told.count(|event| matches!(event, Event::ResumedWithDisks)), 1);
+    assert_runs_on(&bench, engine, client);
+}
+
+/// The server ended while the engine paused the VM: QEMU answers nothing, and the engine has heard
+/// of the stop.
+#[test]
+fn a_vm_whose_disks_end_within_a_pause_is_told_of_and_runs_on() {
+    let (bench, mut options) = Bench::new();
+    options.interval = None;
+    let disks = ServedOrNot::default();
+    let engine = bench.engine_with(options, Some(Box::new(disks.clone())));
+    let (client, status) = (Client::of(&engine), Arc::clone(&engine.status));
+    let (control, outage) = (bench.control.clone(), disks.clone());
+    bench.control.before(Step::DrainEvents, move || {
+        *outage.0.lock().unwrap() = Some("the image is locked".into());
+        control.pause();
+    });
+    let control = bench.control.clone();
+    bench.control.before(Step::DrainEvents, move || {
+        assert_told(&status);
+        *disks.0.lock().unwrap() = None;
+        control.resume();
+    });
+    assert_runs_on(&bench, engine, client);
 }
 
 #[test]
