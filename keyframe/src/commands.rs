@@ -37,6 +37,7 @@ pub mod report;
 pub mod restore;
 pub mod rollback;
 pub mod run;
+mod running_vm;
 pub mod segment;
 pub mod serve;
 pub mod show;

@@ -3,11 +3,13 @@
 
 #[cfg(test)]
 mod commands_page;
+#[cfg(test)]
+mod errors_page;
 pub mod topics;
 
-use clap::Command;
 use clap::builder::StyledStr;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{Arg, Command};
 
 /// The commands that people use, by what they are for.
 const GROUPS: [(&str, &[&str]); 7] = [
@@ -59,7 +61,7 @@ pub fn explained(mut error: clap::Error) -> clap::Error {
 /// The program's command line with its help in shape.
 pub fn shaped(command: Command) -> Command {
     let groups = groups(&command);
-    let command = reflowed(command);
+    let command = with_readable_times(reflowed(command));
     // The program's own help has its commands in groups, which clap knows only for options.
     command.help_template(TEMPLATE).before_help(groups)
 }
@@ -75,6 +77,15 @@ fn groups(command: &Command) -> String {
         format!("{heading}:\n{}\n\n", lines.join("\n"))
     };
     GROUPS.iter().map(group).collect::<String>().trim_end().to_owned()
+}
+
+/// Lets each option for a time read a negative one, so that the error names the time and not an option
+/// `-5`.
+fn with_readable_times(command: Command) -> Command {
+    let is_time = |arg: &Arg| arg.get_value_names().is_some_and(|names| names == ["TIME"]);
+    command
+        .mut_args(|arg| if is_time(&arg) { arg.allow_hyphen_values(true) } else { arg })
+        .mut_subcommands(with_readable_times)
 }
 
 /// Joins the lines of the paragraphs after the options, so that they are wrapped to the terminal's
@@ -128,6 +139,21 @@ mod tests {
             paragraphs(text),
             "One goes over two lines.\n\nExamples:\n  keyframe a\n  keyframe b \\\n      -c\n\nThe end."
         );
+    }
+
+    #[test]
+    fn a_negative_time_is_called_a_bad_time() {
+        for line in [
+            "prune --store S --wait -5s",
+            "forget --store S --keep-within -1h",
+            "top --every -1s",
+            "goto R --time -2s",
+            "standby S --listen :1 --detection -1s",
+        ] {
+            let words = std::iter::once("keyframe").chain(line.split(' '));
+            let error = crate::cli().try_get_matches_from(words).expect_err(line);
+            assert_eq!(error.kind(), ErrorKind::ValueValidation, "{error}");
+        }
     }
 
     #[test]

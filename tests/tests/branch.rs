@@ -195,10 +195,10 @@ fn pages_that_nobody_wrote_are_shared() {
     }
 }
 
-/// Takes three audited checkpoints of a clone, as VM `c-1`.
+/// Takes three audited checkpoints of a clone, whose name is `c-1` without being told.
 fn checkpoint_clone(env: &TestEnv, clone: &Value) -> Vec<Value> {
     let pid = number(clone, "qemu_pid") as u32;
-    let options = ["--name", "c-1", "--interval", "300ms", "--count", "3", "--audit", "audit"];
+    let options = ["--interval", "300ms", "--count", "3", "--audit", "audit"];
     let args = env.attach_args(&["--qmp", text(clone, "monitor")], pid, &options);
     env.ok(&as_strs(&args));
     let own: Vec<Value> = env.list().into_iter().filter(|e| e["vm"] == "c-1").collect();

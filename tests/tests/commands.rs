@@ -124,6 +124,52 @@ fn an_engine_is_asked_for_checkpoints_by_name() {
     assert!(restored.wait().success(), "{}", restored.report());
 }
 
+/// Two VMs run, each with a store of its own.
+#[test]
+fn a_store_says_which_vm_is_meant() {
+    let mut env = TestEnv::new();
+    let other = env.path().join("other store").display().to_string();
+    env.ok(&["init", &other]);
+    let mut boot = Boot::new("idle");
+    boot.mem_mib = 96;
+    let options = ["--interval", "none", "--name"];
+    let mut one = env.start(&[&options[..], &["one"]].concat(), &boot);
+    let mut line = vec!["run", "--store", &other, "--no-rehearsal", "--name", "two", "--"];
+    let words = boot.command();
+    line.extend(words.iter().map(String::as_str));
+    let mut two = Process::start(env.command(&line));
+    for run in [&mut one, &mut two] {
+        run.wait_for("KF READY");
+    }
+    env.refused(&["take"], 1, &["several VMs run", "one, two"]);
+    let taken = env.json(&["take", "--json", "--store", &other]);
+    assert_eq!(taken["vm"], "two");
+    let taken = env.json(&["take", "--json", "--store", &env.store(), "--tag", "base"]);
+    assert_eq!(taken["vm"], "one");
+    env.refused(
+        &["take", "--store", &other, "--name", "one"],
+        1,
+        &["other store", "keyframe status"],
+    );
+    env.refused(&["take", "--store", "nowhere"], 1, &["nowhere", "keyframe status"]);
+    let of_other = env.json(&["status", "--json", "--store", &other]);
+    assert_eq!((of_other.as_array().map(Vec::len), &of_other[0]["vm"]), (Some(1), &"two".into()));
+    assert!(env.ok(&["status", "--store", "nowhere"]).contains("nowhere"));
+    let back = env.json(&["rollback", "--json", "--store", &env.store(), "base"]);
+    assert_eq!(back["vm"], "one");
+
+    // The variable chooses, and a store of which no VM runs does not mislead.
+    env.set("KEYFRAME_STORE", "nowhere");
+    env.refused(&["take"], 1, &["several VMs run", "one, two"]);
+    env.set("KEYFRAME_STORE", &other);
+    assert_eq!(env.json(&["take", "--json"])["vm"], "two");
+    env.ok(&["stop"]);
+    assert!(two.wait().success(), "{}", two.report());
+    // One VM runs, so it is meant.
+    env.ok(&["stop"]);
+    assert!(one.wait().success(), "{}", one.report());
+}
+
 #[test]
 fn a_kept_vm_runs_on_alone() {
     let env = TestEnv::new();

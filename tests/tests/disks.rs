@@ -65,6 +65,30 @@ fn each_checkpoint_has_its_disk(qemu: &Qemu, env: &TestEnv, boot: &Boot) {
     assert_eq!(disk_write_dirs(env), before, "restores leave nothing");
 }
 
+/// A run begins with the image as it is. The command that it names writes the earlier run's writes
+/// into the image.
+fn the_next_run_says_how_to_keep_the_writes(
+    env: &TestEnv,
+    boot: &Boot,
+    image: &Path,
+    before: &[u8],
+) {
+    let mut run = start_guest(env, &["--interval", "none"], boot);
+    env.ok(&["stop"]);
+    assert!(run.wait().success(), "{}", run.report());
+    let errors = run.errors();
+    let command =
+        errors.split("and use: keyframe ").nth(1).and_then(|rest| rest.split(". With").next());
+    let command = command.unwrap_or_else(|| panic!("no command: {errors}"));
+    let mut words: Vec<&str> = command.split_whitespace().collect();
+    words.push("--yes");
+    env.ok(&words);
+    assert!(
+        std::fs::read(image).expect("the image") != before,
+        "nothing was written into the image"
+    );
+}
+
 #[test]
 fn a_raw_image() {
     for qemu in chosen_qemus(0) {
@@ -72,8 +96,10 @@ fn a_raw_image() {
         let image = numbered_image(&env);
         let before = std::fs::read(&image).expect("the image");
         let drive = virtio_disk(&image, "raw");
-        each_checkpoint_has_its_disk(&qemu, &env, &shell_guest(&qemu, &as_strs(&drive)));
+        let boot = shell_guest(&qemu, &as_strs(&drive));
+        each_checkpoint_has_its_disk(&qemu, &env, &boot);
         assert_same(&std::fs::read(&image).expect("the image"), &before, "the image");
+        the_next_run_says_how_to_keep_the_writes(&env, &boot, &image, &before);
     }
 }
 

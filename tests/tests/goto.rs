@@ -175,6 +175,15 @@ fn goes_to_a_checkpoint(env: &TestEnv, interval: &Value) {
         "from the checkpoint before it: {told:#}"
     );
     let qemu = number(&told, "qemu_pid") as u32;
+    // The list comes after the position.
+    wait_until("status lists the VM", || env.json(&["status", "--json"]) != serde_json::json!([]));
+    let listed = env.json(&["status", "--json"])[0].clone();
+    assert_eq!(
+        (&listed["kind"], number(&listed, "qemu_pid"), &listed["instruction"]),
+        (&"goto".into(), u64::from(qemu), &told["icount"]),
+        "{listed:#}"
+    );
+    assert!(listed["recording"].as_str().is_some_and(|path| path.ends_with("/R")), "{listed:#}");
     let (names, stored) =
         stored_ram(&env.path().join("R/store"), number(interval, "compared_with"));
     let live = live_ram(qemu, &qmp, &names);
@@ -186,6 +195,10 @@ fn goes_to_a_checkpoint(env: &TestEnv, interval: &Value) {
     );
     ends_with_keyframe(vm, qemu);
     env.refused(&["goto", "R", "--icount", "99999999999999"], 1, &["no instruction", "fix:"]);
+    let (mut vm, _) = goto(env, &["--icount", &number(interval, "begin").to_string()]);
+    wait_until("status lists the VM", || env.json(&["status", "--json"]) != serde_json::json!([]));
+    env.ok(&["stop"]);
+    assert!(vm.wait().success(), "{}", vm.report());
 }
 
 /// A replay's QEMU ends with Keyframe, even if Keyframe is killed. The end of a terminal would not

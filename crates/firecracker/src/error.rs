@@ -209,3 +209,59 @@ impl From<Error> for VmmError {
         Self::new(kind, error, fix)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use keyframe_testing::{assert_golden, error_text};
+    use std::os::unix::process::ExitStatusExt;
+
+    #[test]
+    fn error_texts_are_golden() {
+        let socket = || PathBuf::from("/run/fc.sock");
+        let denied = || io::Error::new(io::ErrorKind::PermissionDenied, "permission denied");
+        let errors = [
+            Error::Io { operation: "read /proc/4711/maps".into(), source: denied() },
+            Error::Gone { socket: socket(), operation: "pause the VM".into(), source: denied() },
+            Error::Timeout { socket: socket(), operation: "resume the VM".into(), waited_ms: 5000 },
+            Error::Refused {
+                operation: "pause the VM".into(),
+                status: 400,
+                message: "not supported before the VM has started".into(),
+            },
+            Error::Answer { operation: "read the VM's state".into(), problem: "no JSON".into() },
+            Error::Attach {
+                pid: 4711,
+                problem: "this process is no Firecracker".into(),
+                fix: "give the process id of Firecracker".into(),
+            },
+            Error::Place { pid: 4711, problem: "it is in a jail".into() },
+            Error::CommandLine {
+                subject: "--config-file vm.json".into(),
+                reason: "there is no such file".into(),
+                fix: "name the file".into(),
+            },
+            Error::Drive {
+                name: "rootfs".into(),
+                path: "/srv/root.ext4".into(),
+                problem: "another file is there now".into(),
+                fix: "put the drive's file back to its path".into(),
+            },
+            Error::Ram { pid: 4711, problem: "no mapping of its size".into() },
+            Error::DeviceState { problem: "it ends too soon".into() },
+            Error::DevicesRun { pid: 4711 },
+            Error::PauseEnded,
+            Error::NotLoaded { message: "bad version".into() },
+            Error::Uffd { problem: "none arrived".into() },
+            Error::Exited { status: ExitStatus::from_raw(9), when: "before it served its API" },
+            Error::Restore {
+                problem: "a restore needs the host's /dev/kvm".into(),
+                fix: "restore where KVM is".into(),
+            },
+            Error::Interrupted,
+        ];
+        let texts: Vec<_> = errors.iter().map(|error| error_text(error, error.fix())).collect();
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/golden/errors.txt");
+        assert_golden(path, &texts.concat());
+    }
+}

@@ -24,7 +24,7 @@ use crate::event::{Step, tell_failed};
 use crate::helper_process;
 use crate::launch::PreparedSession;
 use crate::rehearsal::{Rehearsal, Rehearser};
-use crate::run_dir::RunDir;
+use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
 use crate::watchdog_keeper::WatchdogKeeper;
 use keyframe_capture::BoxError;
@@ -151,7 +151,7 @@ fn run_one(
 ) -> Result<RunReport> {
     // Before the VMM is started: it must open the files after this.
     let planned = DrivePlan::of(&source.drives, options.disk)?;
-    let (name, _) = names(&[None], false, &options)?;
+    let (name, _) = names(&[source.pid.and_then(run_dir::name_of_process)], false, &options)?;
     let run_dir = RunDir::claim(&name)?;
     let guests = [GuestMemory { pid: source.pid, ram_bytes: source.ram_bytes }];
     let command = if source.pid.is_some() { "attach" } else { "run" };

@@ -10,7 +10,7 @@ use super::machines::Peripherals;
 use super::memory_guard::GuestMemory;
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::run_dir::RunDir;
+use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
 use keyframe_store::Store;
@@ -39,7 +39,11 @@ pub fn attach(
         attached.push((vm, monitor));
     }
     let is_group = attached.len() > 1;
-    let own = |vm: &mut Vm| vm.vm_name().unwrap_or_else(|| format!("vm-{}", vm.pid()));
+    // A clone's command line has the name of its origin.
+    let own = |vm: &mut Vm| {
+        let named = run_dir::name_of_process(vm.pid()).or_else(|| vm.vm_name());
+        named.unwrap_or_else(|| format!("vm-{}", vm.pid()))
+    };
     let wanted: Vec<_> = attached.iter_mut().map(|(vm, _)| Some(own(vm))).collect();
     let (name, members) = names(&wanted, is_group, options)?;
     let run_dir = RunDir::claim(&name)?;

@@ -10,6 +10,7 @@ use keyframe_scheduling::TuningReason;
 use keyframe_store::{CheckpointId, Durability, TornCheckpoint};
 use keyframe_units::PageIndex;
 pub use keyframe_units::{EventSink, NoEvents};
+use keyframe_vm_disks::overlay_directory::LeftOverlay;
 use keyframe_vmm::{GuestEnd, VmmKind};
 use std::path::PathBuf;
 use std::process::ExitStatus;
@@ -194,16 +195,7 @@ pub enum Event {
         error: Arc<keyframe_qemu::Error>,
     },
     /// An earlier VM's writes to an image lie in an overlay that this run does not use.
-    LeftoverOverlay {
-        /// The earlier VM.
-        vm: String,
-        /// The time at which it was started.
-        began: jiff::Timestamp,
-        /// The image.
-        image: String,
-        /// The directory of the overlay.
-        overlay: PathBuf,
-    },
+    LeftoverOverlay(LeftOverlay),
     /// Power loss destroyed a checkpoint that was not durable; it was moved to quarantine.
     TornCheckpoint {
         /// The checkpoint and its damage.

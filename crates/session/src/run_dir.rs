@@ -13,6 +13,7 @@
 //!       runs          of a standby that has taken over: the VM's name, by which it is found, too
 //!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log, about.json
 //!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json; from the dashboard: console.log
+//!     .goto/NAME/     a recorded VM at an instruction: engine.pid (its `keyframe goto`), about.json
 //! ```
 //!
 //! A directory whose `engine.pid` is not locked is left over from an engine that was killed: its
@@ -38,9 +39,10 @@ use std::path::{Path, PathBuf};
 /// The directory of the run directories of VMs without an engine. No VM's name begins with a dot.
 const CLONES: &str = ".clones";
 const RESTORED: &str = ".restored";
+const GOTO: &str = ".goto";
 /// The name of the file that describes a VM without an engine.
 pub const ABOUT: &str = "about.json";
-/// The most restored VMs of one name; a number distinguishes them.
+/// The most restored or replayed VMs of one name; a number distinguishes them.
 const NAMESAKES_MAX: u32 = 99;
 const ABOUT_BYTES_MAX: u64 = 64 << 10;
 /// The link to an API.
@@ -59,6 +61,30 @@ pub enum RunKind {
     Clone,
     /// `keyframe restore`.
     Restored,
+    /// `keyframe goto`.
+    Goto,
+}
+
+/// The origin of a VM without an engine.
+#[derive(Clone, Debug)]
+pub struct Origin {
+    /// The command that started it.
+    pub kind: RunKind,
+    /// The absolute path or the address of the store of its checkpoint.
+    pub store: PathBuf,
+    /// The checkpoint that the VM was brought back to.
+    pub checkpoint: CheckpointId,
+    /// Where its replay stands; `None` if it is no replay.
+    pub replayed: Option<ReplayedPoint>,
+}
+
+/// The point of a recording at which `keyframe goto` brings a VM up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ReplayedPoint {
+    /// The recording's directory.
+    pub recording: PathBuf,
+    /// The instruction before which the VM was brought up, counted from the recording's beginning.
+    pub instruction: u64,
 }
 
 /// The description of a VM without an engine.
@@ -79,6 +105,9 @@ pub struct About {
     pub qemu_pid: u32,
     /// The process id of the Keyframe command that ends the VM when it ends itself.
     pub keyframe_pid: u32,
+    /// The point of its recording; the JSON has both fields for a VM of `goto` only.
+    #[serde(flatten, skip_serializing_if = "Option::is_none")]
+    pub replayed: Option<ReplayedPoint>,
 }
 
 /// True for the VMM that the JSON leaves out.
@@ -120,11 +149,20 @@ impl RunDir {
     /// Claims the directory of a restored VM. If the name is taken, it becomes `NAME-2`, `NAME-3`,
     /// ... Error: the directory cannot be made.
     pub fn claim_restored(name: &str) -> Result<Self, RunDirError> {
+        Self::claim_numbered(RESTORED, name)
+    }
+
+    /// Claims the directory of a recorded VM at an instruction, by a name as of
+    /// [`Self::claim_restored`]. Error: the directory cannot be made.
+    pub fn claim_goto(name: &str) -> Result<Self, RunDirError> {
+        Self::claim_numbered(GOTO, name)
+    }
+
+    fn claim_numbered(folder: &str, name: &str) -> Result<Self, RunDirError> {
         let name = name_from(name);
         let numbered = (2..=NAMESAKES_MAX).map(|number| numbered_name(&name, number));
-        let first = Self::claim_beside(RESTORED, &name);
-        numbered
-            .fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(RESTORED, &name)))
+        let first = Self::claim_beside(folder, &name);
+        numbered.fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(folder, &name)))
     }
 
     fn claim_beside(folder: &str, name: &str) -> Result<Self, RunDirError> {
@@ -133,21 +171,16 @@ impl RunDir {
 
     /// Writes the description of a VM without an engine that this process has started, for
     /// `keyframe status` and `keyframe stop`. Error: the file cannot be written.
-    pub fn tell(
-        &self,
-        kind: RunKind,
-        store: &Path,
-        checkpoint: CheckpointId,
-        process: VmmProcess,
-    ) -> Result<(), RunDirError> {
+    pub fn tell(&self, origin: Origin, process: VmmProcess) -> Result<(), RunDirError> {
         let about = About {
             vm: name_of(&self.path),
-            kind,
-            store: store.display().to_string(),
-            checkpoint: checkpoint.0,
+            kind: origin.kind,
+            store: origin.store.display().to_string(),
+            checkpoint: origin.checkpoint.0,
             vmm: process.vmm,
             qemu_pid: process.pid,
             keyframe_pid: std::process::id(),
+            replayed: origin.replayed,
         };
         let path = self.path.join(ABOUT);
         let text = serde_json::to_vec(&about)?;
@@ -237,14 +270,27 @@ pub fn all() -> Result<Vec<PathBuf>, RunDirError> {
     living_in(&place::base()?)
 }
 
-/// Returns the directories and descriptions of VMs without an engine whose `keyframe branch` or
-/// `keyframe restore` still runs. Error: the directory of the run directories cannot be read.
+/// Returns the directories and descriptions of VMs that `keyframe branch`, `restore` or `goto` has
+/// started and holds. Error: the directory of the run directories cannot be read.
 pub fn without_engine() -> Result<Vec<(PathBuf, About)>, RunDirError> {
     // One that says nothing is just being made.
     let about = |dir: PathBuf| about(&dir).map(|about| (dir, about));
     let base = place::base()?;
-    let all = living_in(&base.join(CLONES))?.into_iter().chain(living_in(&base.join(RESTORED))?);
-    Ok(all.filter_map(about).collect())
+    let mut all = Vec::new();
+    for folder in [CLONES, RESTORED, GOTO] {
+        all.extend(living_in(&base.join(folder))?.into_iter().filter_map(about));
+    }
+    Ok(all)
+}
+
+/// Returns the name under which `keyframe branch` or `restore` runs the VM of the VMM process `pid`.
+/// `None` if neither runs it, or if that cannot be read.
+pub fn name_of_process(pid: u32) -> Option<String> {
+    let all = without_engine().ok()?;
+    all.into_iter()
+        .map(|(_, about)| about)
+        .find(|about| about.qemu_pid == pid)
+        .map(|about| about.vm)
 }
 
 /// A VM that runs on without an engine, which has died or has left it by `--on-exit keep`.

@@ -182,18 +182,38 @@ pub fn is_in_use(directory: &Path) -> bool {
     File::open(directory).is_ok_and(locked)
 }
 
-/// Returns the overlay directories with writes over one of the images `bases`, each with that
-/// image.
-pub fn left_over(store: &Store, bases: &[&str]) -> Vec<(PathBuf, OverlayInfo, String)> {
-    let mut found = Vec::new();
-    for (path, info) in all(store) {
-        let base = info
-            .disks
-            .iter()
-            .map(|(disk, _)| &disk.base.path)
-            .find(|p| bases.contains(&p.as_str()));
-        if let Some(base) = base.cloned() {
-            found.push((path, info, base));
+/// The overlay with the writes of an earlier VM to an image.
+#[derive(Clone, Debug)]
+pub struct LeftOverlay {
+    /// The image.
+    pub base: String,
+    /// The directory of the overlay.
+    pub directory: PathBuf,
+    /// The VM.
+    pub vm: String,
+    /// The time at which the VM was started.
+    pub began: jiff::Timestamp,
+}
+
+/// Returns the newest overlay over each of the images `bases`; none for an image without one.
+pub fn newest_over(store: &Store, bases: &[&str]) -> Vec<LeftOverlay> {
+    let mut found: Vec<LeftOverlay> = Vec::new();
+    for (place, info) in all(store) {
+        for (disk, directory) in info.disks {
+            let base = disk.base.path;
+            // The store may have been moved since the path was written.
+            let name = Path::new(&directory).file_name().unwrap_or_default();
+            let directory = place.join(name);
+            if !bases.contains(&base.as_str()) || !directory.is_dir() {
+                continue;
+            }
+            let directory = std::path::absolute(&directory).unwrap_or(directory);
+            let overlay = LeftOverlay { base, directory, vm: info.vm.clone(), began: info.began };
+            match found.iter_mut().find(|known| known.base == overlay.base) {
+                Some(known) if known.began < overlay.began => *known = overlay,
+                Some(_) => {}
+                None => found.push(overlay),
+            }
         }
     }
     found

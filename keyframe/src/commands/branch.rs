@@ -23,7 +23,7 @@ use keyframe_machine::VmmKind;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
 use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
-use keyframe_session::run_dir::{RunDir, RunKind, VmmProcess, numbered_name};
+use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess, numbered_name};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
 use keyframe_vm_disks::{moved_images, restored};
@@ -192,11 +192,17 @@ impl Branch {
         let mut clones = self.start(&loaded, places, plans, &interrupted)?;
         for clone in &clones {
             let process = VmmProcess { vmm: VmmKind::Qemu, pid: clone.vm.pid() };
-            clone.place.directory.tell(RunKind::Clone, store.path(), id, process)?;
+            clone.place.directory.tell(Self::origin(store, id), process)?;
         }
         self.tell(&clones, began, id)?;
         let ended = self.wait(&mut clones, &interrupted);
         self.end(clones, ended)
+    }
+
+    /// The origin of a clone of checkpoint `id`.
+    fn origin(store: &Store, id: CheckpointId) -> Origin {
+        let store = store.absolute_path().unwrap_or_else(|_| store.path().into());
+        Origin { kind: RunKind::Clone, store, checkpoint: id, replayed: None }
     }
 
     fn places(&self, store: &Store, loaded: &LoadedCheckpoint) -> Result<Vec<Place>, Failure> {
@@ -308,12 +314,7 @@ impl Branch {
         Ok(clones)
     }
 
-    fn tell(
-        &self,
-        clones: &[Alive],
-        began: Instant,
-        id: keyframe_store::CheckpointId,
-    ) -> Result<(), Failure> {
+    fn tell(&self, clones: &[Alive], began: Instant, id: CheckpointId) -> Result<(), Failure> {
         let state = if self.paused { "paused" } else { "running" };
         let shown = |clone: &Alive| Shown {
             name: clone.place.name.clone(),

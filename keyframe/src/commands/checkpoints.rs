@@ -159,12 +159,20 @@ struct Interval(Option<Duration>);
 
 /// A time as people write it, more than none.
 pub fn parse_duration(text: &str) -> Result<Duration, String> {
+    let too_short = || "must be more than 0".to_owned();
     if text.starts_with('-') {
-        return Err("must be more than 0".into());
+        return Err(too_short());
     }
-    let duration = humantime::parse_duration(text)
-        .map_err(|e| format!("{e}; write a number and a unit, as in 500ms, 1s, 2m"))?;
-    if duration.is_zero() { Err("must be more than 0".into()) } else { Ok(duration) }
+    parse_wait(text).and_then(|time| if time.is_zero() { Err(too_short()) } else { Ok(time) })
+}
+
+/// A time as people write it; 0 for none.
+pub fn parse_wait(text: &str) -> Result<Duration, String> {
+    if text.starts_with('-') {
+        return Err("must not be negative".into());
+    }
+    humantime::parse_duration(text)
+        .map_err(|e| format!("{e}; write a number and a unit, as in 500ms, 1s, 2m"))
 }
 
 fn parse_part(text: &str) -> Result<f64, String> {

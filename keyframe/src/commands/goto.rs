@@ -1,15 +1,19 @@
 //! `keyframe goto`: a recorded VM as it was at an instruction.
 
 use super::recorded::RecordedArgs;
-use crate::failure::{DONE, Failure, Outcome};
+use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
 use crate::progress::instructions_bar;
 use crate::words::replay::ReplayWords;
+use keyframe_machine::VmmKind;
 use keyframe_qemu::Processor;
 use keyframe_replay::cut_points::instruction_at_time;
 use keyframe_replay_driver::{
     Debugger, PauseOptions, PausedReplay, Replay, ReplayRoute, ReplayableRecording, jobs,
 };
+use keyframe_session::RunDirError;
+use keyframe_session::run_dir::{Origin, ReplayedPoint, RunDir, RunKind, VmmProcess};
+use keyframe_store::CheckpointId;
 use serde::Serialize;
 use std::ffi::OsString;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -133,6 +137,8 @@ impl Goto {
             registers: registers.replace('\r', ""),
         };
         self.tell(&report)?;
+        // `keyframe status` and `stop` find the VM by it until this command ends.
+        let _listed = listed(&source, &report);
         match debugger {
             Some(debugger) => debugger.serve(paused, &interrupted)?,
             None => stay(&mut paused.replay, &interrupted)?,
@@ -204,6 +210,29 @@ impl Goto {
         }
         Ok(())
     }
+}
+
+/// Claims a run directory for the VM and describes it there. Without one the VM is only not listed.
+fn listed(source: &ReplayableRecording, report: &Report) -> Option<RunDir> {
+    let place = RunDir::claim_goto(&source.recording.meta.vm);
+    let told = place.and_then(|place| {
+        let origin = Origin {
+            kind: RunKind::Goto,
+            store: source.store.absolute_path().unwrap_or_else(|_| source.store.path().into()),
+            checkpoint: CheckpointId(report.checkpoint),
+            replayed: Some(ReplayedPoint {
+                recording: source.recording.path().to_owned(),
+                instruction: report.icount,
+            }),
+        };
+        place.tell(origin, VmmProcess { vmm: VmmKind::Qemu, pid: report.qemu_pid })?;
+        Ok(place)
+    });
+    let warn = |error: &RunDirError| {
+        let error = chain(error);
+        eprintln!("keyframe: warning: the VM is not among those of keyframe status: {error}");
+    };
+    told.inspect_err(warn).ok()
 }
 
 /// Waits until the user presses Ctrl-C or a monitor's `quit` ends the VM.

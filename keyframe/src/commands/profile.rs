@@ -42,7 +42,7 @@ pub struct ProfileCommand {
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     vcpus: Vec<u32>,
     /// Measure this long after the VM's start, or after --when [default: 5s; with --when 0s]
-    #[arg(long, value_name = "TIME", conflicts_with = "pid", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", conflicts_with = "pid", value_parser = super::checkpoints::parse_wait)]
     settle: Option<Duration>,
     /// Measure once the guest's console (on standard output) has shown TEXT
     #[arg(long, value_name = "TEXT", conflicts_with = "pid",

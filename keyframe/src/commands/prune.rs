@@ -36,7 +36,7 @@ pub struct Prune {
     #[arg(long, value_name = "PART", default_value = "5%", value_parser = parse_unused)]
     max_unused: f64,
     /// Wait so long for the next checkpoint of a run that goes on
-    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = super::checkpoints::parse_wait)]
     wait: Duration,
     /// Also write every pack anew, with its pages as small as they get: once, for packs that were
     /// not yet

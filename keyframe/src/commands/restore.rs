@@ -16,7 +16,7 @@ use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_session::error::RunDirError;
-use keyframe_session::run_dir::{RunDir, RunKind, VmmProcess};
+use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess};
 use keyframe_store::{MachineMeta, Meta, Store};
 use keyframe_units::{CheckpointId, RamLayout};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
@@ -350,13 +350,15 @@ struct Place {
 impl Place {
     fn claim(vm: &str, store: &Store) -> Self {
         let directory = RunDir::claim_restored(vm).inspect_err(Self::warn).ok();
-        Self { directory, store: store.path().to_owned() }
+        Self { directory, store: store.absolute_path().unwrap_or_else(|_| store.path().into()) }
     }
 
     /// The VM runs in `process`.
     fn tell(&self, id: CheckpointId, process: VmmProcess) {
         let Some(directory) = &self.directory else { return };
-        let _ = directory.tell(RunKind::Restored, &self.store, id, process).inspect_err(Self::warn);
+        let store = self.store.clone();
+        let origin = Origin { kind: RunKind::Restored, store, checkpoint: id, replayed: None };
+        let _ = directory.tell(origin, process).inspect_err(Self::warn);
     }
 
     fn warn(error: &RunDirError) {

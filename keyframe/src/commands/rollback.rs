@@ -1,5 +1,6 @@
 //! `keyframe rollback`: a running VM back to a checkpoint.
 
+use super::running_vm::RunningVm;
 use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
 use keyframe_session::control::{EngineRequest, EngineResponse, RolledBack, client};
@@ -42,9 +43,8 @@ Examples:
 pub struct Rollback {
     /// A number, a tag or `latest`, in the store of the run
     checkpoint: String,
-    /// Which VM, if several run
-    #[arg(long, alias = "vm", value_name = "NAME")]
-    name: Option<String>,
+    #[command(flatten)]
+    vm: RunningVm,
     /// Do not keep the present state
     #[arg(long)]
     fast: bool,
@@ -56,7 +56,7 @@ pub struct Rollback {
 impl Rollback {
     /// Asks the engine for it, and waits until checkpoints go on.
     pub fn run(&self) -> Outcome {
-        let engine = run_dir::find(self.name.as_deref())?;
+        let engine = self.vm.engine()?;
         let request =
             EngineRequest::Rollback { checkpoint: self.checkpoint.clone(), fast: self.fast };
         let done = match client::ask(&engine, &request, PATIENCE)? {

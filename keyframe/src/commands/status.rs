@@ -8,27 +8,32 @@ use keyframe_session::control::{
     client,
 };
 use keyframe_session::run_dir;
-use keyframe_session::run_dir::{About, Orphan, RunKind};
+use keyframe_session::run_dir::{About, Orphan, ReplayedPoint, RunKind};
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// Show how running VMs go
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "The list also has VMs that were restored or branched. No engine takes checkpoints of them. In JSON they follow the others, as
-{vm, kind, store, checkpoint, qemu_pid, keyframe_pid} with the kind clone or restored; vmm is there if it is not QEMU. The others have no kind.
+    after_help = "The list also has VMs that were restored, branched, or brought up by goto. In JSON they follow the others, as
+{vm, kind, store, checkpoint, qemu_pid, keyframe_pid} with the kind clone, restored or goto; vmm is there if it is not QEMU. Those of
+goto also have {recording, instruction}. The others have no kind. If such a VM is under keyframe attach, the list has it twice.
 FAILING says that the newest checkpoint is not sealed, and why; in JSON the field failing is there.
 
 Examples:
   keyframe status
+  keyframe status --store S
   keyframe status --name web --json"
 )]
 pub struct Status {
     /// Only this VM
     #[arg(long, value_name = "NAME")]
     name: Option<String>,
+    /// Only VMs whose checkpoints go into this store or come from it
+    #[arg(long, value_name = "STORE")]
+    store: Option<PathBuf>,
     /// Print a JSON array
     #[arg(long)]
     json: bool,
@@ -50,9 +55,11 @@ impl Status {
     /// Asks each engine and prints the answers.
     pub fn run(&self) -> Outcome {
         let mut others = run_dir::without_engine()?;
-        others.retain(|(_, about)| self.name.as_ref().is_none_or(|name| *name == about.vm));
+        let is_named = |vm: &String| self.name.as_ref().is_none_or(|name| name == vm);
+        others.retain(|(_, about)| is_named(&about.vm) && self.is_of_store(&about.store));
         let mut orphans = run_dir::orphans()?;
-        orphans.retain(|orphan| self.name.as_ref().is_none_or(|name| *name == orphan.vm));
+        // The store of a VM whose engine died is unknown.
+        orphans.retain(|orphan| is_named(&orphan.vm) && self.store.is_none());
         let engines = match &self.name {
             Some(name) => match run_dir::find(Some(name)) {
                 Err(_) if !others.is_empty() || !orphans.is_empty() => Vec::new(),
@@ -65,7 +72,10 @@ impl Status {
             client::ask_all(&engines, &EngineRequest::Status, Duration::from_secs(10))
         {
             match answer {
-                Ok(EngineResponse::Status(status)) => all.push(*status),
+                Ok(EngineResponse::Status(status)) if self.is_of_store(&status.store) => {
+                    all.push(*status);
+                }
+                Ok(EngineResponse::Status(_)) => {}
                 Ok(other) => return Err(Failure::new(format!("unexpected answer: {other:?}"))),
                 // It may have ended between the look and the question.
                 Err(e) if self.name.is_some() => return Err(e.into()),
@@ -84,7 +94,8 @@ impl Status {
             output::print_line(&text(status))?;
         }
         for (place, about) in &others {
-            output::print_line(&without_engine(about, place))?;
+            let has_engine = all.iter().any(|status| status.qemu_pid == about.qemu_pid);
+            output::print_line(&without_engine(about, place, has_engine))?;
         }
         for Orphan { vm, vmm, qemu_pid, qmp, .. } in &orphans {
             let option = if *vmm == VmmKind::Qemu { "--qmp" } else { "--api" };
@@ -95,23 +106,39 @@ impl Status {
             ))?;
         }
         if all.is_empty() && others.is_empty() && orphans.is_empty() {
-            output::print_line(NOTHING_RUNS)?;
+            match &self.store {
+                None => output::print_line(NOTHING_RUNS)?,
+                Some(store) => output::print_line(&format!(
+                    "no VM runs whose checkpoints are in {}; all VMs: keyframe status",
+                    store.display()
+                ))?,
+            }
         }
         Ok(DONE)
     }
+
+    fn is_of_store(&self, store: &str) -> bool {
+        self.store.as_ref().is_none_or(|meant| client::is_same_store(store, meant))
+    }
 }
 
-/// The line of a VM without an engine.
-fn without_engine(about: &About, place: &Path) -> String {
+/// The line of a VM that `branch`, `restore` or `goto` started. `has_engine` says that `attach` takes
+/// checkpoints of it.
+fn without_engine(about: &About, place: &Path, has_engine: bool) -> String {
     let About { vm, checkpoint, store, vmm, qemu_pid, .. } = about;
-    match about.kind {
-        RunKind::Clone => format!(
-            "{vm}: a clone of checkpoint {checkpoint} of {store} ({vmm} {qemu_pid}), without checkpoints; sockets and console in {}",
+    let checkpoints = if has_engine { "under keyframe attach" } else { "without checkpoints" };
+    match (about.kind, &about.replayed) {
+        (RunKind::Clone, _) => format!(
+            "{vm}: a clone of checkpoint {checkpoint} of {store} ({vmm} {qemu_pid}), {checkpoints}; sockets and console in {}",
             place.display()
         ),
-        RunKind::Restored => {
+        (RunKind::Goto, Some(ReplayedPoint { recording, instruction })) => format!(
+            "{vm}: brought up by goto before instruction {instruction} of {} ({vmm} {qemu_pid})",
+            recording.display()
+        ),
+        (RunKind::Restored | RunKind::Goto, _) => {
             format!(
-                "{vm}: restored from checkpoint {checkpoint} of {store} ({vmm} {qemu_pid}), without checkpoints"
+                "{vm}: restored from checkpoint {checkpoint} of {store} ({vmm} {qemu_pid}), {checkpoints}"
             )
         }
     }

@@ -1,5 +1,6 @@
 //! `keyframe stop`: ends a running engine.
 
+use super::running_vm::RunningVm;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use keyframe_machine::VmmKind;
@@ -15,23 +16,24 @@ use std::time::Duration;
 const ANSWER: Duration = Duration::from_secs(10);
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 
-/// End a running VM's engine, after what is in progress is sealed; or a VM that was restored or
-/// branched
+/// End a running VM's engine, after what is in progress is sealed; or a VM that was restored,
+/// branched or replayed
 #[derive(clap::Args, Debug)]
 #[command(
     after_help = "The command returns when the engine has stored the checkpoints in progress and has ended. With --no-wait it returns at once.
 
-Without --name it ends the one VM that has an engine. If no VM has one, it ends the one that was restored or branched.
+Without --name it ends the one VM that has an engine. If no VM has one, it ends the one that was restored, branched or replayed
+(goto). --store leaves only the VMs of that store to choose from.
 
 Examples:
   keyframe stop
   keyframe stop --name web --on-exit keep
-  keyframe stop --name web-2"
+  keyframe stop --name web-2
+  keyframe stop --store S"
 )]
 pub struct Stop {
-    /// Which VM, if several run
-    #[arg(long, value_name = "NAME")]
-    name: Option<String>,
+    #[command(flatten)]
+    vm: RunningVm,
     /// What to do with the VM, instead of what `run` was started with
     #[arg(long, value_enum)]
     on_exit: Option<OnExit>,
@@ -43,34 +45,38 @@ pub struct Stop {
 impl Stop {
     /// Asks the engine to end.
     pub fn run(&self) -> Outcome {
-        let others = run_dir::without_engine()?;
-        let engine = match &self.name {
+        let mut others = run_dir::without_engine()?;
+        others.retain(|(_, about)| self.vm.is_of_store(&about.store));
+        let engine = match &self.vm.name {
             Some(name) => {
-                match (
-                    run_dir::find(Some(name)),
-                    others.iter().find(|(_, about)| about.vm == *name),
-                ) {
+                let other = others.iter().find(|(_, about)| about.vm == *name);
+                match (self.vm.engine(), other) {
                     (Err(_), Some((place, about))) => return self.end(place, about),
                     (Err(none), None) => {
-                        let orphan =
-                            run_dir::orphans()?.into_iter().find(|orphan| orphan.vm == *name);
-                        return match orphan {
-                            Some(orphan) => self.end_orphan(&orphan),
-                            None => Err(none.into()),
-                        };
+                        // The store of a VM whose engine died is unknown.
+                        let orphans = run_dir::orphans()?;
+                        let orphan = orphans
+                            .iter()
+                            .find(|orphan| self.vm.store.is_none() && orphan.vm == *name);
+                        return orphan.map_or(Err(none), |orphan| self.end_orphan(orphan));
                     }
                     (found, _) => found?,
                 }
             }
+            None if self.vm.store.is_some() => match (self.vm.engine(), others.as_slice()) {
+                (Err(_), [(place, about)]) => return self.end(place, about),
+                (Err(_), [_, _, ..]) => return Err(several(&others)),
+                (found, _) => found?,
+            },
             None => match (run_dir::all()?.len(), others.as_slice()) {
                 (0, [(place, about)]) => return self.end(place, about),
                 (0, [_, _, ..]) => return Err(several(&others)),
                 (0, []) => match run_dir::orphans()?.as_slice() {
                     [orphan] => return self.end_orphan(orphan),
-                    _ => run_dir::find(None)?,
+                    _ => self.vm.engine()?,
                 },
                 // Without a name, one that has an engine is meant.
-                _ => run_dir::find(None)?,
+                _ => self.vm.engine()?,
             },
         };
         client::ask(
@@ -82,7 +88,7 @@ impl Stop {
     }
 
     /// Ends a VM without an engine: a clone by its monitor, because its command may run other
-    /// clones; a restored VM by its command.
+    /// clones; a restored or replayed VM by its command.
     fn end(&self, place: &Path, about: &About) -> Outcome {
         if self.on_exit.is_some() {
             return Err(Failure::new(format!(
@@ -93,7 +99,7 @@ impl Stop {
         }
         match about.kind {
             RunKind::Clone => end_clone(place, about)?,
-            RunKind::Restored => run_dir::end_with(place, about)?,
+            RunKind::Restored | RunKind::Goto => run_dir::end_with(place, about)?,
         }
         self.wait(|| place.join(run_dir::ABOUT).exists() && run_dir::lives(place))
     }

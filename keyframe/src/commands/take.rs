@@ -1,20 +1,20 @@
 //! `keyframe take`: a checkpoint now.
 
+use super::running_vm::RunningVm;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use keyframe_session::control::{EngineRequest, EngineResponse, Strategy, client};
-use keyframe_session::run_dir;
 use std::time::Duration;
 
 /// Take a checkpoint of a running VM now, and wait until it is sealed
 #[derive(clap::Args, Debug)]
 #[command(after_help = "Examples:
   keyframe take --tag before-upgrade
+  keyframe take --store S
   keyframe take --name web --json | jq .pause_ns")]
 pub struct Take {
-    /// Which VM, if several run
-    #[arg(long, value_name = "NAME")]
-    name: Option<String>,
+    #[command(flatten)]
+    vm: RunningVm,
     /// Give it a name, usable wherever a checkpoint is asked for
     #[arg(long)]
     tag: Option<String>,
@@ -29,7 +29,7 @@ pub struct Take {
 impl Take {
     /// Asks the engine for one.
     pub fn run(&self) -> Outcome {
-        let engine = run_dir::find(self.name.as_deref())?;
+        let engine = self.vm.engine()?;
         let request = EngineRequest::Take { tag: self.tag.clone(), strategy: self.strategy };
         match client::ask(&engine, &request, Duration::from_secs(600))? {
             EngineResponse::Taken(entry) if self.json => output::json(&entry)?,

@@ -23,7 +23,7 @@ Examples:
   keyframe top --once            # a table, for scripts and logs; keyframe status --json has all of it")]
 pub struct Top {
     /// How often the VMs are asked
-    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = humantime::parse_duration)]
+    #[arg(long, value_name = "TIME", default_value = "1s", value_parser = super::checkpoints::parse_duration)]
     every: Duration,
     /// Print one table and end
     #[arg(long)]

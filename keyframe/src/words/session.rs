@@ -1,13 +1,14 @@
 //! The words for the events of a session.
 
 use super::Importance;
-use crate::failure::chain;
+use crate::failure::{chain, paths};
 use crate::output;
 use Importance::{Always, Detail, Usual};
 use keyframe_inspect::entry::Entry;
 use keyframe_session::event::{Helper, SessionStart, Step};
 use keyframe_session::{CheckpointError, Event, GuestEnd};
 use keyframe_store::CheckpointId;
+use keyframe_vm_disks::overlay_directory::LeftOverlay;
 use std::path::Path;
 use std::sync::Once;
 use std::time::Duration;
@@ -35,6 +36,18 @@ fn rehearsal(event: &Event) -> Option<(Importance, String)> {
         }
         _ => return None,
     })
+}
+
+/// The line about writes of an earlier VM that a run does not use.
+fn left_overlay(overlay: &LeftOverlay) -> String {
+    let LeftOverlay { base, directory, vm, began } = overlay;
+    let (overlay, image) = (paths::shell(directory), paths::shell(Path::new(base)));
+    format!(
+        "note: VM {vm} (started {began:.0}) has written to {base}, and this run begins with the image as it \
+         is, without those writes. To go on from them, end this run and use keyframe restore. To write \
+         them into the image, end this run and use: keyframe commit --overlay {overlay} --base {image} \
+         --in-place. With --disk bitmap, or under attach, a guest writes into its image"
+    )
 }
 
 const NEW_RUN: &str = "RAM was plugged in or out, or a disk was plugged, resized or given another file: a new run begins";
@@ -152,14 +165,7 @@ fn preparation(event: &Event) -> Option<(Importance, String)> {
             let fix = error.fix().unwrap_or_default();
             (Always, format!("note: {}; {fix}", chain(&**error)))
         }
-        Event::LeftoverOverlay { vm, began, image, overlay } => {
-            let text = format!(
-                "note: VM {vm} (started {began:.0}) has written to {image}. Its writes are in {}; \
-                 this run does not use them and begins with the image as it is",
-                overlay.display()
-            );
-            (Always, text)
-        }
+        Event::LeftoverOverlay(overlay) => (Always, left_overlay(overlay)),
         Event::UnguardedAttach { qemu_pid } => return unguarded(*qemu_pid),
         Event::LooseLink { vm, option } => {
             let text = format!(

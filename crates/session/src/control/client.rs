@@ -1,7 +1,8 @@
-//! Asks a running engine.
+//! Finds a running engine, and asks it.
 
 use super::{EngineRequest, EngineResponse, LINE_BYTES_MAX};
-use crate::error::{ControlError, Error, Result};
+use crate::error::{ControlError, Error, Result, RunDirError};
+use crate::run_dir;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -61,4 +62,44 @@ pub fn ask_all<'a>(
         }));
     }
     answers
+}
+
+/// The longest time in which an engine says which store it writes to.
+const STORE_WAIT: Duration = Duration::from_secs(10);
+
+/// Returns the directory of the engine whose checkpoints go into `store`; with `name`, of the engine
+/// of that VM. Errors: no such engine runs; several do; one that might be meant does not answer.
+pub fn find_by_store(name: Option<&str>, store: &Path) -> Result<PathBuf> {
+    let engines = match name {
+        Some(name) => vec![run_dir::find(Some(name))?],
+        None => run_dir::all()?,
+    };
+    let (mut found, mut silent) = (Vec::new(), None);
+    for (engine, answer) in ask_all(&engines, &EngineRequest::Status, STORE_WAIT) {
+        match answer {
+            Ok(EngineResponse::Status(status)) if is_same_store(&status.store, store) => {
+                found.push(engine.to_owned());
+            }
+            // It may have ended since it was listed.
+            Err(error) if run_dir::lives(engine) => silent = Some(error),
+            Ok(_) | Err(_) => {}
+        }
+    }
+    match (found.len(), silent) {
+        (1, _) => Ok(found.swap_remove(0)),
+        (0, Some(error)) => Err(error),
+        (0, None) => Err(RunDirError::NotOfStore { store: store.into() }.into()),
+        (_, _) => {
+            let running = found.iter().map(|engine| run_dir::name_of(engine)).collect();
+            Err(RunDirError::Several { running }.into())
+        }
+    }
+}
+
+/// Returns whether `one`, as a status has it, and `other`, as a user writes it, are the same store.
+pub fn is_same_store(one: &str, other: &Path) -> bool {
+    let one = Path::new(one);
+    // The address of a remote store is no path.
+    one == other
+        || one.canonicalize().is_ok_and(|one| other.canonicalize().is_ok_and(|other| one == other))
 }

@@ -56,6 +56,12 @@ pub enum RunDirError {
         /// Their names.
         running: Vec<String>,
     },
+    /// No VM that runs has its checkpoints in this store.
+    #[error("no VM that runs under Keyframe has its checkpoints in {}", store.display())]
+    NotOfStore {
+        /// The store.
+        store: PathBuf,
+    },
     /// No VM runs.
     #[error("no VM runs under Keyframe")]
     NothingRuns,
@@ -82,6 +88,9 @@ impl RunDirError {
             }
             Self::Several { running } => {
                 format!("choose one with --name: {}", running.join(", "))
+            }
+            Self::NotOfStore { .. } => {
+                "see the VMs that run, with their stores: keyframe status".to_owned()
             }
             Self::NothingRuns => {
                 "start one with: keyframe run --store STORE -- qemu-system-x86_64 ...".to_owned()

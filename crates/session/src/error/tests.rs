@@ -234,6 +234,7 @@ fn run_dir() -> Vec<String> {
         RunDirError::Unknown { name: "x".into(), running: Vec::new() },
         RunDirError::Unknown { name: "x".into(), running: running() },
         RunDirError::Several { running: running() },
+        RunDirError::NotOfStore { store: path() },
         RunDirError::NothingRuns,
     ];
     errors.iter().map(|e| error_text(e, e.fix())).collect()

@@ -5,7 +5,7 @@ use crate::error::{DiskError, Result};
 use crate::event::{Event, EventSink};
 use keyframe_qemu::{DiskServer, Drive, Invocation, LineDrive, QemuIdentity};
 use keyframe_store::Store;
-use keyframe_vm_disks::overlay_directory::left_over;
+use keyframe_vm_disks::overlay_directory::newest_over;
 use keyframe_vm_disks::{self as disks, DiskToServe, ServedDisks};
 use std::path::Path;
 
@@ -122,13 +122,8 @@ impl LineDisks<'_> {
             return Ok(None);
         }
         let bases: Vec<&str> = wanted.iter().map(|disk| disk.meta.base.path.as_str()).collect();
-        for (place, info, base) in left_over(store, &bases) {
-            events.event(&Event::LeftoverOverlay {
-                vm: info.vm,
-                began: info.began,
-                image: base,
-                overlay: place,
-            });
+        for overlay in newest_over(store, &bases) {
+            events.event(&Event::LeftoverOverlay(overlay));
         }
         Ok(disks::serve(store, name, None, wanted, &socket).map(Some)?)
     }
