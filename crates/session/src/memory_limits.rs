@@ -54,6 +54,14 @@ pub fn remaining(growth: &[ExpectedGrowth]) -> RemainingMemory {
     }
 }
 
+/// Returns the memory that this host leaves for a process in the place of process `pid`, whose RAM this
+/// process fills: the least that the host and the limits of both leave.
+pub fn remaining_beside(pid: u32) -> u64 {
+    let limits = cgroups_of(&pid.to_string());
+    let left = limits.iter().filter_map(|folder| left_in(folder));
+    left.fold(remaining(&[]).bytes, u64::min)
+}
+
 /// Returns the memory that process `pid` has in use, in bytes, with huge pages; zero if it has
 /// ended.
 pub fn resident_bytes(pid: u32) -> u64 {

@@ -4,7 +4,7 @@
 use super::{EngineRequest, EngineResponse, EngineStatus, LINE_BYTES_MAX};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use std::io::{self, Read, Write};
+use std::io::{self, PipeReader, PipeWriter, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -31,7 +31,7 @@ pub type SharedStatus = Arc<Mutex<EngineStatus>>;
 pub trait Deliver: Fn(Pending) -> bool + Clone + Send + 'static {}
 impl<F: Fn(Pending) -> bool + Clone + Send + 'static> Deliver for F {}
 
-/// Listens at the control socket in `run_dir` until the process ends. Answers requests for the
+/// Listens at the control socket in `run_dir` until the socket is dropped. Answers requests for the
 /// status itself; requests that change something go to `deliver`, in the order in which their
 /// clients have made them. Returns the socket. Error: the socket cannot be made.
 pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> io::Result<Socket> {
@@ -39,14 +39,14 @@ pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> i
     let listener = UnixListener::bind(&path)?;
     listener.set_nonblocking(true)?;
     let answering = Arc::new(());
-    let socket = Socket { path, answering: Arc::downgrade(&answering) };
+    let (is_dropped, serves) = io::pipe()?;
+    let socket = Socket { path, answering: Arc::downgrade(&answering), _serves: serves };
+    let status = Arc::clone(status);
     let mut server =
-        Server { listener, waiting: Vec::new(), answering, status: Arc::clone(status), deliver };
-    std::thread::Builder::new().name("control".into()).spawn(
-        move || {
-            while server.turn().is_ok() {}
-        },
-    )?;
+        Server { listener, is_dropped, waiting: Vec::new(), answering, status, deliver };
+    std::thread::Builder::new()
+        .name("control".into())
+        .spawn(move || while server.turn().is_ok_and(|goes_on| goes_on) {})?;
     Ok(socket)
 }
 
@@ -56,6 +56,8 @@ pub fn listen(run_dir: &Path, status: &SharedStatus, deliver: impl Deliver) -> i
 /// thread reads from the clients in the order of their connections, and only then accepts others.
 struct Server<D> {
     listener: UnixListener,
+    /// Its other end is closed once the [`Socket`] is dropped.
+    is_dropped: PipeReader,
     /// The clients whose requests are not complete yet, the first one first.
     waiting: Vec<Client>,
     /// Held by each thread that waits for an answer.
@@ -72,11 +74,15 @@ struct Client {
 }
 
 impl<D: Deliver> Server<D> {
-    /// Waits until there is something to do, and does it. Error: the listening socket failed.
-    fn turn(&mut self) -> io::Result<()> {
+    /// Waits until there is something to do, and does it. Returns false if there is nothing left to do
+    /// and the socket is dropped. Error: the listening socket failed.
+    fn turn(&mut self) -> io::Result<bool> {
         let now = Instant::now();
         self.waiting.retain(|client| client.until > now);
-        let mut fds = vec![PollFd::new(&self.listener, PollFlags::IN)];
+        let mut fds = vec![
+            PollFd::new(&self.is_dropped, PollFlags::IN),
+            PollFd::new(&self.listener, PollFlags::IN),
+        ];
         fds.extend(self.waiting.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)));
         let first_end = self.waiting.iter().map(|client| client.until - now).min();
         let limit = first_end.and_then(|wait| Timespec::try_from(wait).ok());
@@ -84,7 +90,10 @@ impl<D: Deliver> Server<D> {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error.into()),
         }
-        let connects = fds.first().is_some_and(|fd| !fd.revents().is_empty());
+        let is_ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        let is_dropped = fds.first().is_some_and(is_ready);
+        let connects = fds.get(1).is_some_and(is_ready);
+        let is_busy = fds.iter().skip(1).any(is_ready);
         drop(fds);
         // Each of them is asked, also one that has written since the wait ended.
         for mut client in std::mem::take(&mut self.waiting) {
@@ -102,7 +111,7 @@ impl<D: Deliver> Server<D> {
                 Err(_) => std::thread::sleep(Duration::from_millis(1)),
             }
         }
-        Ok(())
+        Ok(is_busy || !is_dropped)
     }
 
     fn greet(&mut self, stream: UnixStream) {
@@ -192,6 +201,8 @@ pub struct Socket {
     path: PathBuf,
     /// Held by the server and by each thread that waits for an answer.
     answering: Weak<()>,
+    /// The server's thread ends once this is closed.
+    _serves: PipeWriter,
 }
 
 impl Drop for Socket {

@@ -10,8 +10,10 @@ use crate::machines::NamedVm;
 use crate::run_dir::RunDir;
 use crate::teardown::Teardown;
 
-/// The answer to a request that came after the end was decided.
+/// The answers to a request that came after the end was decided.
 const RUN_ENDS: &str = "the run is ending";
+const WAS_SUCCEEDED: &str =
+    "the VM was just put back to a checkpoint, by another process: ask again";
 
 impl Engine<'_> {
     /// Seals all captured checkpoints.
@@ -34,9 +36,9 @@ impl Engine<'_> {
         Ok(sink)
     }
 
-    /// Answers the requests that came too late. Returns what the last of them that asked for the end
-    /// wants.
-    fn turn_away(&mut self) -> Option<OnExit> {
+    /// Answers the requests that came too late with `reason`. Returns what the last of them that asked
+    /// for the end wants.
+    fn turn_away(&mut self, reason: &str) -> Option<OnExit> {
         let mut stop = None;
         while let Ok(message) = self.inbox.try_recv() {
             if let EngineMessage::Request(pending) = message {
@@ -49,7 +51,7 @@ impl Engine<'_> {
                     stop = Some(on_exit.unwrap_or(self.options.on_exit));
                     EngineResponse::Stopping
                 }
-                _ => EngineResponse::Failed(RUN_ENDS.into()),
+                _ => EngineResponse::Failed(reason.into()),
             };
             // The client may have gone.
             let _ = pending.answer.send(answer);
@@ -70,7 +72,8 @@ impl Engine<'_> {
             }
         };
         teardown.step(self.seal_remaining());
-        let stop = self.turn_away();
+        let goes_on = matches!(end, End::Succeeded(_));
+        let stop = self.turn_away(if goes_on { WAS_SUCCEEDED } else { RUN_ENDS });
         let guest_end = self.machines.guest_end();
         if !matches!(end, End::Vm(_) | End::Succeeded(_)) {
             teardown.step(self.machines.release_ends());

@@ -22,13 +22,17 @@ use super::{Engine, Error, Event, Instant, RollbackPhases};
 use crate::control::RolledBack;
 use crate::error::RollbackError;
 use crate::interrupted_rollback::line;
+use crate::memory_limits;
 use crate::run_dir;
 use crate::succession_rescue::{Goal, SuccessionWords};
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
-use keyframe_units::elapsed_ns;
+use keyframe_units::{PAGE_BYTES, elapsed_ns};
 use keyframe_vm_disks::drive_exchange::DriveExchange;
 use keyframe_vm_disks::read_files;
 use keyframe_vmm::{RollbackPlan, RollbackStep, RunState, Succession, Vmm};
+
+/// The memory that a successor takes beside its RAM, and what stays free for its start.
+const VMM_BYTES: u64 = 64 << 20;
 
 /// How a rollback by a successor has ended.
 pub(super) struct Succeeded {
@@ -209,6 +213,7 @@ impl Engine<'_> {
         let id = target.id;
         self.hold_target(id)?;
         self.refuse_own(id)?;
+        self.require_memory(&target)?;
         let present = self.vm()?.vm_mut().writable_drives().map_err(Error::from)?;
         let drives = DriveExchange::make(self.store, (id, &target.meta), &self.name, &present);
         let drives = drives.map_err(Error::from)?;
@@ -233,6 +238,17 @@ impl Engine<'_> {
             Some((_, about)) => Err(RollbackError::Restored { vm: about.vm, checkpoint }),
             None => Ok(()),
         }
+    }
+
+    /// Fails if the host has no memory for the checkpoint beside the VM.
+    fn require_memory(&mut self, target: &LoadedCheckpoint) -> Result<(), RollbackError> {
+        let needed_bytes = target.nonzero_pages() * PAGE_BYTES as u64 + VMM_BYTES;
+        let left_bytes = memory_limits::remaining_beside(self.vm()?.pid());
+        if left_bytes < needed_bytes {
+            let checkpoint = target.id;
+            return Err(RollbackError::NoMemory { needed_bytes, left_bytes, checkpoint });
+        }
+        Ok(())
     }
 
     /// The checkpoint, or the reason why this VM has no successor that is it.

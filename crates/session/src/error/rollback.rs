@@ -5,6 +5,7 @@ use crate::control::VmState;
 use keyframe_capture::BoxError;
 use keyframe_qemu::LineDifference;
 use keyframe_store::CheckpointId;
+use keyframe_units::human_bytes;
 
 /// The reason why a VM was not put back to a checkpoint.
 #[derive(Debug, thiserror::Error)]
@@ -110,6 +111,19 @@ pub enum RollbackError {
         /// The checkpoint.
         checkpoint: CheckpointId,
     },
+    /// The host has no memory for a second VMM beside the VM.
+    #[error(
+        "the checkpoint is loaded beside the VM first, which takes {}, and {} of memory are left",
+        human_bytes(*needed_bytes), human_bytes(*left_bytes)
+    )]
+    NoMemory {
+        /// The memory that the second VMM takes, in bytes.
+        needed_bytes: u64,
+        /// The memory that the host, or a memory cgroup, leaves, in bytes.
+        left_bytes: u64,
+        /// The checkpoint.
+        checkpoint: CheckpointId,
+    },
     /// The VM was ended for its successor, and neither that one nor the former VM could be started.
     #[error(
         "{}; nor could the VM be started again as it was: {}; the VM has ended",
@@ -187,6 +201,10 @@ impl RollbackError {
             Self::DiskLeftOut(_) => "end it (keyframe stop) and restore the checkpoint with \
                                      --left-out-as-now; or start it without --leave-out-disk"
                 .into(),
+            Self::NoMemory { checkpoint, .. } => format!(
+                "free memory; or end the VM (keyframe stop), and restore the checkpoint: keyframe \
+                 restore {checkpoint}"
+            ),
             Self::Restored { checkpoint, .. } => {
                 format!("end it, and restore the checkpoint: keyframe restore {checkpoint}")
             }

@@ -144,6 +144,7 @@ fn rollback() -> Vec<String> {
             checkpoint: "monday".into(),
         },
         RollbackError::DrivesExchanged,
+        RollbackError::NoMemory { needed_bytes: 3 << 30, left_bytes: 1 << 30, checkpoint },
         RollbackError::Restored { vm: "web".into(), checkpoint },
         RollbackError::Ended { why: Box::new(step()), again: Box::new(step()), checkpoint },
         RollbackError::Session(Box::new(Error::BudgetWithoutInterval)),

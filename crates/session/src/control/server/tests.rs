@@ -67,3 +67,20 @@ fn a_socket_that_is_closed_has_its_answers_written() {
         }
     }
 }
+
+/// A run whose VM goes to another process again and again makes a socket each time.
+#[test]
+fn the_thread_of_a_dropped_socket_ends() {
+    let folder = tempfile::tempdir().unwrap();
+    let deliver = |pending: Pending| pending.answer.send(EngineResponse::Stopping).is_ok();
+    let socket = listen(folder.path(), &SharedStatus::default(), deliver).unwrap();
+    let answering = socket.answering.clone();
+    let silent = UnixStream::connect(&socket.path).unwrap();
+    drop(socket);
+    let until = Instant::now() + Duration::from_secs(60);
+    while answering.strong_count() > 0 {
+        assert!(Instant::now() < until, "the thread goes on");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    drop(silent);
+}
