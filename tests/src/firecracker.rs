@@ -9,6 +9,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+/// The user of a VM in a jail.
+const JAILED_USER: u32 = 65534;
+
 /// What `guests/build firecracker` made.
 #[derive(Clone, Debug)]
 pub struct FirecrackerGuest {
@@ -43,6 +46,11 @@ impl FirecrackerGuest {
     /// The binary.
     pub fn binary(&self) -> String {
         self.directory.join("bin/firecracker").display().to_string()
+    }
+
+    /// The jailer.
+    pub fn jailer(&self) -> PathBuf {
+        self.directory.join("bin/jailer")
     }
 
     /// The kernel that the VMs boot.
@@ -123,32 +131,31 @@ impl ExternalFirecracker {
         Self::run(command.args(["-n", "sh", "-c", &line]).current_dir(env.path()), socket, output)
     }
 
-    /// Starts a VM as the jailer does: as another user, with a root directory of its own in the
-    /// directory of `env`. `config` names files below that root, where `files` are copied to.
-    /// Error: the reason why this machine cannot.
+    /// Starts a VM by Firecracker's jailer: as another user, with a root directory and mounts of its own,
+    /// in `base`. `config` names files below that root, to which `files` are copied. Returns the VM and
+    /// the root directory.
     pub fn start_jailed(
         env: &TestEnv,
+        base: &Path,
         guest: &FirecrackerGuest,
         config: &str,
         files: &[&Path],
-    ) -> Result<Self, String> {
-        let root = env.path().join("jail");
-        std::fs::create_dir_all(root.join("dev")).unwrap();
-        let binary = PathBuf::from(guest.binary());
-        for file in files.iter().copied().chain([&*binary, &*guest.payload()]) {
-            std::fs::copy(file, root.join(file.file_name().unwrap())).unwrap();
+    ) -> (Self, PathBuf) {
+        let root = base.join("firecracker/vm/root");
+        std::fs::create_dir_all(&root).unwrap();
+        for file in files.iter().copied().chain([&*guest.payload()]) {
+            let copy = root.join(file.file_name().unwrap());
+            std::fs::copy(file, &copy).unwrap();
+            std::os::unix::fs::chown(&copy, Some(JAILED_USER), Some(JAILED_USER)).unwrap();
         }
         std::fs::write(root.join("fc.json"), config).unwrap();
-        let script = "mknod dev/kvm c 10 232 && chmod 666 dev/kvm && chown -R 65534:65534 .";
-        let made = Command::new("sh").args(["-c", script]).current_dir(&root).output().unwrap();
-        if !made.status.success() {
-            return Err(format!("a jail: {}", String::from_utf8_lossy(&made.stderr).trim()));
-        }
         let (socket, output) = (root.join("fc.sock"), env.path().join("fc.out"));
-        let mut command = Command::new("chroot");
-        command.arg("--userspec=65534:65534").arg(&root);
-        command.args(["/firecracker", "--api-sock", "/fc.sock", "--config-file", "/fc.json"]);
-        Ok(Self::run(&mut command, socket, output))
+        let user = JAILED_USER.to_string();
+        let mut command = Command::new(guest.jailer());
+        command.args(["--id", "vm", "--uid", &user, "--gid", &user, "--exec-file"]);
+        command.arg(guest.binary()).arg("--chroot-base-dir").arg(base);
+        command.args(["--", "--api-sock", "/fc.sock", "--config-file", "/fc.json"]);
+        (Self::run(&mut command, socket, output), root)
     }
 
     fn run(command: &mut Command, socket: PathBuf, output: PathBuf) -> Self {

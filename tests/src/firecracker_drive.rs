@@ -42,6 +42,16 @@ fn kernel_version() -> (u32, u32) {
     (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0))
 }
 
+/// Returns whether the kernel holds writes to files on ext4. If not, counts the running test as skipped.
+pub fn holds_writes() -> bool {
+    let (major, minor) = HOLDS_WRITES;
+    let holds = kernel_version() >= HOLDS_WRITES;
+    if !holds {
+        record_skip(Scope::Test, format!("this kernel is older than Linux {major}.{minor}"));
+    }
+    holds
+}
+
 /// Starts a VM with a drive on a file system of `kind`. If this machine cannot have one, counts the
 /// running test as skipped and returns `None`.
 pub fn start_on(
@@ -49,9 +59,7 @@ pub fn start_on(
     env: &TestEnv,
     guest: &FirecrackerGuest,
 ) -> Option<(Mounted, PathBuf, ExternalFirecracker)> {
-    if kind == "ext4" && kernel_version() < HOLDS_WRITES {
-        let (major, minor) = HOLDS_WRITES;
-        record_skip(Scope::Test, format!("this kernel is older than Linux {major}.{minor}"));
+    if kind == "ext4" && !holds_writes() {
         return None;
     }
     let mounted = Mounted::new(env, kind)?;

@@ -6,9 +6,9 @@ use keyframe_tests::firecracker::{
     attach_words, payload_lines, refuse_attach, take_audited,
 };
 use keyframe_tests::firecracker_drive::{
-    DISK_BYTES, config, make_drive, names, soak_killed_engines, start_on,
+    DISK_BYTES, config, holds_writes, make_drive, names, soak_killed_engines, start_on,
 };
-use keyframe_tests::mounted::clones;
+use keyframe_tests::mounted::{Mounted, clones};
 use keyframe_tests::{TestEnv, needs_firecracker, wait_until};
 use std::path::Path;
 
@@ -209,33 +209,43 @@ fn a_drive_whose_file_was_replaced_is_refused_and_its_vm_runs_on() {
     vm.grows(5);
 }
 
-/// A VM in a jail is checkpointed, and restored outside of it. With a drive it is refused: a restored
-/// VM would look for the drive's file outside.
-#[test]
-fn a_vm_in_a_jail_is_checkpointed_if_it_has_no_drive() {
+/// A VM in a jail is checkpointed, and restored outside of it when the jail is gone. Its drives are
+/// copied on any file system, because clones would go with the jail.
+fn a_jailed_vm_goes_on_outside(kind: &str) {
     let guest = needs_firecracker!();
-    let env = TestEnv::new();
-    let inside =
-        |config: String| config.replace(&guest.payload().display().to_string(), "/payload.elf");
-    let start = |config: &str, files: &[&Path]| {
-        ExternalFirecracker::start_jailed(&env, &guest, config, files)
-    };
+    let env = TestEnv::new().with_rehearsals();
+    let Some(mounted) = Mounted::new(&env, kind) else { return };
+    if !holds_writes() {
+        return;
+    }
     let drive = make_drive(env.path());
-    let jailed = inside(config(&guest, Path::new("/disk.img")));
-    let vm = match start(&jailed, &[&drive]) {
-        Ok(vm) => vm,
-        Err(reason) => keyframe_tests::skip!("{reason}"),
-    };
-    refuse_attach(&env, &vm, &[], &["drive data", "another root directory", "jail"]);
-    vm.grows(5);
-    drop(vm);
-    std::fs::remove_dir_all(env.path().join("jail")).unwrap();
-    let vm = start(&inside(guest.config(128, "")), &[]).unwrap();
-    take_audited(&env, &vm, "3");
+    let kernel = guest.payload().display().to_string();
+    let jailed = config(&guest, Path::new("/disk.img")).replace(&kernel, "/payload.elf");
+    let base = mounted.dir.join("jails");
+    let (vm, root) = ExternalFirecracker::start_jailed(&env, &base, &guest, &jailed, &[&drive]);
+    refuse_attach(&env, &vm, &["--disk", "reflink"], &["drive data", "jail", "--disk reflink"]);
+    let before = names(&root);
     vm.grows(60);
+    take_audited(&env, &vm, "4");
+    vm.grows(100);
     let printed = vm.lines();
     drop(vm);
-    let left = names(&env.path().join("jail"));
-    assert!(!left.iter().any(|name| name.contains("keyframe")), "{left:?}");
-    assert_goes_on(&env, || printed.clone(), &["--vmm", &guest.binary()]);
+    assert_eq!(names(&root), before, "nothing is left in the jail");
+    std::fs::remove_dir_all(&base).unwrap();
+    let binary = guest.binary();
+    for options in [&["--vmm", &*binary][..], &["--vmm", &*binary, "--lazy"]] {
+        assert_goes_on(&env, || printed.clone(), options);
+    }
+    assert!(!Path::new("/disk.img").exists(), "a file in the root directory of the host");
+    env.ok(&["check", "--read-data", "--store", &env.store()]);
+}
+
+#[test]
+fn a_vm_in_a_jail_on_ext4_is_checkpointed_with_its_drive() {
+    a_jailed_vm_goes_on_outside("ext4");
+}
+
+#[test]
+fn a_vm_in_a_jail_on_btrfs_is_checkpointed_with_its_drive() {
+    a_jailed_vm_goes_on_outside("btrfs");
 }

@@ -86,6 +86,11 @@ pub struct Drive {
     /// Its file, as Firecracker's process names it; `None` for a vhost-user drive.
     #[serde(default)]
     pub path_on_host: Option<PathBuf>,
+    /// The absolute path of the same file on this host, if Firecracker names it by another one, in a
+    /// jail. Firecracker does not know this field: Keyframe adds it to the configuration that a
+    /// checkpoint has.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub path_outside: Option<PathBuf>,
     /// Whether the guest can only read it.
     #[serde(default)]
     pub is_read_only: Option<bool>,
@@ -101,6 +106,13 @@ impl Drive {
     /// Returns true if the guest can write to it.
     pub fn is_writable(&self) -> bool {
         !self.is_read_only.unwrap_or(false)
+    }
+
+    /// Returns the path of its file on this host. A relative path begins in `directory`. `None` for a
+    /// vhost-user drive.
+    pub fn host_path(&self, directory: &Path) -> Option<PathBuf> {
+        let path = self.path_outside.as_ref().or(self.path_on_host.as_ref())?;
+        Some(directory.join(path))
     }
 }
 
@@ -135,10 +147,9 @@ impl VmConfig {
     pub fn writable_drives(&self, directory: &Path) -> crate::Result<Vec<WritableDrive>> {
         let mut drives = Vec::new();
         for drive in self.drives.iter().filter(|drive| drive.is_writable()) {
-            let (name, Some(path)) = (drive.drive_id.clone(), &drive.path_on_host) else {
+            let (name, Some(path)) = (drive.drive_id.clone(), drive.host_path(directory)) else {
                 continue;
             };
-            let path = directory.join(path);
             let file = std::fs::metadata(&path).map_err(crate::Error::io(format!(
                 "look at the file of drive {name}, {}",
                 path.display()
@@ -146,9 +157,27 @@ impl VmConfig {
             // As for each raw image, a last sector that is not whole counts.
             let disk_bytes = file.len().div_ceil(SECTOR_BYTES) * SECTOR_BYTES;
             let identity = (file.dev(), file.ino());
-            drives.push(WritableDrive { name, path, disk_bytes, identity });
+            let is_in_jail = drive.path_outside.is_some();
+            drives.push(WritableDrive { name, path, disk_bytes, identity, is_in_jail });
         }
         Ok(drives)
+    }
+
+    /// Returns `text`, this configuration as Firecracker tells it, with the paths of its drives outside
+    /// of a jail.
+    pub fn described(&self, text: &str) -> String {
+        if self.drives.iter().all(|drive| drive.path_outside.is_none()) {
+            return text.into();
+        }
+        let Ok(mut value) = serde_json::from_str::<Value>(text) else { return text.into() };
+        for drive in value["drives"].as_array_mut().into_iter().flatten() {
+            let known = self.drives.iter().find(|one| drive["drive_id"] == *one.drive_id);
+            let outside = known.and_then(|one| one.path_outside.as_ref());
+            if let (Some(fields), Some(outside)) = (drive.as_object_mut(), outside) {
+                fields.insert("path_outside".into(), outside.to_string_lossy().into());
+            }
+        }
+        value.to_string()
     }
 
     /// Reads the text of a configuration. Error: it has another form than Firecracker's have.

@@ -2,11 +2,12 @@
 //!
 //! | the path | then |
 //! |---|---|
-//! | leads to the open file | the drive can be captured, and found by a restore |
-//! | leads to it only below Firecracker's own root (`jailer`) | refused: a restored VM would not find it |
+//! | leads to the open file | the drive has this path |
+//! | leads to it only in Firecracker's own root and mounts (`jailer`) | the drive has the path that leads to it here; refused if there is none |
 //! | leads to another file, or to none | refused: the file was replaced since Firecracker opened it |
 
 use crate::config::Drive;
+use crate::outside_path::candidates;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::os::unix::fs::MetadataExt;
@@ -41,25 +42,29 @@ impl OpenFiles {
         self.open.get(&identity).map_or(&[], Vec::as_slice)
     }
 
-    /// Checks that the file of `drive` is open. Its relative path begins in `directory`. Error:
-    /// [`Error::Drive`].
-    pub fn require(&self, drive: &Drive, directory: &Path) -> Result<()> {
-        let Some(path) = &drive.path_on_host else { return Ok(()) };
+    /// Finds the file of `drive`, whose relative path begins in `directory`. Returns its path on this
+    /// host if that is another one than the drive's, and `None` otherwise. Error: [`Error::Drive`].
+    pub fn path_outside(&self, drive: &Drive, directory: &Path) -> Result<Option<PathBuf>> {
+        let Some(path) = &drive.path_on_host else { return Ok(None) };
         let is_open =
             |path: &Path| identity(path).is_some_and(|file| self.open.contains_key(&file));
         let ours = directory.join(path);
         if is_open(&ours) {
-            return Ok(());
+            return Ok(None);
         }
-        let theirs = match path.strip_prefix("/") {
-            Ok(below) => PathBuf::from(format!("/proc/{}/root", self.pid)).join(below),
-            Err(_) => PathBuf::from(format!("/proc/{}/cwd", self.pid)).join(path),
-        };
-        let (problem, fix) = if is_open(&theirs) {
+        let theirs = self.absolute(path);
+        let mut candidates = candidates(self.pid, &theirs).into_iter();
+        if let Some(outside) = candidates.find(|path| path.is_absolute() && is_open(path)) {
+            return Ok(Some(outside));
+        }
+        let below = theirs.strip_prefix("/").unwrap_or(&theirs);
+        let (problem, fix) = if is_open(
+            &Path::new("/proc").join(self.pid.to_string()).join("root").join(below),
+        ) {
             (
-                "Firecracker has another root directory than Keyframe, and a restored VM would not \
-                 find the file",
-                "start Firecracker outside of a jail, or where the file has the same path",
+                "the file is in a mount that Firecracker has and Keyframe has not",
+                "start Firecracker outside of a jail, or with the drive's file on a file system of \
+                 the host",
             )
         } else {
             (
@@ -74,6 +79,16 @@ impl OpenFiles {
             problem: problem.into(),
             fix: fix.into(),
         })
+    }
+
+    /// Returns `path`, which the process names, from its root directory on.
+    fn absolute(&self, path: &Path) -> PathBuf {
+        if path.is_absolute() {
+            return path.to_owned();
+        }
+        let directory = std::fs::read_link(format!("/proc/{}/cwd", self.pid)).unwrap_or_default();
+        let root = std::fs::read_link(format!("/proc/{}/root", self.pid)).unwrap_or_default();
+        Path::new("/").join(directory.strip_prefix(&root).unwrap_or(&directory)).join(path)
     }
 }
 
@@ -95,9 +110,11 @@ mod tests {
         let open = std::fs::File::create(&path).unwrap();
         let drives = json!([{ "drive_id": "data", "path_on_host": "disk" }]);
         let config = VmConfig::of(&json!({ "drives": drives })).unwrap();
-        let checked =
-            || OpenFiles::of(std::process::id()).unwrap().require(&config.drives[0], place.path());
-        checked().unwrap();
+        let checked = || {
+            let open = OpenFiles::of(std::process::id()).unwrap();
+            open.path_outside(&config.drives[0], place.path())
+        };
+        assert_eq!(checked().unwrap(), None);
         std::fs::rename(&path, place.path().join("other")).unwrap();
         assert!(checked().unwrap_err().to_string().contains("replaced or removed"));
         std::fs::write(&path, "another one").unwrap();

@@ -10,7 +10,8 @@
 //! which each page comes when the VM touches it.
 //!
 //! Firecracker inherits both files and opens them below its own `/proc/self/fd`. Afterwards it needs
-//! neither this process nor the files.
+//! neither this process nor the files. In the device state each drive to which the guest can write has
+//! the path of a file of the restored VM ([`crate::drive_paths`]).
 
 mod waiting;
 
@@ -19,6 +20,7 @@ pub(crate) use waiting::WaitingFirecracker;
 use crate::api::{Api, MemoryBackend};
 use crate::attach::command_line;
 use crate::config::{Drive, VmConfig};
+use crate::drive_paths::{MovedDrive, with_paths};
 use crate::identity::Identity;
 use crate::launch::wait_for_api;
 use crate::process::Lifetime;
@@ -38,11 +40,12 @@ use keyframe_vmm::{
     RestoreSource, RestoredVm, Restorer, SharedRamSource, VmOrigin, Vmm, VmmError,
 };
 use rustix::fs::{SealFlags, fcntl_add_seals};
+use std::borrow::Cow;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::FileExt;
 use std::panic::resume_unwind;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -116,25 +119,23 @@ pub struct Plan {
     output: Option<PathBuf>,
     is_rehearsal: bool,
     drives: Vec<DriveFile>,
-    /// For each drive to which the guest can write, the path in the device state.
-    first_files: Vec<(String, PathBuf)>,
+    /// The drives of the checkpoint.
+    saved: Vec<SavedDrive>,
     taps: Taps,
     /// Where the Firecracker starts, and how Keyframe came to the VM whose place it takes.
     place: Option<(Arc<ProcessPlace>, VmOrigin)>,
     notes: Vec<String>,
 }
 
-/// Files under the paths that Firecracker opens before it gets the VM's own drives, where there is
-/// none any more. Dropping this removes them.
-#[derive(Debug, Default)]
-struct StandIns(Vec<PathBuf>);
-
-impl Drop for StandIns {
-    fn drop(&mut self) {
-        for path in &self.0 {
-            let _ = std::fs::remove_file(path);
-        }
-    }
+/// A drive of a checkpoint.
+#[derive(Clone, Debug)]
+struct SavedDrive {
+    name: String,
+    /// The path of its file in the device state.
+    in_state: PathBuf,
+    /// The path on this host of the file that the VM had.
+    former: PathBuf,
+    is_writable: bool,
 }
 
 impl Plan {
@@ -192,19 +193,18 @@ impl Plan {
             ));
         }
         let directory = machine.directory();
-        let mut first_files = Vec::new();
+        let mut saved = Vec::new();
         for drive in &config.drives {
-            let Some(path) = drive.path_on_host.as_ref().map(|path| directory.join(path)) else {
-                continue;
-            };
-            if drive.is_writable() {
-                first_files.push((drive.drive_id.clone(), path));
-            } else if !path.exists() {
+            let paths = drive.path_on_host.clone().zip(drive.host_path(&directory));
+            let Some((in_state, former)) = paths else { continue };
+            let (name, is_writable) = (drive.drive_id.clone(), drive.is_writable());
+            if !is_writable && !former.exists() {
                 return Err(refuse(
-                    format!("the file of drive {} is missing: {}", drive.drive_id, path.display()),
+                    format!("the file of drive {name} is missing: {}", former.display()),
                     "put it back",
                 ));
             }
+            saved.push(SavedDrive { name, in_state, former, is_writable });
         }
         let taps = Taps::choose(&config.network, &options.taps)?;
         Self {
@@ -219,7 +219,7 @@ impl Plan {
             output: None,
             is_rehearsal: options.is_rehearsal,
             drives: options.drives,
-            first_files,
+            saved,
             taps,
             place: None,
             notes,
@@ -294,15 +294,12 @@ impl Plan {
                 fix: "restore the checkpoint by itself".into(),
             });
         }
-        let state = state_file(device_state)?;
-        let _stand_ins = self.stand_ins()?;
+        let state = self.state_file(device_state)?;
         let mut place = Place::new(self.socket.clone())?;
         let mut lifetime = self.spawn(&place.socket, &[&state, &shared.file], self.is_rehearsal)?;
         let memory = inherited(&shared.file);
         let memory = MemoryBackend::File(&memory);
-        let loaded = self
-            .load(&mut lifetime, &place.socket, &inherited(&state), memory)
-            .and_then(|api| self.exchange_drives(api));
+        let loaded = self.load(&mut lifetime, &place.socket, &inherited(&state), memory);
         let vm = self.finish(lifetime, loaded, place.folder.take())?;
         Ok((vm, elapsed_ns(began)))
     }
@@ -316,8 +313,7 @@ impl Plan {
         device_state: &[u8],
     ) -> Result<(FirecrackerVm, Lazy, u64)> {
         let began = Instant::now();
-        let state = state_file(device_state)?;
-        let _stand_ins = self.stand_ins()?;
+        let state = self.state_file(device_state)?;
         let mut place = Place::new(self.socket.clone())?;
         let folder = tempfile::Builder::new().prefix("keyframe-uffd-").tempdir();
         let folder = folder.map_err(Error::io("make a directory for a socket"))?;
@@ -333,9 +329,7 @@ impl Plan {
                 Ok(Lazy::start(missing, places, source, began)?)
             });
             let backend = MemoryBackend::Uffd(&socket);
-            let loaded = self
-                .load(&mut lifetime, &place.socket, &inherited(&state), backend)
-                .and_then(|api| self.exchange_drives(api));
+            let loaded = self.load(&mut lifetime, &place.socket, &inherited(&state), backend);
             given_up.store(loaded.is_err(), Ordering::Relaxed);
             let loading: Result<Lazy> = serving.join().unwrap_or_else(|panic| resume_unwind(panic));
             (loaded, loading)
@@ -404,35 +398,33 @@ impl Plan {
         Ok(api)
     }
 
-    /// Makes a file for each path of the device state where there is none. Firecracker opens them
-    /// and neither reads nor writes them. Error: a file cannot be made.
-    fn stand_ins(&self) -> Result<StandIns> {
-        let mut made = StandIns::default();
-        for (name, path) in self.first_files.iter().filter(|(_, path)| !path.exists()) {
-            let own = self.drives.iter().find(|own| own.name == *name);
-            let bytes = own.and_then(|own| Some(std::fs::metadata(&own.path).ok()?.len()));
-            let file = File::options().write(true).create_new(true).mode(0o600).open(path);
-            let file = file.map_err(|error| Error::Restore {
-                problem: format!(
-                    "the first file of drive {name} is missing: {}; Firecracker opens it for a \
-                     moment, and Keyframe cannot make one there: {error}",
-                    path.display()
-                ),
-                fix: "make a file there, with any content".into(),
-            })?;
-            made.0.push(path.clone());
-            file.set_len(bytes.unwrap_or(0)).map_err(Error::io("make a file for a drive"))?;
-        }
-        Ok(made)
+    /// Returns the device state as a file, in which each drive has the path that is to be opened. Errors:
+    /// it is none, or does not hold the drives of the checkpoint.
+    fn state_file(&self, device_state: &[u8]) -> Result<File> {
+        let moved = self.saved.iter().filter_map(|saved| self.moved(saved)).collect::<Vec<_>>();
+        check(device_state)?;
+        let changed = if moved.is_empty() {
+            Cow::Borrowed(device_state)
+        } else {
+            Cow::Owned(with_paths(device_state, &moved)?)
+        };
+        let state = memfd("keyframe-device-state")?;
+        state.write_all_at(&changed, 0).map_err(Error::io("hand over the device state"))?;
+        Ok(state)
     }
 
-    /// Gives the loaded VM, which is paused, its own drives. Returns its API. Error: Firecracker
-    /// refuses.
-    fn exchange_drives(&self, mut api: Api) -> Result<Api> {
-        for drive in &self.drives {
-            api.set_drive(&drive.name, &drive.path)?;
-        }
-        Ok(api)
+    /// Returns a drive with the path that is to be opened. `None` if that is the path of the device
+    /// state.
+    fn moved(&self, saved: &SavedDrive) -> Option<MovedDrive> {
+        // The VM of a rehearsal has no files of its own: it never runs, and writes nothing.
+        let own = self.drives.iter().find(|own| saved.is_writable && own.name == saved.name);
+        let path = own.map_or(&saved.former, |own| &own.path);
+        let is_moved = *path != self.machine.directory().join(&saved.in_state);
+        is_moved.then(|| MovedDrive {
+            name: saved.name.clone(),
+            former: saved.in_state.clone(),
+            path: path.clone(),
+        })
     }
 
     /// Takes control of the VM that was `loaded`, and lets it run unless it is to stay paused. Ends
@@ -482,14 +474,6 @@ impl Place {
         let folder = folder.map_err(Error::io("make a directory for the API's socket"))?;
         Ok(Self { socket: folder.path().join("api.sock"), folder: Some(folder) })
     }
-}
-
-/// The device state as a file.
-fn state_file(device_state: &[u8]) -> Result<File> {
-    check(device_state)?;
-    let state = memfd("keyframe-device-state")?;
-    state.write_all_at(device_state, 0).map_err(Error::io("hand over the device state"))?;
-    Ok(state)
 }
 
 /// The path by which a child opens `file`, which it has inherited.

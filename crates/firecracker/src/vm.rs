@@ -174,6 +174,8 @@ impl FirecrackerVm {
 
     pub(crate) fn describe(&mut self) -> Result<MachineSpec> {
         (self.config, self.config_text) = self.parts.api.config()?;
+        self.locate_drives(|_| true)?;
+        let vmm_config = self.config.described(&self.config_text);
         let Parts { identity, command, directory, .. } = &self.parts;
         Ok(MachineSpec {
             vmm: VmmKind::Firecracker,
@@ -187,14 +189,14 @@ impl FirecrackerVm {
             user_command: command.clone(),
             full_command: command.clone(),
             guest_map: Some(ram::guest_map(self.config.machine.mem_size_mib)),
-            vmm_config: Some(self.config_text.clone()),
+            vmm_config: Some(vmm_config),
             ..MachineSpec::default()
         })
     }
 
     pub(crate) fn findings(&mut self) -> Result<Vec<AuditFinding>> {
         (self.config, self.config_text) = self.parts.api.config()?;
-        self.require_open(|_| true)?;
+        self.locate_drives(|_| true)?;
         Ok(audit::audit(&self.config, &self.parts.identity.version))
     }
 
@@ -202,25 +204,41 @@ impl FirecrackerVm {
     /// file of a drive cannot be looked at, or is not the one under its path ([`crate::Error::Drive`]).
     pub(crate) fn drives_to_capture(&mut self) -> Result<Vec<WritableDrive>> {
         (self.config, self.config_text) = self.parts.api.config()?;
-        let writable = |drive: &&Drive| drive.is_writable();
-        self.require_open(writable)?;
+        self.locate_drives(Drive::is_writable)?;
         self.config.writable_drives(&self.parts.directory)
+    }
+
+    /// Returns the drives to which the guest cannot write, each with the path of its file. Error: the
+    /// file of a drive is not the one under its path.
+    pub(crate) fn media(&mut self) -> Result<Vec<(String, PathBuf)>> {
+        self.locate_drives(|drive| !drive.is_writable())?;
+        let drives = self.config.drives.iter().filter(|drive| !drive.is_writable());
+        let path =
+            |drive: &Drive| drive.path_outside.as_ref().or(drive.path_on_host.as_ref()).cloned();
+        Ok(drives.filter_map(|drive| Some((drive.drive_id.clone(), path(drive)?))).collect())
     }
 
     /// Makes Firecracker open the files of `drives` anew. Its thread of the devices, which alone uses
     /// them, is the main thread. Error: it does not; it has the former files then.
     pub(crate) fn reopen(&self, drives: &[WritableDrive]) -> Result<()> {
         let open = OpenFiles::of(self.process_id())?;
-        let files: Vec<u32> =
-            drives.iter().flat_map(|drive| open.numbers(drive.identity)).copied().collect();
+        let mut files = Vec::new();
+        for drive in drives {
+            let named = self.config.drives.iter().find(|one| one.drive_id == drive.name);
+            let path = named.and_then(|one| one.path_on_host.as_deref()).unwrap_or(&drive.path);
+            files.extend(open.numbers(drive.identity).iter().map(|number| (*number, path)));
+        }
         Ok(reopen_files(self.parts.lifetime.process(), &files)?)
     }
 
-    /// Checks that the path of each drive of the `kind` leads to the file that Firecracker has open.
-    fn require_open(&self, kind: impl Fn(&&Drive) -> bool) -> Result<()> {
+    /// Finds the files of the drives of the `kind` on this host. Error: the path of one does not lead to
+    /// the file that Firecracker has open.
+    fn locate_drives(&mut self, kind: impl Fn(&Drive) -> bool) -> Result<()> {
         let open = OpenFiles::of(self.process_id())?;
-        let mut drives = self.config.drives.iter().filter(kind);
-        drives.try_for_each(|drive| open.require(drive, &self.parts.directory))
+        for drive in self.config.drives.iter_mut().filter(|drive| kind(drive)) {
+            drive.path_outside = open.path_outside(drive, &self.parts.directory)?;
+        }
+        Ok(())
     }
 
     pub(crate) fn host_blocks(&self) -> Result<Vec<HostBlock>> {

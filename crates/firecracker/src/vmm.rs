@@ -51,9 +51,7 @@ impl Vmm for FirecrackerVm {
     }
 
     fn read_only_media(&mut self) -> Result<Vec<(String, PathBuf)>, VmmError> {
-        let drives = self.config().drives.iter().filter(|drive| !drive.is_writable());
-        let media = drives.filter_map(|d| Some((d.drive_id.clone(), d.path_on_host.clone()?)));
-        Ok(media.collect())
+        Ok(self.media()?)
     }
 
     fn writable_drives(&mut self) -> Result<Vec<WritableDrive>, VmmError> {

@@ -424,8 +424,13 @@ impl<'p> Hijack<'p> {
     /// Eight bytes on the stopped thread's stack that the thread does not use: below what
     /// gives it back, or else below the red zone.
     pub(crate) fn free_word(&self) -> HostVirt {
+        self.free_bytes(8)
+    }
+
+    /// As many bytes there, which may lie below the mapped part of the stack.
+    pub(crate) fn free_bytes(&self, count: usize) -> HostVirt {
         let used = self.frame_at.unwrap_or(self.saved.rsp.wrapping_sub(RED_ZONE_BYTES));
-        HostVirt(used.wrapping_sub(8) & !7)
+        HostVirt(used.wrapping_sub(count as u64) & !7)
     }
 
     fn injected(&self, call: &'static str, source: io::Error) -> Error {

@@ -6,8 +6,10 @@
 //!     openat("/proc") ─▶ openat("self/fd") ─▶ openat("N", the same flags) ─▶ lseek to the same offset ─▶ dup3 onto N
 //! ```
 //!
-//! The names are given in parts, because a part must fit into the eight bytes that a session may use
-//! on the stack of the thread ([`crate::attach`]). The new file has the offset of the former one
+//! A process without `/proc`, as one in a jail, opens the path of the file instead. The new file must be
+//! the former one.
+//!
+//! The names are written below the used part of the thread's stack ([`crate::attach`]). The new file has the offset of the former one
 //! before it takes its number. So the process reads and writes where it would have, at whatever
 //! instant it was stopped. If this process is killed meanwhile, the other one keeps descriptors that
 //! it does not use.
@@ -17,6 +19,14 @@
 use crate::attach::{Filter, Hijack, in_session_with};
 use crate::{Error, Process, Result, write_memory};
 use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// The longest path that is opened, with the byte that ends it.
+const NAME_BYTES_MAX: usize = 4096;
+/// The directory of the process, as the first argument of `openat`.
+const HERE: u64 = (libc::AT_FDCWD as i64).cast_unsigned();
 
 /// The flags of an open file that are those of its opening.
 const KEPT_FLAGS: i32 = libc::O_ACCMODE
@@ -29,12 +39,13 @@ const KEPT_FLAGS: i32 = libc::O_ACCMODE
     | libc::O_SYNC
     | libc::O_CLOEXEC;
 
-/// Makes the main thread of `process` open each file of the numbers `files` anew, under its number.
-/// The seccomp filter of the process is suspended meanwhile.
+/// Makes the main thread of `process` open each of `files` anew, under its number. Each is given by its
+/// number and by its path, as the process names it. The seccomp filter of the process is suspended
+/// meanwhile.
 ///
 /// Errors: those of [`crate::attach::inject_userfaultfd_unfiltered`]; the process cannot open the
-/// file. The process has the former file then.
-pub fn reopen_files(process: &Process, files: &[u32]) -> Result<()> {
+/// file, or its path leads to another one. The process has the former file then.
+pub fn reopen_files(process: &Process, files: &[(u32, &Path)]) -> Result<()> {
     in_session_with(process, Filter::MustSuspend, |hijack| {
         let mut opened = Vec::new();
         let done = reopen(process, hijack, files, &mut opened);
@@ -46,22 +57,21 @@ pub fn reopen_files(process: &Process, files: &[u32]) -> Result<()> {
 fn reopen(
     process: &Process,
     hijack: &mut Hijack<'_>,
-    files: &[u32],
+    files: &[(u32, &Path)],
     opened: &mut Vec<u64>,
 ) -> Result<()> {
-    let directory = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
-    let here = i64::from(libc::AT_FDCWD).cast_unsigned();
-    let proc = open_at(process, hijack, here, b"/proc", directory)?;
-    opened.push(proc);
-    let descriptors = open_at(process, hijack, proc, b"self/fd", directory)?;
-    opened.push(descriptors);
-    for file in files {
+    let descriptors = own_descriptors(process, hijack, opened)?;
+    for (file, path) in files {
         let (offset, flags) = state_of(process, *file)?;
         let name = file.to_string();
-        let new = open_at(process, hijack, descriptors, name.as_bytes(), flags & KEPT_FLAGS)?;
-        let whence = libc::SEEK_SET as u64;
-        let moved = hijack.call_with("lseek", libc::SYS_lseek, [new, offset, whence, 0, 0]);
-        let replaced = moved.and_then(|_| {
+        let (at, name) = match descriptors {
+            Some(descriptors) => (descriptors, name.as_bytes()),
+            None => (HERE, path.as_os_str().as_bytes()),
+        };
+        let new = open_at(process, hijack, at, name, flags & KEPT_FLAGS)?;
+        let replaced = require_same(process, new, *file).and_then(|()| {
+            let whence = libc::SEEK_SET as u64;
+            hijack.call_with("lseek", libc::SYS_lseek, [new, offset, whence, 0, 0])?;
             let close_on_exec = (flags & libc::O_CLOEXEC) as u64;
             let arguments = [new, u64::from(*file), close_on_exec, 0, 0];
             hijack.call_with("dup3", libc::SYS_dup3, arguments)
@@ -72,7 +82,43 @@ fn reopen(
     Ok(())
 }
 
-/// Opens `name`, of at most seven bytes, below `directory`. Returns the descriptor.
+/// Makes the process open the directory of its own descriptors. Returns it; `None` if it finds none.
+fn own_descriptors(
+    process: &Process,
+    hijack: &mut Hijack<'_>,
+    opened: &mut Vec<u64>,
+) -> Result<Option<u64>> {
+    let directory = libc::O_PATH | libc::O_DIRECTORY | libc::O_CLOEXEC;
+    let mut at = HERE;
+    for name in [&b"/proc"[..], b"self/fd"] {
+        at = match open_at(process, hijack, at, name, directory) {
+            Err(Error::Injected { source, .. }) if source.kind() == io::ErrorKind::NotFound => {
+                return Ok(None);
+            }
+            found => found?,
+        };
+        opened.push(at);
+    }
+    Ok(Some(at))
+}
+
+/// Checks that two descriptors of the process are of one file. Error: they are not.
+fn require_same(process: &Process, new: u64, former: u32) -> Result<()> {
+    let pid = process.pid();
+    let identity = |descriptor: u64| {
+        let file = format!("fd/{descriptor}");
+        std::fs::metadata(format!("/proc/{pid}/{file}"))
+            .map(|found| (found.dev(), found.ino()))
+            .map_err(|source| Error::ProcFile { pid, file, operation: "look at", source })
+    };
+    if identity(new)? == identity(u64::from(former))? {
+        return Ok(());
+    }
+    let source = io::Error::other("its path leads to another file now");
+    Err(Error::Attach { pid, operation: "open a file anew", source })
+}
+
+/// Opens `name` below `directory`. Returns the descriptor.
 fn open_at(
     process: &Process,
     hijack: &mut Hijack<'_>,
@@ -80,18 +126,15 @@ fn open_at(
     name: &[u8],
     flags: i32,
 ) -> Result<u64> {
-    let mut word = [0; 8];
-    let too_long = || Error::Attach {
-        pid: process.pid(),
-        operation: "open a file anew",
-        source: io::ErrorKind::InvalidFilename.into(),
-    };
-    word.get_mut(..name.len().min(8))
-        .filter(|_| name.len() < 8)
-        .ok_or_else(too_long)?
-        .copy_from_slice(name);
-    let at = hijack.free_word();
-    write_memory(process, at, &word)?;
+    if name.len() >= NAME_BYTES_MAX || name.contains(&0) {
+        return Err(Error::Attach {
+            pid: process.pid(),
+            operation: "open a file anew",
+            source: io::ErrorKind::InvalidFilename.into(),
+        });
+    }
+    let at = hijack.free_bytes(name.len() + 1);
+    write_memory(process, at, &[name, &[0]].concat())?;
     hijack.call_with("openat", libc::SYS_openat, [directory, at.0, flags as u64, 0, 0])
 }
 
@@ -153,7 +196,7 @@ mod tests {
         let gate = AccessGate::over(&[file.reopen().unwrap()]).unwrap();
         let process = Process::open(child.id()).unwrap();
         // dd has its output as file 1.
-        reopen_files(&process, &[1]).unwrap();
+        reopen_files(&process, &[(1, file.path())]).unwrap();
         bytes.write_all(b"b").unwrap();
         let mut accesses = Vec::new();
         while accesses.is_empty() {
@@ -174,7 +217,7 @@ mod tests {
         let mut child =
             Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let process = Process::open(child.id()).unwrap();
-        assert!(reopen_files(&process, &[77]).is_err());
+        assert!(reopen_files(&process, &[(77, file.path())]).is_err());
         child.stdin.take().unwrap().write_all(b"on").unwrap();
         let mut text = String::new();
         child.stdout.take().unwrap().read_to_string(&mut text).unwrap();

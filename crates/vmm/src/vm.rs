@@ -145,6 +145,8 @@ pub struct WritableDrive {
     pub disk_bytes: u64,
     /// Device and inode of the file.
     pub identity: (u64, u64),
+    /// True if the VMM names the file by another path, because it has another root directory.
+    pub is_in_jail: bool,
 }
 
 /// A running VM under the control of its VMM.

@@ -1,6 +1,6 @@
 //! A Firecracker that has started in the place of another one and waits for its VM.
 
-use super::{Plan, SharedRam, inherited, state_file};
+use super::{Plan, SharedRam, inherited};
 use crate::api::MemoryBackend;
 use crate::launch::wait_for_api;
 use crate::process::Lifetime;
@@ -22,7 +22,7 @@ impl WaitingFirecracker {
     /// Starts the Firecracker of `plan`, with its API at `socket`, for a VM with `ram` and
     /// `device_state`. Error: it does not start.
     pub fn start(plan: Plan, ram: SharedRam, device_state: &[u8], socket: PathBuf) -> Result<Self> {
-        let state = state_file(device_state)?;
+        let state = plan.state_file(device_state)?;
         let lifetime = plan.spawn(&socket, &[&state, &ram.file], false)?;
         let mut waiting = Self { plan, ram, state, socket, lifetime: Some(lifetime) };
         if let Some(lifetime) = &mut waiting.lifetime {
@@ -39,13 +39,10 @@ impl WaitingFirecracker {
     pub fn load(mut self, socket: &Path) -> Result<FirecrackerVm> {
         std::fs::rename(&self.socket, socket)
             .map_err(Error::io(format!("move the API's socket to {}", socket.display())))?;
-        let _stand_ins = self.plan.stand_ins()?;
         let mut lifetime = self.lifetime.take().ok_or(Error::Interrupted)?;
         let (state, memory) = (inherited(&self.state), inherited(&self.ram.file));
-        let loaded = self
-            .plan
-            .load(&mut lifetime, socket, &state, MemoryBackend::File(&memory))
-            .and_then(|api| self.plan.exchange_drives(api));
+        let memory = MemoryBackend::File(&memory);
+        let loaded = self.plan.load(&mut lifetime, socket, &state, memory);
         self.plan.clone().finish(lifetime, loaded, None)
     }
 }

@@ -3,7 +3,7 @@
 //! | the file is on | method | |
 //! |---|---|---|
 //! | btrfs, XFS | cloned in each pause | `cloned_drives.rs` |
-//! | another file system, Linux 6.14 | what was written is read after each pause | `copied_drives.rs` |
+//! | another file system, or in a jail; Linux 6.14 | what was written is read after each pause | `copied_drives.rs` |
 //! | something else | refused | |
 //!
 //! All drives of a VM use the same method.
@@ -13,7 +13,7 @@ use super::copied_drives::CopiedDriveCapture;
 use super::copy_before_write::CopyBeforeWrite;
 use super::image_clones::objection;
 use super::{DiskCapture, DiskMethod};
-use crate::error::{DiskError, Result};
+use crate::error::{CloneObstacle, DiskError, Result};
 use crate::event::{Event, SharedEventSink};
 use crate::machines::Member;
 use keyframe_capture::BoxError;
@@ -44,7 +44,11 @@ impl DrivePlan {
             }
         }
         let obstacle = drives.iter().find_map(|drive| {
-            let why = objection(&drive.path, Some(ImageFormat::Raw), false)?;
+            let why = if drive.is_in_jail {
+                CloneObstacle::InJail(drive.path.clone())
+            } else {
+                objection(&drive.path, Some(ImageFormat::Raw), false)?
+            };
             Some((drive.name.clone(), why))
         });
         match obstacle {

@@ -237,6 +237,9 @@ pub enum CloneObstacle {
         /// The system's error.
         source: io::Error,
     },
+    /// The file is in a jail of its VMM.
+    #[error("{} is in a jail, which is removed with its VM, and clones beside the file with it", .0.display())]
+    InJail(PathBuf),
     /// Cloning takes longer than other methods.
     #[error("to clone {} takes {took_ms} ms", path.display())]
     Slow {
@@ -275,6 +278,14 @@ impl DiskError {
                 .into(),
             Self::DriveNotCloneable { why: CloneObstacle::Io { .. }, .. } => {
                 "let Keyframe write beside the drive's file, where it puts the clones".into()
+            }
+            Self::DriveNotCloneable { why: CloneObstacle::InJail(_), .. } => {
+                "leave out --disk reflink: the blocks that the guest writes are copied then".into()
+            }
+            Self::DriveNotCaptured { why: CloneObstacle::InJail(_), .. } => {
+                "use Linux 6.14 or newer, start Firecracker outside of a jail, or make the drive \
+                 read-only (is_read_only)"
+                    .into()
             }
             Self::DriveNotCloneable { why: CloneObstacle::NotRegular(_), .. } => {
                 "give the drive a file on btrfs or XFS, or make it read-only (is_read_only)".into()

@@ -175,6 +175,7 @@ fn disks() -> Vec<String> {
         cloned(CloneObstacle::NotRegular(image())),
         cloned(CloneObstacle::NotWhole { path: image(), reason: "is marked as corrupt" }),
         cloned(CloneObstacle::NoClones { path: image(), source: denied() }),
+        cloned(CloneObstacle::InJail(image())),
         cloned(CloneObstacle::Slow { path: image(), took_ms: 40 }),
         cloned(CloneObstacle::Io { operation: "sync", path: image(), source: denied() }),
         DiskError::DriveNotCloneable {
