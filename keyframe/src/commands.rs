@@ -10,6 +10,7 @@ pub mod check;
 pub mod checkpoints;
 pub mod commit;
 pub mod completions;
+pub mod console;
 pub mod copy;
 pub mod diff;
 pub mod disks;

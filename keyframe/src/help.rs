@@ -15,7 +15,10 @@ use clap::{Arg, Command};
 const GROUPS: [(&str, &[&str]); 7] = [
     (
         "Take checkpoints",
-        &["doctor", "init", "run", "attach", "take", "status", "top", "stop", "switch", "profile"],
+        &[
+            "doctor", "init", "run", "attach", "take", "status", "top", "stop", "console",
+            "switch", "profile",
+        ],
     ),
     (
         "Use them",

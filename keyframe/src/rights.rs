@@ -79,6 +79,7 @@ fn confine(command: &Command) -> Result<(), Error> {
         | Command::List(_)
         | Command::Show(_)
         | Command::Rollback(_)
+        | Command::Console(_)
         | Command::Export(_)
         | Command::Commit(_)
         | Command::Check(_)

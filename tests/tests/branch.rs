@@ -2,7 +2,7 @@
 //! other, and share the memory that they have not written.
 
 use keyframe_qemu::Qmp;
-use keyframe_tests::disks::{as_strs, copy_running_disk};
+use keyframe_tests::disks::{as_strs, copy_running_disk, shell_guest};
 use keyframe_tests::journaling::{blank_image, journaling, records_of, wait_for_records};
 use keyframe_tests::{
     Boot, JournalImage, PATIENCE, Process, Qemu, Sequence, TestEnv, chosen_qemus,
@@ -424,4 +424,27 @@ fn half_a_set_of_clones_with_disks_leaves_nothing() {
     env.refused(&words, 1, &["guest-2"]);
     assert_eq!(places(), before);
     assert_eq!(std::fs::read_dir(env.path().join("keyframe/.clones")).unwrap().count(), 0);
+}
+
+/// A console is found by the clone's name, and connections end without harm.
+#[test]
+fn a_clone_is_typed_to_by_its_name() {
+    let qemu = chosen_qemus(1).remove(0);
+    let env = TestEnv::new();
+    checkpoint(&env, &shell_guest(&qemu, &[]));
+    env.refused(&["console"], 1, &["no clone runs", "keyframe branch"]);
+    let (mut clones, told) = branch(&env, &["-n", "2", "--name", "c"]);
+    env.refused(&["console"], 1, &["several clones", "c-1, c-2"]);
+    env.refused(&["console", "c-3"], 1, &["no clone is named c-3", "c-1, c-2"]);
+    env.refused(&["console", "c-1", "--port", "agent"], 1, &["no console agent", "serial"]);
+    for number in [41, 42] {
+        let mut typed = Process::start(env.command(&["console", "c-2"]));
+        typed.type_line(&format!("echo KF-$(({number}+0))"));
+        typed.wait_for(&format!("KF-{number}"));
+        typed.signal(Signal::INT);
+        assert!(typed.wait().success(), "{}", typed.report());
+    }
+    assert!(!console(&told[0]).iter().any(|line| line.contains("KF-42")), "another clone");
+    clones.signal(Signal::INT);
+    assert!(clones.wait().success(), "{}", clones.report());
 }

@@ -57,6 +57,8 @@ ends, unless you give --keep-disks.
 All clones end with this command (Ctrl-C), unless you give --on-exit keep. A single clone ends by its monitor or its process
 id. You can take checkpoints of a clone: they descend from this checkpoint (keyframe list --tree).
 
+Connect to a clone's console with: keyframe console NAME
+
 Examples:
   keyframe branch --store S latest -n 3
   keyframe branch --store S clean -n 2 --name test -- -netdev tap,id=net0,ifname=tap{number},script=no,downscript=no
