@@ -1,7 +1,7 @@
 //! Tests the commands as scripts and people use them: their fields, tags, the control of a running
 //! engine, and retention at the end.
 
-use keyframe_tests::{Boot, Sequence, TestEnv, hash_lines, number, restored_pid};
+use keyframe_tests::{Boot, Process, Sequence, TestEnv, hash_lines, number, restored_pid};
 use rustix::process::Signal;
 use std::path::Path;
 

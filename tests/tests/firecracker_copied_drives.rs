@@ -94,9 +94,9 @@ fn a_vm_that_keyframe_starts_is_restored_and_branched_with_its_drive() {
     assert!(run.wait().success(), "{}", run.report());
     let printed = payload_lines(&run.lines().join("\n"));
     // The first VM has printed more than a later one would tell.
-    let later: Vec<String> = (6..=env.list().len()).map(|id| id.to_string()).collect();
-    let forget = ["forget", "--store", &store];
-    env.ok(&forget.into_iter().chain(later.iter().map(|id| &**id)).collect::<Vec<_>>());
+    for id in 6..=env.list().len() {
+        env.ok(&["forget", "--store", &store, &id.to_string()]);
+    }
     let before = std::fs::read(&drive).unwrap();
     assert_goes_on(&env, || printed.clone(), &[]);
     let (mut branch, started) = env.branch(&["latest", "-n", "3"]);

@@ -107,8 +107,6 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const RECORDED: &[u8] = include_bytes!("../tests/golden/state-6.0.0.bin");
-
     fn summed(content: &[u8]) -> Vec<u8> {
         [content, &SUM.checksum(content).to_le_bytes()].concat()
     }
@@ -122,9 +120,10 @@ mod tests {
         MovedDrive { name: name.into(), former: former.into(), path: path.into() }
     }
 
+    /// The polynomial's known answer. That Firecracker has it, the tests on real VMs show.
     #[test]
-    fn the_sum_is_firecrackers() {
-        assert_eq!(with_paths(RECORDED, &[]).unwrap(), RECORDED);
+    fn the_sum_is_that_of_jones() {
+        assert_eq!(SUM.checksum(b"123456789"), 0xe9c6_d914_c4b8_d9ca);
     }
 
     #[test]

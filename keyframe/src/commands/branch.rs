@@ -24,7 +24,7 @@ use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, Shar
 use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
 use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess, numbered_name};
-use keyframe_store::{LoadedCheckpoint, Store};
+use keyframe_store::{CheckpointId, LoadedCheckpoint, Store};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
 use keyframe_vm_disks::{moved_images, restored};
 use serde::Serialize;
@@ -194,7 +194,7 @@ impl Branch {
         let mut clones = self.start(&loaded, places, plans, &interrupted)?;
         for clone in &clones {
             let process = VmmProcess { vmm: VmmKind::Qemu, pid: clone.vm.pid() };
-            clone.place.directory.tell(Self::origin(store, id), process)?;
+            clone.place.directory.tell(Self::origin(&store, id), process)?;
         }
         self.tell(&clones, began, id)?;
         let ended = self.wait(&mut clones, &interrupted);
