@@ -236,6 +236,31 @@ fn restore_and_branch() {
 }
 
 #[test]
+fn disks_of_a_vm() {
+    page("disks");
+}
+
+#[test]
+fn is_my_vm_safe() {
+    page("is-my-vm-safe");
+}
+
+#[test]
+fn attach_to_a_vm_that_runs() {
+    page("attach");
+}
+
+#[test]
+fn a_flight_recorder() {
+    page("flight-recorder");
+}
+
+#[test]
+fn upgrade_qemu() {
+    page("upgrade-qemu");
+}
+
+#[test]
 fn recover_a_crashed_vm() {
     page("crashed-vm");
 }
