@@ -10,7 +10,7 @@
 
 use crate::error::{Error, Result, StoreError};
 use crate::vm_name::name_from;
-use keyframe_disk::DiskSpec;
+use keyframe_disk::{DiskBlock, DiskSpec, Overlay};
 use keyframe_store::{DiskMeta, Store};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
@@ -195,6 +195,16 @@ pub struct LeftOverlay {
     pub began: jiff::Timestamp,
 }
 
+/// Returns false if there is no overlay in `directory`, or an empty one: a commit into the image leaves
+/// that. An overlay that cannot be read now, because its VM runs, counts as one with writes.
+fn has_writes(directory: &Path) -> bool {
+    match Overlay::open(directory) {
+        Ok(overlay) => overlay.next(DiskBlock(0)).is_some(),
+        Err(keyframe_disk::Error::Refused { .. }) => false,
+        Err(_) => true,
+    }
+}
+
 /// Returns the newest overlay over each of the images `bases`; none for an image without one.
 pub fn newest_over(store: &Store, bases: &[&str]) -> Vec<LeftOverlay> {
     let mut found: Vec<LeftOverlay> = Vec::new();
@@ -204,7 +214,7 @@ pub fn newest_over(store: &Store, bases: &[&str]) -> Vec<LeftOverlay> {
             // The store may have been moved since the path was written.
             let name = Path::new(&directory).file_name().unwrap_or_default();
             let directory = place.join(name);
-            if !bases.contains(&base.as_str()) || !directory.is_dir() {
+            if !bases.contains(&base.as_str()) || !has_writes(&directory) {
                 continue;
             }
             let directory = std::path::absolute(&directory).unwrap_or(directory);

@@ -21,7 +21,7 @@ written and the network packets sent. Growth is in percent per doubling of the e
 reached its dirty page set.
 
 A running QEMU is left as it was. Without --qmp its RAM is found by its command line, and sectors and packets are not counted.
-A VM behind -- is started for the measurement and ended afterwards. Its standard streams are passed through; with --json its
+A VM after -- is started for the measurement and ended afterwards. Its standard streams are passed through; with --json its
 output goes to standard error. The monitor takes about a millisecond to tell the sectors, so short epochs count a few more.
 
 Examples:

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 /// Run a VM with a standby on another host that goes on with it
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Keyframe starts QEMU with the command line behind --. A packet that the guest sends leaves the host only when the standby has the
+    after_help = "Keyframe starts QEMU with the command line after --. A packet that the guest sends leaves the host only when the standby has the
 state that sent it (output commit). Packets to the guest are never held. The guest's disks (raw and qcow2) are copied to the
 standby with the first epoch, and their changes follow with each epoch. The images on this host are not written: the guest's writes
 go to --dir.

@@ -24,8 +24,8 @@ pack takes a few microseconds longer.
 Exit code 0: done. 3: a part was left, which the output names.
 
 Examples:
-  keyframe forget --store S --keep-last 100
   keyframe prune --store S
+  keyframe forget --store S --keep-last 100 && keyframe prune --store S
   keyframe prune --store S --recompress
   keyframe prune --store S --max-unused 20% --dry-run --json"
 )]

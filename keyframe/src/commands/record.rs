@@ -26,7 +26,7 @@ const FOLLOW_EVERY: Duration = Duration::from_secs(1);
 /// Record a VM's run: every instruction of it can be run again
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Keyframe starts QEMU with the command line behind --, under TCG with one virtual CPU. A log receives everything that reaches the
+    after_help = "Keyframe starts QEMU with the command line after --, under TCG with one virtual CPU. A log receives everything that reaches the
 VM from outside: keys, packets, clocks, and the instants at which disks answer. Keyframe refuses what QEMU cannot record, and
 says what to do instead.
 

@@ -16,7 +16,7 @@ use std::path::PathBuf;
 /// Run a VM with continuous checkpoints
 #[derive(clap::Args, Debug)]
 #[command(
-    after_help = "Keyframe starts QEMU with the command line behind --. It adds a monitor socket and a descriptor for the device state,
+    after_help = "Keyframe starts QEMU with the command line after --. It adds a monitor socket and a descriptor for the device state,
 and it serves the disks. QEMU's standard streams are passed through. The command ends when the VM ends,
 after --count checkpoints, at Ctrl-C, or by `keyframe stop`. Keyframe seals the checkpoint in progress first.
 

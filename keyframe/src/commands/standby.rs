@@ -16,7 +16,7 @@ use std::path::PathBuf;
     after_help = "A QEMU waits on this host and receives the VM's memory epoch by epoch. It runs when the primary has failed and the witness or the
 fence command has confirmed it, or after `keyframe failover`. Files that the VM's command line names, such as kernel and firmware,
 must be here under the same paths. Its network must exist here, for example a tap with the same name; otherwise give other
-arguments for it behind --. The VM's disks are kept in --dir.
+arguments for it after --. The VM's disks are kept in --dir.
 
 With --peer this host, once it runs the VM, protects it again as soon as a standby listens at that address. Start `keyframe standby` on
 the failed host when it is back. A primary that was started with --listen does that by itself. When the VM moves to that host, this

@@ -12,7 +12,9 @@ pub fn run(qemu: &str, accelerator: Accelerator, json: bool) -> Outcome {
     let program = std::env::current_exe()
         .map_err(|e| Failure::new(format!("find this program's own file: {e}")))?;
     let interrupted = keyframe_session::interrupt::interruption()?;
-    let (qemu, version) = (qemu.into(), identity.version);
+    // The VMs of the test start in directories of their own.
+    let qemu = if qemu.contains('/') { identity.path.display().to_string() } else { qemu.into() };
+    let version = identity.version;
     let interrupted = &interrupted;
     let test = SelfTest { program, qemu, processor, version, accelerator, interrupted };
     let mut printed = Ok(());
