@@ -245,6 +245,16 @@ fn one_store_for_several_hosts() {
     page("one-store");
 }
 
+#[test]
+fn record_and_debug() {
+    page("record-and-debug");
+}
+
+#[test]
+fn the_dashboard() {
+    page("dashboard");
+}
+
 /// With the real guest, which may have to be built, on a network of its own.
 #[test]
 #[ignore = "make soak"]
@@ -283,14 +293,16 @@ fn soak_write_a_tool() {
     page("write-a-tool");
 }
 
-/// A page that nobody reads, or that nobody runs.
+/// A page that nobody reads or runs, or a picture that no page shows.
 #[test]
 fn every_page_is_listed_and_run() {
     let folder = source().join("docs/guide/src");
     let summary = fs::read_to_string(folder.join("SUMMARY.md")).expect("the summary");
+    let mut pictures: Vec<_> =
+        fs::read_dir(folder.join("pictures")).expect("list the pictures").flatten().collect();
     for entry in fs::read_dir(&folder).expect("list the pages").flatten() {
         let name = entry.path().file_stem().expect("a name").to_string_lossy().into_owned();
-        if name == "SUMMARY" {
+        if name == "SUMMARY" || name == "pictures" {
             continue;
         }
         assert!(summary.contains(&format!("({name}.md)")), "SUMMARY.md does not list {name}.md");
@@ -302,8 +314,10 @@ fn every_page_is_listed_and_run() {
         );
         for link in text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next()) {
             assert!(link.is_empty() || folder.join(link).is_file(), "{name}.md: a link to {link}");
+            pictures.retain(|picture| picture.path() != folder.join(link));
         }
     }
+    assert!(pictures.is_empty(), "no page shows {pictures:?}");
 }
 
 #[test]
