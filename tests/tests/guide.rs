@@ -11,6 +11,7 @@
 //! tested.
 
 use keyframe_test_hosts::{Host, Rate, SlurmCluster};
+use keyframe_tests::s3::{BUCKET, KEY, S3Server};
 use keyframe_tests::{TestEnv, keyframe, small_guest};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fmt::Write as _;
@@ -253,6 +254,21 @@ fn record_and_debug() {
 #[test]
 fn the_dashboard() {
     page("dashboard");
+}
+
+/// With an S3 server. It sets the variables that the page tells the reader to set.
+#[test]
+fn encryption_and_s3() {
+    let Some(server) = S3Server::start() else { return };
+    let env = TestEnv::without_store();
+    let page = Page::new("encryption-and-s3", &env);
+    let mut bash = page.bash();
+    bash.env("BUCKET", BUCKET)
+        .env("ENDPOINT", server.endpoint())
+        .env("AWS_ACCESS_KEY_ID", KEY.0)
+        .env("AWS_SECRET_ACCESS_KEY", KEY.1)
+        .env("XDG_CACHE_HOME", env.path().join("cache"));
+    page.run_within(bash, Duration::from_mins(4));
 }
 
 /// With the real guest, which may have to be built, on a network of its own.
