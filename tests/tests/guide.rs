@@ -11,6 +11,7 @@
 //! tested.
 
 use keyframe_test_hosts::{Host, Rate, SlurmCluster};
+use keyframe_tests::s3::{BUCKET, KEY, S3Server};
 use keyframe_tests::{TestEnv, keyframe, small_guest};
 use rustix::process::{Pid, Signal, kill_process};
 use std::fmt::Write as _;
@@ -270,6 +271,31 @@ fn one_store_for_several_hosts() {
     page("one-store");
 }
 
+#[test]
+fn record_and_debug() {
+    page("record-and-debug");
+}
+
+#[test]
+fn the_dashboard() {
+    page("dashboard");
+}
+
+/// With an S3 server. It sets the variables that the page tells the reader to set.
+#[test]
+fn encryption_and_s3() {
+    let Some(server) = S3Server::start() else { return };
+    let env = TestEnv::without_store();
+    let page = Page::new("encryption-and-s3", &env);
+    let mut bash = page.bash();
+    bash.env("BUCKET", BUCKET)
+        .env("ENDPOINT", server.endpoint())
+        .env("AWS_ACCESS_KEY_ID", KEY.0)
+        .env("AWS_SECRET_ACCESS_KEY", KEY.1)
+        .env("XDG_CACHE_HOME", env.path().join("cache"));
+    page.run_within(bash, Duration::from_mins(4));
+}
+
 /// With the real guest, which may have to be built, on a network of its own.
 #[test]
 #[ignore = "make soak"]
@@ -308,14 +334,16 @@ fn soak_write_a_tool() {
     page("write-a-tool");
 }
 
-/// A page that nobody reads, or that nobody runs.
+/// A page that nobody reads or runs, or a picture that no page shows.
 #[test]
 fn every_page_is_listed_and_run() {
     let folder = source().join("docs/guide/src");
     let summary = fs::read_to_string(folder.join("SUMMARY.md")).expect("the summary");
+    let mut pictures: Vec<_> =
+        fs::read_dir(folder.join("pictures")).expect("list the pictures").flatten().collect();
     for entry in fs::read_dir(&folder).expect("list the pages").flatten() {
         let name = entry.path().file_stem().expect("a name").to_string_lossy().into_owned();
-        if name == "SUMMARY" {
+        if name == "SUMMARY" || name == "pictures" {
             continue;
         }
         assert!(summary.contains(&format!("({name}.md)")), "SUMMARY.md does not list {name}.md");
@@ -327,8 +355,10 @@ fn every_page_is_listed_and_run() {
         );
         for link in text.split("](").skip(1).filter_map(|rest| rest.split([')', '#']).next()) {
             assert!(link.is_empty() || folder.join(link).is_file(), "{name}.md: a link to {link}");
+            pictures.retain(|picture| picture.path() != folder.join(link));
         }
     }
+    assert!(pictures.is_empty(), "no page shows {pictures:?}");
 }
 
 #[test]
