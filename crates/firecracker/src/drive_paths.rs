@@ -11,15 +11,17 @@
 //! its fields are written is described in [`crate::registers`].
 //!
 //! The fields before the drives differ between versions. So a drive is found by its id, followed by
-//! fields that can be those of a drive, and by the path that its configuration has.
+//! fields that can be those of a drive.
 
 use crate::{Error, Result};
 use crc::{CRC_64_REDIS, Crc};
+use std::ops::Range;
+use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
 const LENGTH_BYTES: usize = 8;
-/// The cache type and whether the drive is the root device.
-const BETWEEN_BYTES: usize = 5;
+/// The longest path of a file, in bytes.
+const PATH_BYTES_MAX: usize = 4096;
 /// The sum over all bytes before it: CRC-64 with Jones' polynomial, as of the crate `crc64`.
 const SUM: Crc<u64> = Crc::<u64>::new(&CRC_64_REDIS);
 
@@ -28,20 +30,19 @@ const SUM: Crc<u64> = Crc::<u64>::new(&CRC_64_REDIS);
 pub(crate) struct MovedDrive {
     /// The id of the drive.
     pub name: String,
-    /// The path in the device state.
-    pub former: PathBuf,
+    /// The path that the device state must have; `None` for any.
+    pub former: Option<PathBuf>,
     /// The path that takes its place.
     pub path: PathBuf,
 }
 
 /// Returns `state` with the paths of `drives` in place of the former ones. Errors:
-/// [`Error::DeviceState`] if the state is damaged, or does not hold each of the drives once; a path is
-/// not UTF-8.
+/// [`Error::DeviceState`] if the state is damaged, or does not hold each of the drives once with the path
+/// that it must have; a path is not UTF-8.
 pub(crate) fn with_paths(state: &[u8], drives: &[MovedDrive]) -> Result<Vec<u8>> {
-    let fail = |problem: &str| Error::DeviceState { problem: problem.into() };
-    let (content, sum) = state.split_last_chunk().ok_or_else(|| fail("it ends too soon"))?;
+    let (content, sum) = state.split_last_chunk().ok_or_else(|| wrong("it ends too soon"))?;
     if SUM.checksum(content) != u64::from_le_bytes(*sum) {
-        return Err(fail("it is damaged: its sum is not that of its content"));
+        return Err(wrong("it is damaged: its sum is not that of its content"));
     }
     let mut content = content.to_vec();
     for drive in drives {
@@ -52,39 +53,57 @@ pub(crate) fn with_paths(state: &[u8], drives: &[MovedDrive]) -> Result<Vec<u8>>
     Ok(content)
 }
 
-fn with_path(content: &[u8], drive: &MovedDrive) -> Result<Vec<u8>> {
-    let (name, former) = (text(&drive.name), text(utf8(&drive.former)?));
-    let ids = content.windows(name.len()).enumerate().filter(|(_, bytes)| *bytes == name);
-    let mut paths = ids.filter_map(|(at, _)| path_behind(content, at + name.len(), &former));
-    let (Some(at), None) = (paths.next(), paths.next()) else {
-        return Err(Error::DeviceState {
-            problem: format!(
-                "it does not hold drive {} with the file {} once",
-                drive.name,
-                drive.former.display()
-            ),
-        });
-    };
-    let (before, after) = content.split_at(at);
-    let after = after.get(former.len()..).unwrap_or_default();
-    Ok([before, &text(utf8(&drive.path)?), after].concat())
+fn wrong(problem: impl Into<String>) -> Error {
+    Error::DeviceState { problem: problem.into() }
 }
 
-/// Returns the place of the path `former` of the drive whose id ends at `at`. `None` if no drive with
-/// that path is there.
-fn path_behind(content: &[u8], at: usize, former: &[u8]) -> Option<usize> {
-    let partuuid = at.checked_add(1)?;
-    let behind_partuuid = match content.get(at)? {
-        0 => partuuid,
-        1 => {
-            let length = content.get(partuuid..)?.first_chunk::<LENGTH_BYTES>()?;
-            let length = usize::try_from(u64::from_le_bytes(*length)).ok()?;
-            partuuid.checked_add(LENGTH_BYTES)?.checked_add(length)?
-        }
-        _ => return None,
+fn with_path(content: &[u8], drive: &MovedDrive) -> Result<Vec<u8>> {
+    let MovedDrive { name, former, path } = drive;
+    let id = text(name);
+    let ids = content.windows(id.len()).enumerate().filter(|(_, bytes)| *bytes == id);
+    let mut places = ids.filter_map(|(at, _)| path_behind(content, at + id.len()));
+    let (Some(place), None) = (places.next(), places.next()) else {
+        return Err(wrong(format!("it does not hold drive {name} once")));
     };
-    let path = behind_partuuid.checked_add(BETWEEN_BYTES)?;
-    content.get(path..)?.starts_with(former).then_some(path)
+    let found = content.get(place.clone()).unwrap_or_default();
+    let found = found.get(LENGTH_BYTES..).unwrap_or_default();
+    if former.as_ref().is_some_and(|former| former.as_os_str().as_bytes() != found) {
+        let found = String::from_utf8_lossy(found);
+        return Err(wrong(format!("drive {name} has the file {found}, which is not known here")));
+    }
+    let (before, after) = (content.get(..place.start), content.get(place.end..));
+    Ok([before.unwrap_or_default(), &text(utf8(path)?), after.unwrap_or_default()].concat())
+}
+
+/// Returns the place of the path, with its length, of the drive whose id ends at `at`. `None` if what
+/// follows cannot be a drive.
+fn path_behind(content: &[u8], at: usize) -> Option<Range<usize>> {
+    let mut rest = content.get(at..)?;
+    match take(&mut rest, 1)? {
+        [0] => {}
+        [1] => drop(take_text(&mut rest)?),
+        _ => return None,
+    }
+    // The types of a cache are 0 and 1.
+    let (cache, root) = (take(&mut rest, 4)?, take(&mut rest, 1)?);
+    if !matches!(cache, [0 | 1, 0, 0, 0]) || !matches!(root, [0 | 1]) {
+        return None;
+    }
+    let begin = content.len() - rest.len();
+    let path = take_text(&mut rest)?;
+    let is_path = !path.is_empty() && path.len() < PATH_BYTES_MAX && !path.contains(&0);
+    is_path.then(|| begin..content.len() - rest.len())
+}
+
+fn take<'a>(rest: &mut &'a [u8], count: usize) -> Option<&'a [u8]> {
+    let (taken, left) = rest.split_at_checked(count)?;
+    *rest = left;
+    Some(taken)
+}
+
+fn take_text<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
+    let length = u64::from_le_bytes(*take(rest, LENGTH_BYTES)?.first_chunk()?);
+    take(rest, usize::try_from(length).ok()?)
 }
 
 /// Returns a text as a device state has it.
@@ -117,7 +136,7 @@ mod tests {
     }
 
     fn moved(name: &str, former: &str, path: &str) -> MovedDrive {
-        MovedDrive { name: name.into(), former: former.into(), path: path.into() }
+        MovedDrive { name: name.into(), former: Some(former.into()), path: path.into() }
     }
 
     /// The polynomial's known answer. That Firecracker has it, the tests on real VMs show.
@@ -144,10 +163,13 @@ mod tests {
             with_paths(state, std::slice::from_ref(drive)).unwrap_err().to_string()
         };
         let wanted = moved("data", "/d.img", "/other");
-        assert!(with_paths(&summed(&once), std::slice::from_ref(&wanted)).is_ok());
+        let any = MovedDrive { former: None, ..wanted.clone() };
+        let (one, other) =
+            (with_paths(&summed(&once), &[wanted.clone()]), with_paths(&summed(&once), &[any]));
+        assert_eq!(one.unwrap(), other.unwrap());
         assert!(refused(&summed(&[&once[..], &once].concat()), &wanted).contains("drive data"));
         let elsewhere = moved("data", "/e.img", "/other");
-        assert!(refused(&summed(&once), &elsewhere).contains("/e.img"));
+        assert!(refused(&summed(&once), &elsewhere).contains("/d.img"));
         let mut damaged = summed(&once);
         damaged[3] ^= 1;
         assert!(refused(&damaged, &wanted).contains("damaged"));

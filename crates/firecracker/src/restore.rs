@@ -416,15 +416,16 @@ impl Plan {
     /// Returns a drive with the path that is to be opened. `None` if that is the path of the device
     /// state.
     fn moved(&self, saved: &SavedDrive) -> Option<MovedDrive> {
-        // The VM of a rehearsal has no files of its own: it never runs, and writes nothing.
-        let own = self.drives.iter().find(|own| saved.is_writable && own.name == saved.name);
-        let path = own.map_or(&saved.former, |own| &own.path);
-        let is_moved = *path != self.machine.directory().join(&saved.in_state);
-        is_moved.then(|| MovedDrive {
-            name: saved.name.clone(),
-            former: saved.in_state.clone(),
-            path: path.clone(),
-        })
+        let SavedDrive { name, in_state, former, is_writable } = saved;
+        let own = self.drives.iter().find(|own| *is_writable && own.name == *name);
+        let name = name.clone();
+        match own {
+            // The drive may have got another file since its configuration was read.
+            Some(own) => Some(MovedDrive { name, former: None, path: own.path.clone() }),
+            None if *former == self.machine.directory().join(in_state) => None,
+            // A drive that is only read, or a rehearsal, whose VM never runs. It was in a jail.
+            None => Some(MovedDrive { name, former: Some(in_state.clone()), path: former.clone() }),
+        }
     }
 
     /// Takes control of the VM that was `loaded`, and lets it run unless it is to stay paused. Ends

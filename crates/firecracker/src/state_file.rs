@@ -167,7 +167,10 @@ pub fn may_open_ours(pid: u32) -> Result<bool> {
 /// as this process names it, and as that one does. `engine` is the process that makes it.
 fn path_in_root(pid: u32, engine: u32) -> (PathBuf, PathBuf) {
     let root = PathBuf::from(format!("/proc/{pid}/root"));
-    let is_same = std::fs::read_link(&root).is_ok_and(|link| link == Path::new("/"));
+    // In another mount namespace the link leads to `/` whatever directory that is.
+    let identity = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
+    let is_same =
+        identity(&root).is_ok_and(|there| identity(Path::new("/")).is_ok_and(|here| here == there));
     let directory = if is_same { std::env::temp_dir() } else { PathBuf::from("/") };
     let theirs = directory.join(format!("{NAME}-{pid}-{engine}"));
     (root.join(theirs.strip_prefix("/").unwrap_or(&theirs)), theirs)
