@@ -31,11 +31,12 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Asserts that no test leaves a mount or a temporary directory."""
+    """Asserts that no test leaves a mount, a temporary directory, or the run directory of a VM."""
     assert mounts() == set()
     yield
     assert mounts() == set()
     assert left() == []
+    assert vms() == []
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +56,25 @@ def store_path(program: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture()
 def store(store_path: Path) -> keyframe.Store:
     return keyframe.Store(store_path, via="mount")
+
+
+@pytest.fixture(scope="session")
+def command() -> list[str]:
+    """The command line of the small Linux, which hashes its way through a table."""
+    return machines.line("small", "--mem", "96M", "--append", "kf.work=hash kf.mib=16")
+
+
+@pytest.fixture(scope="session")
+def agent_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command line of a small Linux with QEMU's guest agent."""
+    socket = tmp_path_factory.mktemp("agent") / "agent.sock"
+    return machines.line("agent", "--mem", "96M", "--agent", str(socket))
+
+
+@pytest.fixture()
+def fresh(tmp_path: Path) -> keyframe.Store:
+    """An empty store."""
+    return keyframe.Store.create(tmp_path / "fresh")
 
 
 @pytest.fixture(scope="session")
@@ -96,5 +116,17 @@ def left() -> list[str]:
     return [
         path.name
         for path in Path(os.environ["TMPDIR"]).glob("keyframe-*")
-        if path.name[9:14] in ("mount", "expor")
+        if path.name[9:].startswith(("mount-", "export-", "vm-"))
+    ]
+
+
+def vms() -> list[str]:
+    """The run directories of the program that are there, of engines and of clones."""
+    top = Path(os.environ["XDG_RUNTIME_DIR"]) / "keyframe"
+    return [
+        str(path.relative_to(top))
+        for folder in (top, top / ".clones", top / ".restored")
+        if folder.is_dir()
+        for path in folder.iterdir()
+        if not path.name.startswith(".")
     ]

@@ -61,7 +61,9 @@ def test_a_program_that_takes_too_long_is_killed(path: Path) -> None:
     answers = Good()
     with FakeAgent(path, answers), keyframe.GuestAgent(path) as agent:
         began = time.monotonic()
-        with pytest.raises(keyframe.TimedOut, match=r"sleep did not end in the guest within 0\.3 s"):
+        with pytest.raises(
+            keyframe.TimedOut, match=r"sleep did not end in the guest within 0\.3 s"
+        ):
             agent.exec(["sleep", "60"], timeout=0.3)
         assert time.monotonic() - began < 5
         assert answers.programs == {}
@@ -203,7 +205,11 @@ def test_one_that_answers_in_another_form(path: Path, answer: bytes, match: str)
         ({"exited": True, "exitcode": 0, "out-data": "ä"}, "base64"),
         ({"exited": True, "exitcode": 0, "err-data": "a"}, "base64"),
         (
-            {"exited": True, "exitcode": 0, "out-data": base64.b64encode(b"x" * 17_000_000).decode()},
+            {
+                "exited": True,
+                "exitcode": 0,
+                "out-data": base64.b64encode(b"x" * 17_000_000).decode(),
+            },
             "16 MiB",
         ),
     ],

@@ -112,7 +112,9 @@ def test_it_is_exported_where_it_cannot_be_mounted(
     half = fake(
         f"""[ "$1" != mount ] || {{ echo 'keyframe: mount: no FUSE' >&2; exit 1; }}; exec {program} "$@" """
     )
-    with pytest.warns(UserWarning, match="exported, because they cannot be mounted: mount: no FUSE"):
+    with pytest.warns(
+        UserWarning, match="exported, because they cannot be mounted: mount: no FUSE"
+    ):
         ram = keyframe.Store(store_path, program=half).checkpoint(2).ram()
     with ram, keyframe.Store(store_path, via="mount").checkpoint(2).ram() as mapped:
         assert np.array_equal(ram.read(0, len(ram)), mapped.read(0, len(mapped)))

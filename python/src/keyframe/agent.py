@@ -1,8 +1,8 @@
 """The QEMU guest agent of a VM: runs programs in the guest.
 
-The agent's protocol is JSON, one line for each command and each answer, over a unix socket that QEMU
-connects to a port of the guest. The guest is not trusted: each answer has a limit in bytes and in
-time.
+The agent's protocol is JSON, one line for each command and each answer, over a unix socket that
+QEMU connects to a port of the guest. The guest is not trusted: each answer has a limit in bytes and
+in time.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class Completed(subprocess.CompletedProcess[bytes]):
 class GuestAgent:
     """A connection to a VM's guest agent, for use in a ``with``.
 
-    `path` is the socket at which QEMU listens. The constructor waits at most `timeout` seconds until
-    the agent answers. QEMU serves one connection at a time: others wait. Threads can share one: their
-    commands follow each other, and programs that `exec` started run at the same time. If an answer
-    is missing or wrong, the connection is closed.
+    `path` is the socket at which QEMU listens. The constructor waits at most `timeout` seconds
+    until the agent answers. QEMU serves one connection at a time: others wait. Threads can share
+    one: their commands follow each other, and programs that `exec` started run at the same time. If
+    an answer is missing or wrong, the connection is closed.
 
     >>> with GuestAgent(agent_socket, timeout=10) as agent:
     ...     agent.exec(["echo", "hello"]).stdout
@@ -155,9 +155,7 @@ class GuestAgent:
     def _completed(self, argv: Sequence[str], pid: int, deadline: Deadline) -> Completed:
         pause = _POLL_SECONDS_MIN
         while True:
-            answer = self._call(
-                "guest-exec-status", {"pid": pid}, deadline, _EXEC_ANSWER_BYTES_MAX
-            )
+            answer = self._call("guest-exec-status", {"pid": pid}, deadline, _EXEC_ANSWER_BYTES_MAX)
             status = expect_object(answer, "guest-exec-status")
             if status.get("exited") is True:
                 return _completed(argv, status)
@@ -201,7 +199,9 @@ class GuestAgent:
             except TimeoutError:
                 raise deadline.error() from None
             except OSError as error:
-                raise NoAgent(f"connect to the guest agent's socket {self.path}: {error}") from error
+                raise NoAgent(
+                    f"connect to the guest agent's socket {self.path}: {error}"
+                ) from error
 
     def _synchronize(self, deadline: Deadline) -> None:
         """Skips answers to former clients. Waits until the agent has answered this one.

@@ -8,8 +8,8 @@
         results = await asyncio.gather(*(clone.exec(["pytest"]) for clone in clones))
 
 The classes have the methods of those without `Async`, which run in threads. If a task is cancelled
-that waits for a method, the method goes on in its thread until it has ended, or until its time limit;
-clones and VMs that come from it are ended. `sync` is the object that does the work.
+that waits for a method, the method goes on in its thread until it has ended, or until its time
+limit; clones and VMs that come from it are ended. `sync` is the object that does the work.
 """
 
 from __future__ import annotations
@@ -116,9 +116,7 @@ class AsyncMachine:
 
     async def wait_for_console(self, text: str, *, timeout: float = 60.0) -> str:
         """Waits until `text` is in the output of the serial console."""
-        return await in_thread(
-            partial(self._machine.wait_for_console, text, timeout=timeout)
-        )
+        return await in_thread(partial(self._machine.wait_for_console, text, timeout=timeout))
 
     async def exec(
         self,
@@ -131,14 +129,12 @@ class AsyncMachine:
     ) -> Completed:
         """Runs a program in the guest until it ends."""
         return await in_thread(
-            partial(
-                self._machine.exec, argv, input=input, env=env, timeout=timeout, check=check
-            )
+            partial(self._machine.exec, argv, input=input, env=env, timeout=timeout, check=check)
         )
 
 
 class AsyncClone(AsyncMachine):
-    """A VM that came from a checkpoint; see `Clone`. An asynchronous context manager that ends it."""
+    """A VM that came from a checkpoint; see `Clone`. ``async with`` ends it."""
 
     def __init__(self, sync: Clone) -> None:
         super().__init__(sync)
@@ -163,9 +159,7 @@ class AsyncClone(AsyncMachine):
 
 
 class AsyncClones(Sequence[AsyncClone]):
-    """The clones that one `branch` started; see `Clones`. An asynchronous context manager that ends
-    them.
-    """
+    """The clones that one `branch` started; see `Clones`. ``async with`` ends them."""
 
     def __init__(self, sync: Clones) -> None:
         self.sync = sync
@@ -218,9 +212,7 @@ class AsyncVm(AsyncMachine):
         self, *, tag: str | None = None, strategy: str | None = None, timeout: float | None = None
     ) -> Checkpoint:
         """Takes a checkpoint now, and waits until it is sealed."""
-        return await in_thread(
-            partial(self.sync.take, tag=tag, strategy=strategy, timeout=timeout)
-        )
+        return await in_thread(partial(self.sync.take, tag=tag, strategy=strategy, timeout=timeout))
 
     async def checkpoints(self, *, last: int | None = None) -> History:
         """The sealed checkpoints of the VM, from old to new."""
@@ -282,9 +274,7 @@ class AsyncVm(AsyncMachine):
         timeout: float | None = None,
     ) -> RolledBack:
         """Puts this VM back to a checkpoint."""
-        return await in_thread(
-            partial(self.sync.rollback, checkpoint, fast=fast, timeout=timeout)
-        )
+        return await in_thread(partial(self.sync.rollback, checkpoint, fast=fast, timeout=timeout))
 
     def messages(self) -> str:
         """The warnings and errors of the program and of QEMU so far."""

@@ -29,7 +29,7 @@ _THREADS_MAX = 64
 
 
 class Clone(Machine):
-    """A VM that came from a checkpoint: of `branch`, or of `restore`. A context manager that ends it.
+    """A VM that came from a checkpoint: of `branch`, or of `restore`. A ``with`` ends it.
 
     No checkpoints are taken of it; `attach` with its `pid` and `monitor` begins that. `directory`
     holds the sockets of a clone's consoles (``serial.sock``, ``agent.sock``), and `monitor` is the
@@ -134,8 +134,8 @@ class Clones(Sequence[Clone]):
     ) -> list[Completed]:
         """Runs a program in all clones at the same time, as `Machine.exec` does in one.
 
-        Returns the results in the order of the clones. Raises the first error, after the program has
-        ended in all of them.
+        Returns the results in the order of the clones. Raises the first error, after the program
+        has ended in all of them.
         """
 
         def run(clone: Clone) -> Completed:
@@ -175,11 +175,11 @@ def branch(
 ) -> Clones:
     """Starts `count` clones of a checkpoint, which share the RAM that none of them writes.
 
-    The clones are named ``NAME-1``, ``NAME-2``, ...; `name` is the VM's name if it is `None`. `exact`
-    keeps the generation id, and `paused` leaves the clones paused. `extra` are arguments for each
-    QEMU, in which ``{number}`` and ``{name}`` stand for the clone's; `options` are further options of
-    ``keyframe branch``. The call returns when all clones are there, and fails if one cannot be
-    started.
+    The clones are named ``NAME-1``, ``NAME-2``, ...; `name` is the VM's name if it is `None`.
+    `exact` keeps the generation id, and `paused` leaves the clones paused. `extra` are arguments
+    for each QEMU, in which ``{number}`` and ``{name}`` stand for the clone's; `options` are further
+    options of ``keyframe branch``. The call returns when all clones are there, and fails if one
+    cannot be started.
 
     >>> with keyframe.branch(store, "base", 2, name="test") as clones:
     ...     clones[1].is_alive
@@ -326,8 +326,8 @@ _names: set[str] = set()
 
 
 def _claim(name: str | None, vm: str) -> tuple[str, Callable[[], None]]:
-    """The prefix of the names of new clones, and how to give it back: `name`, or the VM's name, with
-    a number if clones of this Python have it already.
+    """The prefix of the names of new clones, and how to give it back: `name`, or the VM's name,
+    with a number if clones of this Python have it already.
     """
     if name is not None:
         return name, lambda: None

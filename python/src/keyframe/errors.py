@@ -18,7 +18,7 @@
     │  └─ AgentRefused        it answered with an error: `kind`, `text`
     ├─ MountFailed            checkpoints could not be mounted
     ├─ TimedOut               a command, a VM or a guest agent took too long
-    ├─ BadAnswer              an output, a file or a guest agent's answer is not of the documented form
+    ├─ BadAnswer              an output, a file or an agent's answer has another form
     ├─ UnknownCheckpoint      no checkpoint has that id or tag
     ├─ NoRam                  the checkpoint's RAM is not available as an image
     ├─ LayoutDiffers          the RAM of two checkpoints differs in size
@@ -115,7 +115,7 @@ class MountFailed(KeyframeError):
 
 
 class TimedOut(KeyframeError):
-    """A command exceeded its time limit and was ended, or a VM or its agent did not answer in time."""
+    """A command took too long and was ended, or a VM or its agent did not answer in time."""
 
 
 class BadAnswer(KeyframeError):

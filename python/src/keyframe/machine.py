@@ -128,8 +128,8 @@ class Machine:
             -device virtserialport,chardev=qga,name=org.qemu.guest_agent.0
 
         `timeout` limits all together: the wait for an agent that is only just starting, and for the
-        program. `GuestAgent.exec` describes the other arguments. Threads may run several programs at
-        the same time.
+        program. `GuestAgent.exec` describes the other arguments. Threads may run several programs
+        at the same time.
 
         >>> vm.exec(["cat"], input="hello").text
         'hello'
@@ -141,8 +141,8 @@ class Machine:
             return agent.exec(argv, input=input, env=env, timeout=deadline.left(), check=check)
 
     def agent(self, *, timeout: float = 10.0) -> GuestAgent:
-        """A connection of its own to the guest agent, for use in a ``with``. No other client can use
-        the agent meanwhile, `exec` neither.
+        """A connection of its own to the guest agent, for use in a ``with``. No other client can
+        use the agent meanwhile, `exec` neither.
 
         Raises `NoAgent`, `AgentLost`, `TimedOut`, `VmEnded`.
         """

@@ -64,7 +64,7 @@ class Deadline:
 
 
 class Process:
-    """A process that this Python did not start. A later process with its number is not taken for it."""
+    """A process that this Python did not start. A later one with its number is another one."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

@@ -125,7 +125,7 @@ class Store:
         return checkpoint if isinstance(checkpoint, Checkpoint) else self.checkpoint(checkpoint)
 
     def explained(self, error: CommandFailed, checkpoint: Checkpoint) -> KeyframeError:
-        """`error`, or `UnknownCheckpoint` if the command failed because `checkpoint` is not there."""
+        """`error`, or `UnknownCheckpoint` if the store does not have `checkpoint`."""
         try:
             known = {one.id for one in self.checkpoints()}
         except KeyframeError:

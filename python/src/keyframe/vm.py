@@ -48,10 +48,10 @@ class Status:
     """How the checkpoints of a VM go: an entry of ``keyframe status --json``.
 
     `state` is the state of the VM (``running``, ``paused``, ...). `phase` is what the engine does.
-    `sealed` and `failed` are the numbers of checkpoints in this run. `failing` is the reason why the
-    newest checkpoint is not sealed, `last_error` the error of the newest one that failed; both are
-    `None` if all is well. `interval_ns` is `None` if checkpoints are taken by `Vm.take` alone. `raw`
-    is the entry.
+    `sealed` and `failed` are the numbers of checkpoints in this run. `failing` is the reason why
+    the newest checkpoint is not sealed, `last_error` the error of the newest one that failed; both
+    are `None` if all is well. `interval_ns` is `None` if checkpoints are taken by `Vm.take` alone.
+    `raw` is the entry.
     """
 
     vm: str
@@ -97,8 +97,8 @@ class RolledBack:
 
     The VM is as it was at `checkpoint`. `before` is the checkpoint of the state that it left, and
     `now` the first one after the rollback; both are `None` after a fast one. `pages` were written
-    back. The VM was paused for `paused_ns` nanoseconds, and `runs` is false if it still is. `raw` is
-    the output of ``keyframe rollback --json``.
+    back. The VM was paused for `paused_ns` nanoseconds, and `runs` is false if it still is. `raw`
+    is the output of ``keyframe rollback --json``.
     """
 
     checkpoint: int
@@ -188,7 +188,8 @@ class Vm(Machine):
         return Checkpoint.of(self._json(words, timeout), self.store)
 
     def checkpoints(self, *, last: int | None = None) -> History:
-        """The sealed checkpoints of the VM, from old to new: all in the store, or the newest `last`.
+        """The sealed checkpoints of the VM, from old to new: all in the store, or the newest
+        `last`.
 
         A notebook shows them as a table.
         """
@@ -264,8 +265,8 @@ class Vm(Machine):
     ) -> RolledBack:
         """Puts this VM back to a checkpoint: RAM, processors, devices and disks.
 
-        It first takes a checkpoint of the present state, and afterwards one of the state that it has
-        put back. `fast` takes neither; it is for tests and fuzzers, which go back many times.
+        It first takes a checkpoint of the present state, and afterwards one of the state that it
+        has put back. `fast` takes neither; it is for tests and fuzzers, which go back many times.
 
         Raises `UnknownCheckpoint`, `VmEnded`, `CommandFailed`, `TimedOut`.
         """
@@ -290,8 +291,8 @@ class Vm(Machine):
     def wait(self, timeout: float) -> None:
         """Waits until the VM has ended by itself, and its last checkpoint is sealed.
 
-        Raises `TimedOut`, and `CommandFailed` (`GuestPanicked`, `WatchdogExpired`, `StoreFull`) if it
-        did not end well.
+        Raises `TimedOut`, and `CommandFailed` (`GuestPanicked`, `WatchdogExpired`, `StoreFull`) if
+        it did not end well.
         """
         deadline = Deadline(timeout, f"VM {self.name} did not end")
         if self._command is None:
@@ -395,17 +396,18 @@ def run(
 ) -> Vm:
     """Starts a VM under checkpoints, as ``keyframe run`` does, and returns when it runs.
 
-    `command` is the command line of QEMU or Firecracker: a list of words, or a text that is split as
-    a shell splits it. `store` exists already (`Store.create` makes one). If it is `None`, the store is
-    that of ``KEYFRAME_STORE``; without that, a temporary one in ``TMPDIR``, which is removed with the
-    VM. `name` is the VM's name; if it is `None`, that of QEMU's ``-name``, or ``vm``. `interval` is
-    the time between checkpoints; if it is `None`, only `Vm.take` takes them. `disk` and
-    `leave_out_disks` are ``--disk`` and ``--leave-out-disk``, and `options` are further options of
-    ``keyframe run``. `agent` is the guest agent's socket, if QEMU's command line does not tell.
+    `command` is the command line of QEMU or Firecracker: a list of words, or a text that is split
+    as a shell splits it. `store` exists already (`Store.create` makes one). If it is `None`, the
+    store is that of ``KEYFRAME_STORE``; without that, a temporary one in ``TMPDIR``, which is
+    removed with the VM. `name` is the VM's name; if it is `None`, that of QEMU's ``-name``, or
+    ``vm``. `interval` is the time between checkpoints; if it is `None`, only `Vm.take` takes them.
+    `disk` and `leave_out_disks` are ``--disk`` and ``--leave-out-disk``, and `options` are further
+    options of ``keyframe run``. `agent` is the guest agent's socket, if QEMU's command line does
+    not tell.
 
     The VM and its clones end with the ``with``, by `Vm.stop`, and when Python ends or is killed. To
-    let a VM outlive Python, start it with the program, and use `connect`. QEMU reads nothing from its
-    standard input; what it writes to its standard output is `Vm.console`.
+    let a VM outlive Python, start it with the program, and use `connect`. QEMU reads nothing from
+    its standard input; what it writes to its standard output is `Vm.console`.
 
     >>> with keyframe.run(command, store, interval=0.5) as vm:
     ...     vm.status().state
@@ -448,9 +450,9 @@ def attach(
 ) -> Vm:
     """Takes checkpoints of a VM that runs already, as ``keyframe attach`` does.
 
-    `pid` is the process id of QEMU or Firecracker. `qmp` is QEMU's QMP socket, which no other program
-    uses; or name the VM's domain in `libvirt`; or, for Firecracker, the socket of its API in `api`.
-    The other arguments are those of `run`, except that `store` must be named, here or by
+    `pid` is the process id of QEMU or Firecracker. `qmp` is QEMU's QMP socket, which no other
+    program uses; or name the VM's domain in `libvirt`; or, for Firecracker, the socket of its API
+    in `api`. The other arguments are those of `run`, except that `store` must be named, here or by
     ``KEYFRAME_STORE``. The VM runs on when the ``with`` ends.
 
     >>> with keyframe.attach(clone.pid, qmp=clone.monitor, store=store, name="attached") as vm:
@@ -487,11 +489,12 @@ def connect(
     program: str | os.PathLike[str] | None = None,
     timeout: float = 120.0,
 ) -> Vm:
-    """Drives a VM that another process has under checkpoints: ``keyframe run`` or ``keyframe attach``.
+    """Drives a VM that another process has under checkpoints: ``keyframe run`` or ``keyframe
+    attach``.
 
     `name` is its name, which may be `None` if there is one such VM. `store` is its store; if it is
-    `None`, the one that the VM's engine names. The VM runs on when the ``with`` ends, but clones that
-    this `Vm` made end.
+    `None`, the one that the VM's engine names. The VM runs on when the ``with`` ends, but clones
+    that this `Vm` made end.
 
     >>> with keyframe.connect("web") as vm:
     ...     vm.take().vm
