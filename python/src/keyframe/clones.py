@@ -65,12 +65,16 @@ class Clone(Machine):
         if self.directory is None:
             # The command runs this VM alone.
             self._command.end()
-        elif self.is_alive:
-            arguments = ["stop", "--name", self.name]
+            return
+        deadline = Deadline(timeout, f"VM {self.name} did not end")
+        # An engine of the same name, which has attached to the clone, ends before the clone does.
+        while self.is_alive:
+            words = ["stop", "--name", self.name]
             try:
-                self._store._program.run(arguments, timeout_seconds=timeout)
+                self._store._program.run(words, timeout_seconds=deadline.left())
             except CommandFailed:
-                # It may have ended by itself.
+                # It may be about to end by itself.
+                deadline.sleep(_POLL_SECONDS)
                 if self.is_alive:
                     raise
 

@@ -31,7 +31,7 @@ from .clones import Clone, Clones, number_of, started, text_of
 from .errors import BadAnswer, CommandFailed, KeyframeError, VmEnded
 from .machine import Console, Machine
 from .processes import Deadline, GuardedCommand, Process, directory_for_command
-from .program import KeyframeWarning, expect_list, expect_object
+from .program import KeyframeWarning, Program, expect_list, expect_object, find_program
 from .store import Store
 
 #: A time in seconds, or as the program reads it: ``"500ms"``, ``"1s"``, ``"2m"``.
@@ -399,7 +399,7 @@ def run(
     `command` is the command line of QEMU or Firecracker: a list of words, or a text that is split
     as a shell splits it. `store` exists already (`Store.create` makes one). If it is `None`, the
     store is that of ``KEYFRAME_STORE``; without that, a temporary one in ``TMPDIR``, which is
-    removed with the VM. `name` is the VM's name; if it is `None`, that of QEMU's ``-name``, or
+    removed with the VM: do not read arrays of its RAM (`Checkpoint.ram`) after that. `name` is the VM's name; if it is `None`, that of QEMU's ``-name``, or
     ``vm``. `interval` is the time between checkpoints; if it is `None`, only `Vm.take` takes them.
     `disk` and `leave_out_disks` are ``--disk`` and ``--leave-out-disk``, and `options` are further
     options of ``keyframe run``. `agent` is the guest agent's socket, if QEMU's command line does
@@ -502,19 +502,22 @@ def connect(
 
     Raises `CommandFailed` if there is no such VM, `TimedOut`, `ProgramNotFound`.
     """
-    asked = _opened("." if store is None else store, program, timeout)
+    asked = (
+        store._program
+        if isinstance(store, Store)
+        else Program(find_program(program), timeout_seconds=timeout)
+    )
     words = ["status", "--json", *([] if name is None else ["--name", name])]
-    answer = expect_list(asked._program.json(words), "status --json")
+    answer = expect_list(asked.json(words), "status --json")
     engines = [Status.of(e) for e in answer if "engine_pid" in expect_object(e, "status --json")]
     if len(engines) != 1:
         names = ", ".join(status.vm for status in engines) or "none"
         raise KeyframeError(
             f"name= names the VM to connect to; those under checkpoints are: {names}"
         )
-    of = _opened(engines[0].store, program, timeout) if store is None else asked
     return Vm(
         engines[0],
-        of,
+        _opened(engines[0].store if store is None else store, program, timeout),
         command=None,
         console=None,
         timeout=timeout,
