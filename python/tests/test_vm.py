@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -190,10 +191,23 @@ def test_a_vm_that_is_gone(command: list[str], fresh: keyframe.Store) -> None:
     assert_ended(vm, other)
 
 
-def test_a_vm_that_ends_by_itself(fresh: keyframe.Store) -> None:
-    line = machines.line("small", "--mem", "96M", "--append", "kf.work=hash kf.mib=1 kf.secs=1")
-    with keyframe.run(line, fresh) as vm:
-        vm.wait_for_console("KF DONE")
+def test_vms_that_end_by_themselves(command: list[str], fresh: keyframe.Store) -> None:
+    with keyframe.run(command, fresh) as vm:
+        vm.wait_for_console("KF READY")
+        [clone, other] = vm.branch(vm.take(), 2)
+        assert clone.directory is not None
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as console:
+            console.connect(str(clone.directory / "serial.sock"))
+            console.sendall(b"poweroff\n")
+        with pytest.raises(keyframe.VmEnded, match="did not print"):
+            clone.wait_for_console("nothing prints this")
+        clone.wait(20)
+        assert other.is_alive
+        with pytest.raises(keyframe.TimedOut, match=r"did not end within 0\.1 s"):
+            other.wait(0.1)
+    with keyframe.run(command, fresh, interval="200ms", options=["--count", "2"]) as vm:
+        vm.wait(60)
+    assert vm.messages() == ""
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
@@ -324,6 +338,17 @@ def test_programs_in_guests(agent_vm: keyframe.Vm) -> None:
     assert vm.exec(["cat"], input=data).stdout == data
     vm.rollback(base, fast=True)
     assert vm.exec(["cat", "/tmp/a"]).text == "as it was"
+
+
+def test_a_guest_that_switches_itself_off(agent_vm: keyframe.Vm) -> None:
+    agent_vm.exec(["true"], timeout=120)
+    with pytest.raises((keyframe.AgentLost, keyframe.VmEnded)):
+        agent_vm.exec(["sh", "-c", "poweroff -f & sleep 100"], timeout=60)
+    agent_vm.wait(60)
+    with pytest.raises(keyframe.VmEnded, match="VM web has ended"):
+        agent_vm.take()
+    # Its last state is a checkpoint.
+    assert agent_vm.store.checkpoint("latest").vm == "web"
 
 
 def test_a_vm_without_an_agent(command: list[str], fresh: keyframe.Store) -> None:
