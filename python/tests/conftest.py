@@ -20,7 +20,8 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     theirs.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        # A short path: a longer one would not be used.
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         # It is asked for anew.
         patch.setattr(tempfile, "tempdir", None)
