@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Asserts that no test leaves a mount, a temporary directory, or the run directory of a VM."""
+    """Asserts that no test leaves a mount, a temporary directory, or a command that runs a VM."""
     assert mounts() == set()
     yield
     assert mounts() == set()
@@ -122,12 +123,17 @@ def left() -> list[str]:
 
 
 def vms() -> list[str]:
-    """The run directories of the program that are there, of engines and of clones."""
+    """The run directories of engines, clones and restored VMs whose commands have not ended."""
     top = Path(os.environ["XDG_RUNTIME_DIR"]) / "keyframe"
-    return [
-        str(path.relative_to(top))
-        for folder in (top, top / ".clones", top / ".restored")
-        if folder.is_dir()
-        for path in folder.iterdir()
-        if not path.name.startswith(".")
-    ]
+    locks = [*top.glob("*/engine.pid"), *top.glob(".*/*/engine.pid")]
+    return [str(lock.parent.relative_to(top)) for lock in locks if is_locked(lock)]
+
+
+def is_locked(file: Path) -> bool:
+    """True if a process holds the file's lock."""
+    with file.open("rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

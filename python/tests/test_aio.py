@@ -23,7 +23,7 @@ def test_run_take_branch_roll_back(command: list[str], fresh: keyframe.Store) ->
             base = await vm.take(tag="base")
             clones = await vm.branch(base, 2)
             assert [clone.name for clone in clones] == ["web-1", "web-2"]
-            await asyncio.gather(*(clone.wait_for_console("KF ") for clone in clones))
+            await asyncio.gather(*(clone.wait_for_console("hash ") for clone in clones))
             await clones[0].stop()
             assert [clone.is_alive for clone in clones] == [False, True]
             async with await vm.restore(base) as restored:

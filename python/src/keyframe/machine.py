@@ -86,8 +86,8 @@ class Machine:
 
         Of a VM that this Python started, it is what QEMU writes to its standard output: QEMU's
         command line puts a console there by ``-nographic`` or ``-serial stdio``. Of a clone, it is
-        the first serial console since the checkpoint. After the end of a VM that `run` started, the
-        last MiB is there.
+        the first serial console since the checkpoint. After the end of a VM that `run` or `restore`
+        started, the last MiB is there; a clone's output is gone after the end of its `Clones`.
 
         Raises `KeyframeError` if the VM was started by another program: its console is where its
         command line puts it.

@@ -41,6 +41,8 @@ _DONE, _WARNED = 0, 3
 #: QEMU may be there for a moment after a command has noticed that it ends.
 _END_SECONDS = 0.2
 _POLL_SECONDS = 0.02
+#: As many checkpoints may be sealed between a `take` and a list.
+_NEWEST = 16
 
 
 @dataclass(frozen=True)
@@ -185,7 +187,10 @@ class Vm(Machine):
         # With `=`, because a tag may begin with a dash.
         words += [] if tag is None else [f"--tag={tag}"]
         words += [] if strategy is None else [f"--strategy={strategy}"]
-        return Checkpoint.of(self._json(words, timeout), self.store)
+        taken = Checkpoint.of(self._json(words, timeout), self.store)
+        # The answer lacks the parent, which the list has.
+        listed = self.store.checkpoints(last=_NEWEST)
+        return next((one for one in listed if one.id == taken.id), taken)
 
     def checkpoints(self, *, last: int | None = None) -> History:
         """The sealed checkpoints of the VM, from old to new: all in the store, or the newest
