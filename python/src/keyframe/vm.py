@@ -272,6 +272,7 @@ class Vm(Machine):
 
         It first takes a checkpoint of the present state, and afterwards one of the state that it
         has put back. `fast` takes neither; it is for tests and fuzzers, which go back many times.
+        A known limit: the guest agent of the VM does not answer any more in some cases.
 
         Raises `UnknownCheckpoint`, `VmEnded`, `CommandFailed`, `TimedOut`.
         """
