@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     theirs.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime")))
+        # A short path: a longer one would not be used.
+        patch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("run")))
         patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
         # It is asked for anew.
         patch.setattr(tempfile, "tempdir", None)
@@ -31,11 +33,12 @@ def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
-    """Asserts that no test leaves a mount or a temporary directory."""
+    """Asserts that no test leaves a mount, a temporary directory, or a command that runs a VM."""
     assert mounts() == set()
     yield
     assert mounts() == set()
     assert left() == []
+    assert vms() == []
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +58,25 @@ def store_path(program: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture()
 def store(store_path: Path) -> keyframe.Store:
     return keyframe.Store(store_path, via="mount")
+
+
+@pytest.fixture(scope="session")
+def command() -> list[str]:
+    """The command line of the small Linux, which hashes its way through a table."""
+    return machines.line("small", "--mem", "96M", "--append", "kf.work=hash kf.mib=16")
+
+
+@pytest.fixture(scope="session")
+def agent_command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command line of a small Linux with QEMU's guest agent."""
+    socket = tmp_path_factory.mktemp("agent") / "agent.sock"
+    return machines.line("agent", "--mem", "96M", "--agent", str(socket))
+
+
+@pytest.fixture()
+def fresh(tmp_path: Path) -> keyframe.Store:
+    """An empty store."""
+    return keyframe.Store.create(tmp_path / "fresh")
 
 
 @pytest.fixture(scope="session")
@@ -96,5 +118,22 @@ def left() -> list[str]:
     return [
         path.name
         for path in Path(os.environ["TMPDIR"]).glob("keyframe-*")
-        if path.name[9:14] in ("mount", "expor")
+        if path.name[9:].startswith(("mount-", "export-", "vm-"))
     ]
+
+
+def vms() -> list[str]:
+    """The run directories of engines, clones and restored VMs whose commands have not ended."""
+    top = Path(os.environ["XDG_RUNTIME_DIR"]) / "keyframe"
+    locks = [*top.glob("*/engine.pid"), *top.glob(".*/*/engine.pid")]
+    return [str(lock.parent.relative_to(top)) for lock in locks if is_locked(lock)]
+
+
+def is_locked(file: Path) -> bool:
+    """True if a process holds the file's lock."""
+    with file.open("rb") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False

@@ -8,8 +8,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
 _GUESTS = Path(__file__).resolve().parents[2] / "guests"
 _SECONDS_MAX = 180.0
+_NOT_OFFERED = 3
 
 
 def line(guest: str, *options: str) -> list[str]:
@@ -18,9 +21,12 @@ def line(guest: str, *options: str) -> list[str]:
         [str(_GUESTS / guest / "run.sh"), "--print", "--accel", "tcg", *options],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        check=True,
+        check=False,
         timeout=_SECONDS_MAX,
     )
+    if made.returncode == _NOT_OFFERED:
+        pytest.skip(f"the apt sources of this machine lack a package of the guest {guest}")
+    made.check_returncode()
     # Spaces within a word are form feeds.
     return made.stdout.decode().strip(" \n").split(" ")
 

@@ -36,3 +36,17 @@ def test_heat_map(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> 
 def test_without_checkpoints(store_path: Path) -> None:
     ran = _run(str(store_path), "--vm", "nobody")
     assert ran.returncode == 2 and "has no such checkpoints" in ran.stderr
+
+
+def test_branch_and_run(agent_command: list[str]) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(_EXAMPLE.with_name("branch_and_run.py")), "3", "cat /proc/uptime"]
+        + ["--", *agent_command],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert [line.split(":")[0] for line in ran.stdout.splitlines()] == ["vm-1", "vm-2", "vm-3"]
+    assert all("exit code 0: " in line for line in ran.stdout.splitlines())

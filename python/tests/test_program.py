@@ -88,7 +88,7 @@ def test_answers_that_are_none(fake: Fake) -> None:
 
 def test_a_command_that_hangs_is_ended(fake: Fake, tmp_path: Path) -> None:
     program = fake(f"echo $$ >{tmp_path}/pid; while :; do sleep 0.05; done")
-    with pytest.raises(keyframe.TimedOut, match=r"within 0\.5 s"):
+    with pytest.raises(keyframe.TimedOut, match=r"ended after 0\.5 s"):
         keyframe.Store("S", program=program, timeout=0.5).checkpoints()
     assert_gone(tmp_path / "pid")
 
@@ -112,7 +112,9 @@ def test_it_is_exported_where_it_cannot_be_mounted(
     half = fake(
         f"""[ "$1" != mount ] || {{ echo 'keyframe: mount: no FUSE' >&2; exit 1; }}; exec {program} "$@" """
     )
-    with pytest.warns(UserWarning, match="exported, as they cannot be mounted: mount: no FUSE"):
+    with pytest.warns(
+        UserWarning, match="exported, because they cannot be mounted: mount: no FUSE"
+    ):
         ram = keyframe.Store(store_path, program=half).checkpoint(2).ram()
     with ram, keyframe.Store(store_path, via="mount").checkpoint(2).ram() as mapped:
         assert np.array_equal(ram.read(0, len(ram)), mapped.read(0, len(mapped)))

@@ -122,9 +122,9 @@ def test_a_group_is_asked_whose_ram(group_path: Path) -> None:
     exported = keyframe.Store(group_path, via="export")
     latest = store.checkpoint("latest")
     assert latest.members() == ("db", "web")
-    with pytest.raises(keyframe.NoRam, match=r"of the VMs db, web: say which one"):
+    with pytest.raises(keyframe.NoRam, match=r"of the VMs db, web: name one with member="):
         latest.ram()
-    with pytest.raises(keyframe.NoRam, match="none is called mail"):
+    with pytest.raises(keyframe.NoRam, match="none has the name mail"):
         latest.ram("mail")
     with store, exported:
         for member, mib in (("db", 16), ("web", 8)):

@@ -1,6 +1,12 @@
-"""Reads Keyframe's stores and recordings.
+"""Drives Keyframe's VMs, and reads its stores and recordings.
 
 ::
+
+    with keyframe.run("qemu-system-x86_64 ...", store="S") as vm:
+        base = vm.take()
+        clones = vm.branch(base, 20)
+        results = clones.exec(["pytest"])
+        vm.rollback(base)
 
     with keyframe.Store("S") as store:
         for checkpoint in store.checkpoints():
@@ -18,23 +24,34 @@ The package runs the program ``keyframe``, which `find_program` finds, and reads
 formats.
 """
 
-from .checkpoints import Checkpoint
+from . import aio
+from .agent import Completed, GuestAgent
+from .checkpoints import Checkpoint, History
+from .clones import Clone, Clones, branch, restore
 from .diffs import Diff, RegionDiff
 from .errors import (
+    AgentError,
+    AgentLost,
+    AgentRefused,
     BadAnswer,
     CommandFailed,
+    GuestPanicked,
     KeyframeError,
     LayoutDiffers,
     MissingExtra,
     MountFailed,
+    NoAgent,
     NoRam,
     NoStore,
     ProgramNotFound,
+    StoreFull,
     StoreLocked,
     TimedOut,
     UnknownCheckpoint,
     UnreadablePages,
     UsageError,
+    VmEnded,
+    WatchdogExpired,
 )
 from .images import Mount
 from .memtraces import DEVICE, PHYSICAL_UNKNOWN, WRITE, read_memtrace, scan_memtrace
@@ -43,18 +60,28 @@ from .program import KeyframeWarning, find_program
 from .ram import PAGE_BYTES, Ram, RamPart, RamRange
 from .recordings import ConsoleLine, Interval, Recording
 from .store import Store
+from .vm import RolledBack, Status, Vm, attach, connect, run
 
 __all__ = [
     "DEVICE",
     "PAGE_BYTES",
     "PHYSICAL_UNKNOWN",
     "WRITE",
+    "AgentError",
+    "AgentLost",
+    "AgentRefused",
     "BadAnswer",
     "Checkpoint",
+    "Clone",
+    "Clones",
     "CommandFailed",
+    "Completed",
     "ConsoleLine",
     "Diff",
     "DirtyPage",
+    "GuestAgent",
+    "GuestPanicked",
+    "History",
     "Interval",
     "KeyframeError",
     "KeyframeWarning",
@@ -62,6 +89,7 @@ __all__ = [
     "MissingExtra",
     "Mount",
     "MountFailed",
+    "NoAgent",
     "NoRam",
     "NoStore",
     "ProgramNotFound",
@@ -70,13 +98,25 @@ __all__ = [
     "RamRange",
     "Recording",
     "RegionDiff",
+    "RolledBack",
+    "Status",
     "Store",
+    "StoreFull",
     "StoreLocked",
     "TimedOut",
     "UnknownCheckpoint",
     "UnreadablePages",
     "UsageError",
+    "Vm",
+    "VmEnded",
+    "WatchdogExpired",
+    "aio",
+    "attach",
+    "branch",
+    "connect",
     "find_program",
     "read_memtrace",
+    "restore",
+    "run",
     "scan_memtrace",
 ]

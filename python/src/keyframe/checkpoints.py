@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import pages
+from . import html, pages
 from .errors import BadAnswer, NoRam
 from .pages import DirtyPage
 from .program import expect_list, expect_object
@@ -76,6 +76,10 @@ class Checkpoint:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise BadAnswer(f"list --json: a checkpoint of another form: {error!r}") from error
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return html.checkpoint_html(self)
 
     def details(self) -> Mapping[str, Any]:
         """The output of ``keyframe show --json``: RAM blocks, machine, members of a group, disks."""
@@ -152,6 +156,14 @@ class Checkpoint:
                 return ranges_of(expect_object(of.get("machine"), what).get("guest_map"), what)
         asked = "name one with member=" if member is None else f"none has the name {member}"
         raise NoRam(f"checkpoint {self.id} is of a group, {self.vm}, of the VMs {names}: {asked}")
+
+
+class History(list[Checkpoint]):
+    """Checkpoints from old to new. A notebook shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return html.history_html(self)
 
 
 class _Pair:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from . import html
 from .errors import BadAnswer
 from .program import expect_list, expect_object
 
@@ -47,6 +48,10 @@ class Diff:
     def changed_pages(self) -> int:
         """The number of RAM pages that differ."""
         return sum(region.changed_pages for region in self.ram)
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return html.diff_html(self)
 
     @classmethod
     def of(cls, answer: Any) -> Diff:

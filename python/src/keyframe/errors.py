@@ -6,11 +6,19 @@
     ├─ ProgramNotFound        there is no program `keyframe`
     ├─ CommandFailed          it ended with an exit code other than 0: `code`, `message`, `fix`
     │  ├─ UsageError          2   it does not know an argument; its version may be another one
+    │  ├─ GuestPanicked       4   the guest panicked
+    │  ├─ WatchdogExpired     5   the guest's watchdog expired
     │  ├─ NoStore             10  there is no store
-    │  └─ StoreLocked         11  another process writes to the store
+    │  ├─ StoreLocked         11  another process writes to the store
+    │  └─ StoreFull           12  the store is full: the newest checkpoints are missing
+    ├─ VmEnded                the VM has ended
+    ├─ AgentError             the guest agent of a VM cannot be used
+    │  ├─ NoAgent             the VM has none, or its socket is not known or not there
+    │  ├─ AgentLost           the connection to it ended
+    │  └─ AgentRefused        it answered with an error: `kind`, `text`
     ├─ MountFailed            checkpoints could not be mounted
-    ├─ TimedOut               it took too long, and was ended
-    ├─ BadAnswer              its output, or a file, does not have the documented form
+    ├─ TimedOut               a command, a VM or a guest agent took too long
+    ├─ BadAnswer              an output, a file or an agent's answer has another form
     ├─ UnknownCheckpoint      no checkpoint has that id or tag
     ├─ NoRam                  the checkpoint's RAM is not available as an image
     ├─ LayoutDiffers          the RAM of two checkpoints differs in size
@@ -54,6 +62,14 @@ class UsageError(CommandFailed):
     """Exit code 2: the program does not know an argument."""
 
 
+class GuestPanicked(CommandFailed):
+    """Exit code 4: the guest panicked, which ended the VM."""
+
+
+class WatchdogExpired(CommandFailed):
+    """Exit code 5: the guest's watchdog expired, which ended the VM."""
+
+
 class NoStore(CommandFailed):
     """Exit code 10: there is no store at this path or URL."""
 
@@ -62,16 +78,48 @@ class StoreLocked(CommandFailed):
     """Exit code 11: another process writes to the store."""
 
 
+class StoreFull(CommandFailed):
+    """Exit code 12: the store is full. The newest checkpoints of the run are missing."""
+
+
+class VmEnded(KeyframeError):
+    """The VM has ended: its guest has shut down, it was stopped, or it has failed."""
+
+
+class AgentError(KeyframeError):
+    """The guest agent of a VM cannot be used."""
+
+
+class NoAgent(AgentError):
+    """The VM has no guest agent, or the agent's socket is not known or not there."""
+
+
+class AgentLost(AgentError):
+    """The connection to the guest agent ended: the VM has ended, or the agent's device is gone."""
+
+
+class AgentRefused(AgentError):
+    """The guest agent answered with an error, for example that there is no such program.
+
+    `kind` is the class of the error and `text` its description, as the agent sent them.
+    """
+
+    def __init__(self, command: str, kind: str, text: str) -> None:
+        self.kind = kind
+        self.text = text
+        super().__init__(f"the guest agent refused {command}: {text} ({kind})")
+
+
 class MountFailed(KeyframeError):
     """The store's checkpoints could not be mounted, or the mount ended by itself."""
 
 
 class TimedOut(KeyframeError):
-    """The program exceeded its time limit, and was ended."""
+    """A command took too long and was ended, or a VM or its agent did not answer in time."""
 
 
 class BadAnswer(KeyframeError):
-    """The program's output, or a file, does not have the documented form."""
+    """The program's output, a file, or a guest agent's answer does not have the documented form."""
 
 
 class UnknownCheckpoint(KeyframeError):
@@ -94,7 +142,14 @@ class MissingExtra(KeyframeError, ImportError):
     """An optional library is not installed; the message names the command that installs it."""
 
 
-_BY_CODE: dict[int, type[CommandFailed]] = {2: UsageError, 10: NoStore, 11: StoreLocked}
+_BY_CODE: dict[int, type[CommandFailed]] = {
+    2: UsageError,
+    4: GuestPanicked,
+    5: WatchdogExpired,
+    10: NoStore,
+    11: StoreLocked,
+    12: StoreFull,
+}
 
 
 def command_failed(command: Sequence[str], code: int, stderr: str) -> CommandFailed:

@@ -10,9 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from .checkpoints import Checkpoint
+from .checkpoints import Checkpoint, History
 from .diffs import Diff
-from .errors import UnknownCheckpoint
+from .errors import CommandFailed, KeyframeError, UnknownCheckpoint
 from .images import Images, Mount, export_ram, open_images
 from .program import Key, Program, expect_list, expect_object, find_program
 
@@ -61,11 +61,41 @@ class Store:
         self._images: Images | None = None
         self._held: list[ExitStack] = []
 
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        encrypt: bool = False,
+        key_file: str | os.PathLike[str] | None = None,
+        passphrase: str | None = None,
+        program: str | os.PathLike[str] | None = None,
+        timeout: float = 120.0,
+        via: Via = "auto",
+    ) -> Self:
+        """Makes an empty store, as ``keyframe init`` does.
+
+        `encrypt` encrypts it with the key of `key_file` or with `passphrase`. The other arguments
+        are those of `Store`. Raises `CommandFailed` if there is a store already, or if it cannot be
+        written.
+        """
+        store = cls(
+            path,
+            key_file=key_file,
+            passphrase=passphrase,
+            program=program,
+            timeout=timeout,
+            via=via,
+        )
+        store._program.run(["init", store.path, *["--encrypt"] * encrypt])
+        return store
+
     def __repr__(self) -> str:
         return f"Store({self.path!r})"
 
     def checkpoints(self, *, vm: str | None = None, last: int | None = None) -> list[Checkpoint]:
         """The sealed checkpoints, from old to new: of all VMs or of `vm`, all or the newest `last`.
+        The list is a `History`, which a notebook shows as a table.
 
         Unreadable checkpoints are left out, with a `KeyframeWarning`. Raises `CommandFailed`
         (`NoStore`).
@@ -73,10 +103,8 @@ class Store:
         arguments = ["list", "--store", self.path, "--json"]
         arguments += [] if vm is None else ["--vm", vm]
         arguments += [] if last is None else ["--last", str(last)]
-        return [
-            Checkpoint.of(entry, self)
-            for entry in expect_list(self._program.json(arguments), "list --json")
-        ]
+        listed = expect_list(self._program.json(arguments), "list --json")
+        return History(Checkpoint.of(entry, self) for entry in listed)
 
     def checkpoint(self, name: int | str) -> Checkpoint:
         """A checkpoint by its id, by a tag, or ``latest``.
@@ -95,6 +123,14 @@ class Store:
     def resolve(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
         """`checkpoint` itself, or the checkpoint with this id or tag."""
         return checkpoint if isinstance(checkpoint, Checkpoint) else self.checkpoint(checkpoint)
+
+    def explained(self, error: CommandFailed, checkpoint: Checkpoint) -> KeyframeError:
+        """`error`, or `UnknownCheckpoint` if the store does not have `checkpoint`."""
+        try:
+            known = {one.id for one in self.checkpoints()}
+        except KeyframeError:
+            return error
+        return error if checkpoint.id in known else UnknownCheckpoint(str(error))
 
     def details(self, checkpoint: int | str) -> Mapping[str, Any]:
         """The output of ``keyframe show --json`` for a checkpoint."""
