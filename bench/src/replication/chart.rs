@@ -1,7 +1,8 @@
-//! Draws the slowdowns over the workloads, with a line for each policy.
+//! Draws the slowdowns over the workloads, with a line for each method and bars from the least to the
+//! largest slowdown of a round.
 
 use super::rows::Rows;
-use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
+use keyframe_plot::{Axis, Chart, Deviation, Figure, Point, Scale, Series};
 
 /// Draws a chart for each link.
 pub fn figure(rows: &Rows) -> Figure {
@@ -12,14 +13,15 @@ pub fn figure(rows: &Rows) -> Figure {
 fn chart(rows: &Rows, link: &'static str) -> Chart {
     let mut series: Vec<Series> = Vec::new();
     let workloads: Vec<_> = rows.workloads();
-    for (workload, policy, slowdown) in rows.slowdowns(link) {
+    for (workload, method, slowdown) in rows.slowdowns(link) {
         let x = workloads.iter().position(|of| *of == workload).unwrap_or_default() as f64 + 1.0;
-        let range = slowdown.percentile(100) - slowdown.percentile(1);
-        let deviation = (slowdown.len() > 1).then_some(range / 2.0);
-        let point = Point { x, y: slowdown.median(), deviation };
-        match series.iter_mut().find(|series| series.name == policy) {
+        let y = slowdown.median();
+        let deviation = (slowdown.len() > 1)
+            .then(|| Deviation { below: y - slowdown.least(), above: slowdown.most() - y });
+        let point = Point { x, y, deviation };
+        match series.iter_mut().find(|series| series.name == method) {
             Some(series) => series.points.push(point),
-            None => series.push(Series { name: policy.into(), points: vec![point] }),
+            None => series.push(Series { name: method.into(), points: vec![point] }),
         }
     }
     let names: Vec<String> = workloads
