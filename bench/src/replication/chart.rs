@@ -4,6 +4,9 @@
 use super::rows::Rows;
 use keyframe_plot::{Axis, Chart, Deviation, Figure, Point, Scale, Series};
 
+/// The distance of two methods on the axis of workloads.
+const BESIDE: f64 = 0.04;
+
 /// Draws a chart for each link.
 pub fn figure(rows: &Rows) -> Figure {
     let charts = rows.links().into_iter().map(|link| chart(rows, link)).collect();
@@ -23,6 +26,11 @@ fn chart(rows: &Rows, link: &'static str) -> Chart {
             Some(series) => series.points.push(point),
             None => series.push(Series { name: method.into(), points: vec![point] }),
         }
+    }
+    // Beside each other, so that no bar hides another.
+    let middle = series.len().saturating_sub(1) as f64 / 2.0;
+    for (n, series) in series.iter_mut().enumerate() {
+        series.points.iter_mut().for_each(|point| point.x += (n as f64 - middle) * BESIDE);
     }
     let names: Vec<String> = workloads
         .iter()
