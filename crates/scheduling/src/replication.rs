@@ -54,7 +54,7 @@ pub const LOOK_NS_MAX: u64 = 100_000_000;
 pub struct VmObservation {
     /// The time of the look in nanoseconds, on one monotonic clock that the caller chooses.
     pub now_ns: u64,
-    /// The time at which the capture of the newest checkpoint began, with its first pre-copy round;
+    /// The time at which the capture of the newest checkpoint began, with the look that decided it;
     /// before the first one, the time at which protection began. A capture that failed does not
     /// count.
     pub since_ns: u64,

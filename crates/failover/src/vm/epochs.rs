@@ -239,7 +239,8 @@ impl<V: ProtectedVm> VmLoop<V> {
                 Duration::from_nanos(look_in_ns)
             }
             ReplicationDecision::Checkpoint(reason) => {
-                self.capture(reason.name(), false);
+                // Counting the dirty pages took a part of the interval.
+                self.capture_since(now_ns, reason.name(), false);
                 Duration::ZERO
             }
             ReplicationDecision::Suspend => {
@@ -271,6 +272,12 @@ impl<V: ProtectedVm> VmLoop<V> {
     /// Takes an epoch. With `last` the VM is paused and stays so; else an epoch that is in flight
     /// comes first.
     pub(super) fn capture(&mut self, reason: &'static str, last: bool) {
+        self.capture_since(self.now_ns(), reason, last);
+    }
+
+    /// Takes an epoch, as [`Self::capture`], whose capture began at `begun_ns` with the look that
+    /// decided it.
+    fn capture_since(&mut self, begun_ns: u64, reason: &'static str, last: bool) {
         if self.ended || self.is_blocked() || self.is_session_void {
             return;
         }
@@ -279,7 +286,6 @@ impl<V: ProtectedVm> VmLoop<V> {
             return;
         }
         let was_suspended = self.suspended_at_ns.take().is_some();
-        let begun_ns = self.now_ns();
         let captured = self.vm.capture(self.next_epoch, reason);
         let event = captured.map(|captured| self.record_capture(captured, begun_ns, reason));
         if was_suspended && !last {
