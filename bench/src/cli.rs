@@ -34,9 +34,13 @@ Benchmarks:
                tool; during the recording (--only live). --only wait: 1 to 16 workers with a
                stand-in for a slow simulator; --only nodes: 1 to 16 nodes of a Slurm cluster, over
                links, as root (40 minutes; wait: 45; nodes: 65)
-  replication  the cost of a standby for the guest, over 1 and 10 Gbit/s and by policy, against the
-               unprotected guest: compiling, computing, a web server, a coordinator; and the time
-               of a failover; on hosts of network namespaces, as root (70 minutes)
+  replication  the cost of a standby for the guest, over 1 and 10 Gbit/s, against the unprotected
+               guest: compiling, computing, a web server, a coordinator; and the time of a failover;
+               on hosts of network namespaces, as root (3 hours). Methods, by turns in each of five
+               rounds: its writes are tracked, and nothing else (tracking100: keyframe profile with
+               epochs of 100 ms); epochs are sent, and packets do not wait for them (transfer100:
+               protect --policy fixed:100ms --hold-output none); each policy (fixed50, fixed100,
+               paper, adaptive). --only knows 25, 50, 100 and 200 of each
   evaluation   chapter 6 of the SimuBoost checkpoint paper: written pages of workloads,
                deduplication, sizes, pauses, reading, run time and speed-up, by interval, and the
                model's predictions; CSV, plots and report.md in --out. Each measurement is a file
@@ -62,6 +66,7 @@ Examples:
   keyframe-bench speedup --only icount,cache --rounds 1
   keyframe-bench replication --quick
   keyframe-bench replication --only web,1gbit,paper,adaptive --seconds 20 --json > web.json
+  keyframe-bench replication --only sp,tracking100,transfer100,fixed100
   keyframe-bench replication --only failover
   keyframe-bench evaluation --only compile,2000ms --rounds 1 --out look
   keyframe-bench evaluation --stop-after 100m

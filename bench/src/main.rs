@@ -19,7 +19,7 @@
 //!                └─▶ keyframe verify, segment, analyze           its recordings
 //!   speedup ───────▶ keyframe record, analyze                     jobs against one replay
 //!   replication ─┬─▶ keyframe protect, standby, witness on hosts of network namespaces
-//!                │                                               against plain QEMU there
+//!                ├─▶ keyframe profile there                      both against plain QEMU there
 //!                └─▶ a host that loses power                     until a client's next answer
 //!   evaluation ────▶ keyframe record, list, stats, analyze, plan chapter 6 of the checkpoint paper
 //!   fleet ─────────▶ keyframe run, many at once                   one store against a store for each

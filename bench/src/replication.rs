@@ -2,8 +2,9 @@
 //!
 //! ```text
 //!   one round of a workload over a link:   plain  A  B  plain  C  D  plain
-//!     A: fixed:50ms, B: fixed:100ms, ...     └──────┬─────┘        the next round: D C B A
+//!     A: tracking100, B: transfer100, ...    └──────┬─────┘        the next round: D C B A
 //!     slowdown(A) = mean work of the plain runs before and after / work(A)
+//!   rounds of a workload:   1 over 1 Gbit/s   1 over 10 Gbit/s   2 over 1 Gbit/s   ...
 //!   a failover:   boot, protect, ask ─▶ the primary's host loses power ─▶ the next answer
 //! ```
 //!
@@ -15,6 +16,7 @@
 mod chart;
 mod clients;
 mod failover;
+mod method;
 mod rows;
 mod test_bed;
 mod workload;
@@ -23,32 +25,18 @@ use crate::guest_files::SmallGuest;
 use crate::interrupt::Interrupt;
 use crate::{Error, Options, Report};
 use keyframe_test_hosts::{Network, Rate};
+use method::Method;
 use rows::Rows;
 use test_bed::TestBed;
 use workload::{RunResult, Workload};
 
-/// The number of protected runs between two plain runs.
+/// The number of runs with a method between two plain runs.
 const BETWEEN: usize = 2;
 const FAILOVER: &str = "failover";
 /// The reason why QEMU's own replication is not measured.
 const COLO: &str = "not run: QEMU 7.2 has it (x-colo), but under TCG a primary without disk and network hung at its \
                     first checkpoint, and its monitor did not answer";
 
-/// A policy of `keyframe protect`.
-#[derive(Debug)]
-pub struct Policy {
-    /// Its name in keys.
-    key: &'static str,
-    /// The value of `--policy`.
-    word: &'static str,
-}
-
-const POLICIES: [Policy; 4] = [
-    Policy { key: "fixed50", word: "fixed:50ms" },
-    Policy { key: "fixed100", word: "fixed:100ms" },
-    Policy { key: "paper", word: "paper" },
-    Policy { key: "adaptive", word: "adaptive" },
-];
 /// The links by their names in keys.
 const LINKS: [(&str, Rate); 2] = [("1gbit", Rate::GIGABIT), ("10gbit", Rate::TEN_GIGABIT)];
 
@@ -60,30 +48,30 @@ struct Plan {
     failovers: u16,
     /// The links, if `--only` names none.
     links: &'static [&'static str],
-    /// The policies, if `--only` names none.
-    policies: &'static [&'static str],
+    /// The methods, if `--only` names none.
+    methods: &'static [&'static str],
 }
 
 const FULL: Plan = Plan {
     seconds: 10,
-    rounds: 3,
+    rounds: 5,
     failovers: 20,
     links: &["1gbit", "10gbit"],
-    policies: &["fixed50", "fixed100", "paper", "adaptive"],
+    methods: &["tracking100", "transfer100", "fixed50", "fixed100", "paper", "adaptive"],
 };
 const QUICK: Plan = Plan {
     seconds: 5,
     rounds: 1,
     failovers: 3,
     links: &["1gbit"],
-    policies: &["fixed100", "paper", "adaptive"],
+    methods: &["tracking100", "transfer100", "fixed100", "paper", "adaptive"],
 };
 
-/// The selected links, policies and workloads. If `--only` names none of a group, the group's default
+/// The selected links, methods and workloads. If `--only` names none of a group, the group's default
 /// is selected.
 struct Selection {
     links: Vec<(&'static str, Rate)>,
-    policies: Vec<&'static Policy>,
+    methods: Vec<&'static Method>,
     workloads: Vec<&'static Workload>,
     has_failover: bool,
 }
@@ -92,11 +80,11 @@ impl Selection {
     fn new(only: &[String], plan: &Plan) -> Result<Self, Error> {
         let keys = |of: &[&'static str]| of.to_vec();
         let links = keys(&LINKS.map(|(key, _)| key));
-        let policies = keys(&POLICIES.each_ref().map(|policy| policy.key));
+        let methods = keys(&method::ALL.each_ref().map(|method| method.key));
         let workloads = keys(
             &[&workload::ALL.each_ref().map(|workload| workload.key)[..], &[FAILOVER]].concat(),
         );
-        let all = [&workloads[..], &links, &policies].concat();
+        let all = [&workloads[..], &links, &methods].concat();
         if let Some(part) = only.iter().find(|part| !all.contains(&part.as_str())) {
             let parts = all.join(", ");
             return Err(Error::NoPart { benchmark: "replication", part: part.clone(), parts });
@@ -107,11 +95,11 @@ impl Selection {
             if named.is_empty() { otherwise.to_vec() } else { named }
         };
         let links = select(&links, plan.links);
-        let policies = select(&policies, plan.policies);
+        let methods = select(&methods, plan.methods);
         let workloads = select(&workloads, &workloads);
         Ok(Self {
             links: LINKS.into_iter().filter(|(key, _)| links.contains(key)).collect(),
-            policies: POLICIES.iter().filter(|policy| policies.contains(&policy.key)).collect(),
+            methods: method::ALL.iter().filter(|method| methods.contains(&method.key)).collect(),
             workloads: workload::ALL
                 .iter()
                 .filter(|workload| workloads.contains(&workload.key))
@@ -133,18 +121,23 @@ pub fn run(options: &Options) -> Result<Report, Error> {
     let mut rows = Rows::new(seconds);
     let network =
         |rate| Network::new(rate).map_err(Error::io("make hosts of network namespaces (as root)"));
-    for (link, rate) in &selection.links {
-        for workload in &selection.workloads {
-            options.say(format!(
-                "{} over {link}: {} (the paper's {})",
-                workload.key, workload.about, workload.figure
-            ));
-            let test_bed = TestBed::new(options, &interrupt, &files, network(*rate)?, dir.path())?;
-            let mut bench =
-                Bench { test_bed, workload, link, policies: &selection.policies, seconds };
-            if let Err(e) = bench.compare(rounds, &mut rows) {
-                interrupt.check()?;
-                options.left_out(&format!("{} over {link}", workload.key), &e);
+    for workload in &selection.workloads {
+        options
+            .say(format!("{}: {} (the paper's {})", workload.key, workload.about, workload.figure));
+        let mut benches = Vec::new();
+        for (link, rate) in &selection.links {
+            let test_bed =
+                TestBed::new(options, &interrupt, &files, network(*rate)?, &dir.path().join(link))?;
+            benches.push(Bench { test_bed, workload, link, methods: &selection.methods, seconds });
+        }
+        for round in 0..rounds {
+            for bench in &mut benches {
+                if let Err(e) = bench.round(round, &mut rows) {
+                    interrupt.check()?;
+                    let part =
+                        format!("round {} of {} over {}", round + 1, workload.key, bench.link);
+                    options.left_out(&part, &e);
+                }
             }
         }
     }
@@ -181,55 +174,50 @@ struct Bench<'a> {
     test_bed: TestBed<'a>,
     workload: &'static Workload,
     link: &'static str,
-    policies: &'a [&'static Policy],
+    methods: &'a [&'static Method],
     seconds: u16,
 }
 
 impl Bench<'_> {
-    fn compare(&mut self, rounds: u16, rows: &mut Rows) -> Result<(), Error> {
-        // The plain run after one round is also the one before the next.
+    /// Runs each method once, between plain runs: in the given order, or in the reverse order in
+    /// every second round.
+    fn round(&mut self, round: u16, rows: &mut Rows) -> Result<(), Error> {
+        let mut order = self.methods.to_vec();
+        if round % 2 == 1 {
+            order.reverse();
+        }
         let mut before = self.once(None)?;
         rows.plain(self.workload, self.link, &before);
-        for round in 0..rounds {
-            let mut order = self.policies.to_vec();
-            if round % 2 == 1 {
-                order.reverse();
-            }
-            for part in order.chunks(BETWEEN) {
-                let mut done = Vec::new();
-                for policy in part {
-                    match self.once(Some(policy)) {
-                        Ok(one) => done.push((*policy, one)),
-                        Err(e) => {
-                            self.test_bed.interrupt.check()?;
-                            let what = format!(
-                                "{} over {} with {}",
-                                self.workload.key, self.link, policy.word
-                            );
-                            self.test_bed.options.left_out(&what, &e);
-                        }
+        for part in order.chunks(BETWEEN) {
+            let mut done = Vec::new();
+            for method in part {
+                match self.once(Some(method)) {
+                    Ok(one) => done.push((*method, one)),
+                    Err(e) => {
+                        self.test_bed.interrupt.check()?;
+                        let what =
+                            format!("{} over {}, {}", self.workload.key, self.link, method.key);
+                        self.test_bed.options.left_out(&what, &e);
                     }
                 }
-                let after = self.once(None)?;
-                rows.plain(self.workload, self.link, &after);
-                for (policy, done) in done {
-                    rows.protected(self.workload, self.link, policy, &done, [&before, &after]);
-                }
-                before = after;
             }
+            let after = self.once(None)?;
+            rows.plain(self.workload, self.link, &after);
+            for (method, done) in done {
+                rows.add(self.workload, self.link, method, &done, [&before, &after]);
+            }
+            before = after;
         }
         Ok(())
     }
 
-    /// Runs the workload once, with a policy or plain.
-    fn once(&mut self, policy: Option<&Policy>) -> Result<RunResult, Error> {
-        let how = policy.map_or("plain", |policy| policy.word);
+    /// Runs the workload once, with a method or plain.
+    fn once(&mut self, method: Option<&Method>) -> Result<RunResult, Error> {
+        let how = method.map_or("plain", |method| method.key);
         self.test_bed.options.say(format!("{} over {}, {how}", self.workload.key, self.link));
-        let running =
-            self.test_bed.start(policy.map(|policy| policy.word), self.workload.append, &|_| {
-                Ok(Vec::new())
-            })?;
-        self.workload.measure(&running, policy.is_some(), self.seconds)
+        let setup = method.map(|method| method.setup);
+        let running = self.test_bed.start(setup, self.workload.append, &|_| Ok(Vec::new()))?;
+        self.workload.measure(&running, self.seconds)
     }
 }
 
@@ -242,18 +230,17 @@ mod tests {
     }
 
     #[test]
-    fn links_policies_and_workloads_are_selected_independently() {
+    fn links_methods_and_workloads_are_selected_independently() {
         let all = selection(&[], &FULL).unwrap();
         assert_eq!(
-            (all.links.len(), all.policies.len(), all.workloads.len()),
-            (2, 4, workload::ALL.len())
+            (all.links.len(), all.methods.len(), all.workloads.len()),
+            (2, 6, workload::ALL.len())
         );
         assert!(all.has_failover);
-        let some = selection(&["10gbit", "web", "paper"], &QUICK).unwrap();
-        assert_eq!(
-            (some.links[0].0, some.policies[0].key, some.workloads[0].key),
-            ("10gbit", "paper", "web")
-        );
+        let some = selection(&["10gbit", "web", "fixed25", "tracking25"], &QUICK).unwrap();
+        let keys: Vec<_> = some.methods.iter().map(|method| method.key).collect();
+        assert_eq!(keys, ["tracking25", "fixed25"]);
+        assert_eq!((some.links[0].0, some.workloads[0].key), ("10gbit", "web"));
         assert!(!some.has_failover);
         let failover = selection(&["failover"], &QUICK).unwrap();
         assert!(failover.has_failover && failover.workloads.is_empty());

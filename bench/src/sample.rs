@@ -13,6 +13,10 @@ impl Sample {
         self.0.extend_from_slice(&other.0);
     }
 
+    pub fn values(&self) -> impl Iterator<Item = f64> {
+        self.0.iter().copied()
+    }
+
     pub fn len(&self) -> usize {
         self.0.len()
     }
@@ -23,6 +27,16 @@ impl Sample {
         sorted.sort_by(f64::total_cmp);
         let rank = (sorted.len() * percent).div_ceil(100).max(1);
         sorted.get(rank - 1).copied().unwrap_or(f64::NAN)
+    }
+
+    /// Returns the least value; NaN for an empty sample.
+    pub fn least(&self) -> f64 {
+        self.percentile(0)
+    }
+
+    /// Returns the largest value; NaN for an empty sample.
+    pub fn most(&self) -> f64 {
+        self.percentile(100)
     }
 
     /// Returns the middle value, or the mean of the two middle values; NaN for an empty sample.
@@ -46,5 +60,7 @@ mod tests {
         assert!((Sample(vec![9.0, 1.0]).median() - 5.0).abs() < 1e-9);
         assert!((Sample(vec![9.0, 1.0, 2.0]).median() - 2.0).abs() < 1e-9);
         assert!((Sample(vec![9.0, 1.0, 2.0]).percentile(99) - 9.0).abs() < 1e-9);
+        assert!((Sample(vec![9.0, 1.0, 2.0]).least() - 1.0).abs() < 1e-9);
+        assert!((Sample(vec![9.0, 1.0, 2.0]).most() - 9.0).abs() < 1e-9);
     }
 }

@@ -17,7 +17,8 @@ fn chart(workload: &Workload, lost: &[LostWork]) -> Chart {
         let name = lost.setting.strategy.to_owned();
         let y = lost.work.median() * 100.0;
         let range = lost.work.percentile(100) - lost.work.percentile(1);
-        let point = Point { x, y, deviation: (lost.work.len() > 1).then_some(range * 50.0) };
+        let deviation = (lost.work.len() > 1).then_some((range * 50.0).into());
+        let point = Point { x, y, deviation };
         match series.iter_mut().find(|s| s.name == name) {
             Some(series) => series.points.push(point),
             None => series.push(Series { name, points: vec![point] }),

@@ -34,7 +34,8 @@ pub fn figure(rows: &Rows) -> Figure {
 
 fn point(x: f64, sample: &Sample) -> Point {
     let range = sample.percentile(100) - sample.percentile(1);
-    Point { x, y: sample.median(), deviation: (sample.len() > 1).then_some(range / 2.0) }
+    let deviation = (sample.len() > 1).then_some((range / 2.0).into());
+    Point { x, y: sample.median(), deviation }
 }
 
 /// Draws ratios over the workloads. The title names their numbers, because an axis has no words.

@@ -1,5 +1,6 @@
 //! Measures a failover: the time from a host's loss of power to the client's next answer.
 
+use super::method::Setup;
 use super::test_bed::{GuestOnHosts, TestBed};
 use crate::Error;
 use keyframe_test_hosts::ledger::{self, Ledger};
@@ -28,7 +29,8 @@ struct Shared {
 
 /// Protects a guest and cuts the power of its host. Returns the time until the guest answers again.
 pub fn measure(test_bed: &mut TestBed<'_>) -> Result<Duration, Error> {
-    let running = test_bed.start(Some("adaptive"), "kf.work=ledger kf.dev=/dev/vda", &disk)?;
+    let setup = Setup::Replicated { policy: "adaptive", hold_output: "net" };
+    let running = test_bed.start(Some(setup), "kf.work=ledger kf.dev=/dev/vda", &disk)?;
     let shared = Arc::new(Shared::default());
     let client = Arc::clone(&shared);
     let thread = running.test_bed().network.c.inside(move || enter(&client));
@@ -49,7 +51,7 @@ fn fail_over(running: &GuestOnHosts<'_>, shared: &Shared) -> Result<Duration, Er
         Ok(answers.into_iter().enumerate().find(|(n, at)| fits(*n, *at)).map(|(_, at)| at))
     };
     test_bed.interrupt.wait("the guest answers", WAIT_S, || answer(&|n, _| n >= ENTRIES_BEFORE))?;
-    running.check_protected()?;
+    running.check()?;
     let killed = Instant::now();
     test_bed.network.a.kill_all();
     let dead = Instant::now() + IN_FLIGHT;

@@ -1,15 +1,19 @@
-//! A guest on test hosts: under plain QEMU, or under `keyframe protect` with a standby and a witness.
+//! A guest on test hosts: under plain QEMU, tracked by `keyframe profile`, or under `keyframe protect`
+//! with a standby and a witness.
 
+use super::method::Setup;
 use crate::guest_files::SmallGuest;
 use crate::interrupt::Interrupt;
 use crate::running_guest::RunningGuest;
 use crate::{Error, Options};
+use keyframe_kernel::cpu_time::process_cpu_time;
 use keyframe_test_hosts::{Host, Network};
 use serde_json::Value;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::time::Instant;
 
 const WITNESS: &str = "10.78.0.3:7431";
 const STANDBY: &str = "10.78.0.2:7430";
@@ -21,6 +25,10 @@ const LISTEN_S: u64 = 30;
 const BOOT_S: u64 = 120;
 /// Longest time until a guest is protected.
 const PROTECTED_S: f64 = 90.0;
+/// Longest time to end the tracking.
+const UNTRACKED_S: f64 = 10.0;
+/// More epochs than a run has; it is the most that `keyframe profile` takes.
+const TRACKED_EPOCHS_MAX: &str = "100000";
 
 /// The hosts and files for guests.
 pub struct TestBed<'a> {
@@ -33,18 +41,45 @@ pub struct TestBed<'a> {
     runs: u32,
 }
 
-/// A ready guest, protected if it has a policy. Dropping it kills all processes on the hosts.
+/// A ready guest, protected if its setup says so. Dropping it kills all processes on the hosts.
 pub struct GuestOnHosts<'a> {
     pub guest: RunningGuest,
     test_bed: &'a TestBed<'a>,
     dir: PathBuf,
+    is_replicated: bool,
+    tracker: Option<Tracker>,
     /// Standby and witness.
     _others: Vec<RunningGuest>,
 }
 
-/// Totals of the transfers to the standby.
+/// `keyframe profile` on a running guest.
+struct Tracker {
+    process: RunningGuest,
+    started: Instant,
+}
+
+/// The CPU time of Keyframe's processes.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct TransferTotals {
+pub struct CpuTime {
+    /// On the guest's host, without its QEMU.
+    pub engine_ns: f64,
+    /// On the standby's host.
+    pub standby_ns: f64,
+}
+
+impl CpuTime {
+    /// Returns the difference to `before`.
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            engine_ns: self.engine_ns - before.engine_ns,
+            standby_ns: self.standby_ns - before.standby_ns,
+        }
+    }
+}
+
+/// Totals of the epochs of a run. If they were only tracked, their number and pages alone.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EpochTotals {
     pub epochs: f64,
     pub wire_bytes: f64,
     pub raw_bytes: f64,
@@ -55,7 +90,7 @@ pub struct TransferTotals {
     pub suspended_ns: f64,
 }
 
-impl TransferTotals {
+impl EpochTotals {
     /// Returns the difference to `before`.
     pub fn since(self, before: Self) -> Self {
         self.each(before, |now, before| now - before)
@@ -80,7 +115,7 @@ impl TransferTotals {
 }
 
 impl<'a> TestBed<'a> {
-    /// Makes a test bed with its files in `dir`.
+    /// Makes a test bed with its files in `dir`, which is made if there is none.
     pub fn new(
         options: &'a Options,
         interrupt: &'a Interrupt,
@@ -88,6 +123,7 @@ impl<'a> TestBed<'a> {
         network: Network,
         dir: &Path,
     ) -> Result<Self, Error> {
+        std::fs::create_dir_all(dir).map_err(Error::io("make a directory"))?;
         let key = dir.join("KEY");
         std::fs::write(&key, "a key of this benchmark's own").map_err(Error::io("write a key"))?;
         std::fs::set_permissions(&key, std::fs::Permissions::from_mode(0o600))
@@ -97,17 +133,16 @@ impl<'a> TestBed<'a> {
         Ok(Self { options, interrupt, files, network, keyframe, dir: dir.to_owned(), runs: 0 })
     }
 
-    /// Starts a guest: with a policy under `keyframe protect`, otherwise under plain QEMU. `extra`
-    /// returns further options of QEMU.
+    /// Starts a guest: under plain QEMU without a `setup`. `extra` returns further options of QEMU.
     pub fn start(
         &mut self,
-        policy: Option<&str>,
+        setup: Option<Setup>,
         append: &str,
         extra: &dyn Fn(&Path) -> Result<Vec<String>, Error>,
     ) -> Result<GuestOnHosts<'_>, Error> {
         self.runs += 1;
         let dir = self.dir.join(format!("run{}", self.runs));
-        for host in ["a", "b", "c"] {
+        for host in ["a", "b", "c", "t"] {
             std::fs::create_dir_all(dir.join(host)).map_err(Error::io("make a directory"))?;
         }
         let mut qemu = self.files.command(MEM, &format!("{append} kf.ip=10.78.0.15"));
@@ -124,9 +159,11 @@ impl<'a> TestBed<'a> {
         let network = &self.network;
         let mut others = Vec::new();
         let mut line = qemu;
-        if let Some(policy) = policy {
+        let mut is_replicated = false;
+        if let Some(Setup::Replicated { policy, hold_output }) = setup {
+            is_replicated = true;
             let role = |words: &[&str]| self.keyframe(words);
-            let settings = ["--witness", WITNESS, "--policy", policy];
+            let settings = ["--witness", WITNESS, "--policy", policy, "--hold-output", hold_output];
             let witness = role(&["witness", "--listen", WITNESS, "--dir", "w"]);
             let mut witness = self.spawn(&network.c, &dir, "c", &witness)?;
             let listening = witness.wait_for("witness at", LISTEN_S);
@@ -149,9 +186,19 @@ impl<'a> TestBed<'a> {
         }
         let guest = self.spawn(&network.a, &dir, "a", &line)?;
         // From here on, dropping it ends all processes.
-        let mut running = GuestOnHosts { guest, test_bed: self, dir, _others: others };
+        let mut running = GuestOnHosts {
+            guest,
+            test_bed: self,
+            dir,
+            is_replicated,
+            tracker: None,
+            _others: others,
+        };
         self.until_ready(&mut running)?;
-        if policy.is_some() {
+        if let Some(Setup::Tracked { interval }) = setup {
+            running.tracker = Some(self.track(&running, interval)?);
+        }
+        if is_replicated {
             self.interrupt.wait("the guest is protected", PROTECTED_S, || {
                 let state =
                     running.replication()?.get("state").and_then(Value::as_str).map(str::to_owned);
@@ -159,6 +206,22 @@ impl<'a> TestBed<'a> {
             })?;
         }
         Ok(running)
+    }
+
+    fn track(&self, running: &GuestOnHosts<'_>, interval: &str) -> Result<Tracker, Error> {
+        let qemu = running.guest.pid().to_string();
+        let line = self.keyframe(&[
+            "profile",
+            "--json",
+            "--quiet",
+            "--samples",
+            TRACKED_EPOCHS_MAX,
+            "--epochs",
+            interval,
+            &qemu,
+        ]);
+        let started = Instant::now();
+        Ok(Tracker { process: self.spawn(&self.network.a, &running.dir, "t", &line)?, started })
     }
 
     fn until_ready(&self, running: &mut GuestOnHosts<'_>) -> Result<(), Error> {
@@ -217,8 +280,11 @@ impl<'a> GuestOnHosts<'a> {
         Ok(all.get(0).and_then(|vm| vm.get("replication")).cloned().unwrap_or_default())
     }
 
-    /// Returns the transfers so far.
-    pub fn transfers(&self) -> Result<TransferTotals, Error> {
+    /// Returns the epochs that were sent so far; none without a standby.
+    pub fn epochs(&self) -> Result<EpochTotals, Error> {
+        if !self.is_replicated {
+            return Ok(EpochTotals::default());
+        }
         let all = self.replication()?;
         let of = |key: &str| {
             let found = all.get(key).and_then(Value::as_f64);
@@ -226,7 +292,7 @@ impl<'a> GuestOnHosts<'a> {
                 Error::failed("read keyframe status", format!("no {key}: {}", self.report()))
             })
         };
-        Ok(TransferTotals {
+        Ok(EpochTotals {
             epochs: of("epochs")?,
             wire_bytes: of("all_wire_bytes")?,
             raw_bytes: of("all_raw_bytes")?,
@@ -237,8 +303,51 @@ impl<'a> GuestOnHosts<'a> {
         })
     }
 
-    /// Fails unless the guest is still protected.
-    pub fn check_protected(&self) -> Result<(), Error> {
+    /// Returns the CPU time so far of the processes that run now.
+    pub fn cpu_time(&self) -> CpuTime {
+        let is_qemu = |pid: &u32| {
+            let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            name.starts_with("qemu")
+        };
+        let of = |pids: Vec<u32>| {
+            let times = pids.into_iter().filter(|pid| !is_qemu(pid)).filter_map(process_cpu_time);
+            times.map(|time| time.as_nanos() as f64).sum()
+        };
+        let Network { a, b, .. } = &self.test_bed.network;
+        CpuTime { engine_ns: of(a.pids()), standby_ns: of(b.pids()) }
+    }
+
+    /// Ends the tracking of the guest's writes, and returns the epochs of `seconds`, as the mean over
+    /// the time of the tracking; `None` if they were not tracked. Fails if the tracking had ended.
+    pub fn end_tracking(&self, seconds: u16) -> Result<Option<EpochTotals>, Error> {
+        let Some(Tracker { process, started }) = &self.tracker else { return Ok(None) };
+        let tracked_s = started.elapsed().as_secs_f64();
+        if let Some(pid) = rustix::process::Pid::from_raw(process.pid() as i32) {
+            let _ = rustix::process::kill_process(pid, rustix::process::Signal::INT);
+        }
+        let read = || {
+            let lines: Vec<String> = process.lines("").into_iter().map(|line| line.text).collect();
+            Ok(serde_json::from_str::<Value>(&lines.join("\n")).ok())
+        };
+        let ended = self.test_bed.interrupt.wait("the tracking ends", UNTRACKED_S, read);
+        let profile = ended.map_err(|e| Error::failed(e.to_string(), self.report()))?;
+        let row = &profile["curves"][0]["rows"][0];
+        let (epochs, pages) = (row["samples"].as_f64(), row["pages"]["mean"].as_f64());
+        let (Some(epochs), Some(pages), Some(false)) =
+            (epochs, pages, profile["complete"].as_bool())
+        else {
+            let problem = format!("it ended early or measured nothing: {profile}");
+            return Err(Error::failed("track the guest's writes", problem));
+        };
+        let epochs = epochs / tracked_s * f64::from(seconds);
+        Ok(Some(EpochTotals { epochs, pages: epochs * pages, ..EpochTotals::default() }))
+    }
+
+    /// Fails unless the guest is still protected, if it has a standby.
+    pub fn check(&self) -> Result<(), Error> {
+        if !self.is_replicated {
+            return Ok(());
+        }
         let state = self.replication()?.get("state").and_then(Value::as_str).map(str::to_owned);
         match state.as_deref() {
             Some("protected") => Ok(()),
@@ -251,7 +360,7 @@ impl<'a> GuestOnHosts<'a> {
 
     /// Returns the standard error of all its processes.
     pub fn report(&self) -> String {
-        ["a", "b", "c"]
+        ["a", "b", "c", "t"]
             .map(|name| format!("{name}: {}", errors_of(&self.dir, name).trim()))
             .join("; ")
     }

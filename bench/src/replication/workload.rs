@@ -1,7 +1,7 @@
 //! The workloads of the guests, and how their work is counted.
 
 use super::clients::{self, ClientGroup};
-use super::test_bed::{GuestOnHosts, TransferTotals};
+use super::test_bed::{CpuTime, EpochTotals, GuestOnHosts};
 use crate::Error;
 use crate::running_guest::TimeSpan;
 use crate::sample::Sample;
@@ -86,8 +86,10 @@ pub struct RunResult {
     pub tolerable_per_s: f64,
     /// The times of the answers, in ns.
     pub took_ns: Sample,
-    /// The transfers to the standby, if the guest was protected.
-    pub transfer: TransferTotals,
+    /// The epochs of the counted time.
+    pub epochs: EpochTotals,
+    /// The CPU time of Keyframe's processes in the counted time.
+    pub cpu: CpuTime,
 }
 
 impl Workload {
@@ -97,12 +99,7 @@ impl Workload {
     }
 
     /// Counts the work of the guest for `seconds`.
-    pub fn measure(
-        &self,
-        running: &GuestOnHosts<'_>,
-        is_protected: bool,
-        seconds: u16,
-    ) -> Result<RunResult, Error> {
+    pub fn measure(&self, running: &GuestOnHosts<'_>, seconds: u16) -> Result<RunResult, Error> {
         let test_bed = running.test_bed();
         let asking = match &self.counts {
             Counting::Answers(clients) => {
@@ -113,16 +110,16 @@ impl Workload {
         test_bed.interrupt.sleep(SETTLE)?;
         let clock = VcpuClock::watch(running.guest.pid());
         test_bed.interrupt.sleep(CLOCK_BEGINS)?;
-        let look =
-            || if is_protected { running.transfers() } else { Ok(TransferTotals::default()) };
-        let before = look()?;
+        let (before, cpu_before) = (running.epochs()?, running.cpu_time());
         let from = Instant::now();
         test_bed.interrupt.sleep(Duration::from_secs(seconds.into()))?;
         let to = Instant::now();
-        let transfer = look()?.since(before);
-        if is_protected {
-            running.check_protected()?;
-        }
+        let cpu = running.cpu_time().since(cpu_before);
+        let epochs = match running.end_tracking(seconds)? {
+            Some(tracked) => tracked,
+            None => running.epochs()?.since(before),
+        };
+        running.check()?;
         let mut done = match (&self.counts, asking) {
             (Counting::Console { prefix, field }, _) => {
                 let per_s = running.guest.rate(prefix, field, TimeSpan { from, to });
@@ -141,7 +138,7 @@ impl Workload {
             (Counting::Answers(_), Some(asking)) => asking.end(from, to)?,
             (Counting::Answers(_), None) => RunResult::default(),
         };
-        done.transfer = transfer;
+        (done.epochs, done.cpu) = (epochs, cpu);
         Ok(done)
     }
 }

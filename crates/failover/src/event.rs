@@ -53,6 +53,9 @@ pub enum FailoverEvent {
     /// The gate before the VM's network did not carry out a request. The packets that it holds stay
     /// held.
     GateFailed(BoxError),
+    /// The VM is about to be protected, and its output is not held, as the user asked: a takeover
+    /// may lose what clients have seen.
+    OutputNotHeld,
     /// The VM could not be resumed.
     ResumeFailed(Error),
     /// It could not be found out whether QEMU has ended.

@@ -149,6 +149,7 @@ impl PrimaryEngine {
             machine,
             linked: flags.linked,
             beating: flags.beating,
+            hold_output: setup.hold_output,
             status,
             events: setup.events.clone(),
             interrupted,

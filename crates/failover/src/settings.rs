@@ -45,6 +45,9 @@ pub struct FailoverSettings {
     /// With adaptive: the largest part of the guest's time that epochs may take
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=95), conflicts_with = "latency")]
     overhead: Option<u32>,
+    /// What the guest sends that waits until the standby has the state that sent it
+    #[arg(long, value_name = "OUTPUT", default_value = "net")]
+    hold_output: HeldOutput,
     /// Connections that carry pages side by side
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=16))]
     streams: u8,
@@ -57,6 +60,16 @@ pub struct FailoverSettings {
     /// Nothing but errors
     #[arg(long, short)]
     quiet: bool,
+}
+
+/// The output of a protected VM that leaves its host only when the standby holds the state that
+/// produced it.
+#[derive(clap::ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum HeldOutput {
+    /// Its packets
+    Net,
+    /// Nothing: after a takeover clients may have seen answers that the guest has forgotten
+    None,
 }
 
 /// The settings of this host after names are resolved and the key is read.
@@ -76,6 +89,8 @@ pub struct FailoverSetup {
     pub policy: ReplicationPolicy,
     /// The parameters of the adaptive policy.
     pub parameters: AdaptiveParameters,
+    /// The output that waits for the standby.
+    pub hold_output: HeldOutput,
     /// The number of data connections.
     pub streams: usize,
     /// The memory for copies of the standby's pages in bytes, shared by all streams.
@@ -143,6 +158,7 @@ impl FailoverSettings {
             detection_ns: duration_ns(self.detection),
             policy: self.policy,
             parameters,
+            hold_output: self.hold_output,
             streams: self.streams.into(),
             wire_bytes: self.wire_memory << 20,
             verify: self.verify,

@@ -1,7 +1,7 @@
 //! Draws a figure with any backend of plotters.
 
 use crate::axis::{Axis, Ruler};
-use crate::{Chart, Figure, TITLE_HEIGHT_PX};
+use crate::{Chart, Deviation, Figure, TITLE_HEIGHT_PX};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -71,7 +71,10 @@ fn draw_chart<B: DrawingBackend>(
         all.filter(|p| chart.x.shows(p.x) && chart.y.shows(p.y))
     };
     let x = Ruler::over(&chart.x, points().map(|p| p.x));
-    let y = Ruler::over(&chart.y, points().flat_map(|p| [p.y, p.y + p.deviation.unwrap_or(0.0)]));
+    let y = Ruler::over(
+        &chart.y,
+        points().flat_map(|p| [p.y, p.y + p.deviation.map_or(0.0, |d| d.above)]),
+    );
     let axes = [(&chart.x, x), (&chart.y, y.clone())];
     let mut context = draw_axes(&area, title, 28, axes)?;
     for (index, colour) in (0..chart.series.len()).zip(COLOURS.iter().cycle()) {
@@ -158,8 +161,9 @@ fn draw_series<B: DrawingBackend>(
         .copied()
         .collect();
     let bars = points.iter().filter_map(|p| {
-        let deviation = p.deviation.filter(|d| d.is_finite() && *d > 0.0)?;
-        let (low, high) = (y.clamp(p.y - deviation), y.clamp(p.y + deviation));
+        let is_bar = |d: &Deviation| (d.below + d.above).is_finite() && d.below + d.above > 0.0;
+        let Deviation { below, above } = p.deviation.filter(is_bar)?;
+        let (low, high) = (y.clamp(p.y - below), y.clamp(p.y + above));
         Some(ErrorBar::new_vertical(p.x, low, p.y, high, colour.mix(0.6).filled(), 10))
     });
     context.draw_series(bars)?;

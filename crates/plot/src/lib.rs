@@ -87,8 +87,24 @@ pub struct Point {
     pub x: f64,
     /// The value on the vertical axis.
     pub y: f64,
-    /// Half the length of the error bar, in units of `y`; `None` if there is no bar.
-    pub deviation: Option<f64>,
+    /// The error bar; `None` if there is none.
+    pub deviation: Option<Deviation>,
+}
+
+/// The error bar of a point: how far it reaches from the point, in units of the vertical axis.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Deviation {
+    /// Down from the point.
+    pub below: f64,
+    /// Up from the point.
+    pub above: f64,
+}
+
+impl From<f64> for Deviation {
+    /// A bar that reaches equally far in both directions.
+    fn from(deviation: f64) -> Self {
+        Self { below: deviation, above: deviation }
+    }
 }
 
 /// The format of a figure's file.

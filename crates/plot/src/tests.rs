@@ -12,7 +12,11 @@ fn figure(scale: Scale, series: &[(&str, &[Xyd])]) -> Figure {
             name: (*name).into(),
             points: points
                 .iter()
-                .map(|(x, y, deviation)| Point { x: *x, y: *y, deviation: *deviation })
+                .map(|(x, y, deviation)| Point {
+                    x: *x,
+                    y: *y,
+                    deviation: deviation.map(Into::into),
+                })
                 .collect(),
         })
         .collect();

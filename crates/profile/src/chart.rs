@@ -37,7 +37,8 @@ fn chart(title: &str, label: &str, count: Count, curves: &[Curve]) -> Option<Cha
 
 fn point(row: &CurveRow, count: Count) -> Option<Point> {
     let value = count(row)?;
-    Some(Point { x: row.epoch_ns as f64 / 1e6, y: value.mean, deviation: Some(value.deviation) })
+    let deviation = Some(value.deviation.into());
+    Some(Point { x: row.epoch_ns as f64 / 1e6, y: value.mean, deviation })
 }
 
 fn name(curve: &Curve) -> String {

@@ -54,8 +54,9 @@ pub const LOOK_NS_MAX: u64 = 100_000_000;
 pub struct VmObservation {
     /// The time of the look in nanoseconds, on one monotonic clock that the caller chooses.
     pub now_ns: u64,
-    /// The time at which the newest checkpoint's pause began; before the first one, the time at
-    /// which protection began.
+    /// The time at which the capture of the newest checkpoint began, with the look that decided it;
+    /// before the first one, the time at which protection began. A capture that failed does not
+    /// count.
     pub since_ns: u64,
     /// True if a checkpoint is captured and not acknowledged yet.
     pub in_flight: bool,

@@ -30,6 +30,7 @@ here if the standby is lost, and the standby takes over only by command (keyfram
 these options. All connections are encrypted, and need --key.
 
 The policy decides when an epoch is taken. --latency 20ms asks for the fewest epochs that keep this latency, not for the least latency.
+With --hold-output none packets leave at once: the guest answers sooner, and a takeover loses answers that its clients have seen.
 
 Examples:
   (umask 077; head -c 32 /dev/urandom | base64 > KEY)                       # once; copy it to each host

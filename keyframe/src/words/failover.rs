@@ -26,6 +26,11 @@ pub fn line(event: &FailoverEvent) -> Option<(Importance, String)> {
         FailoverEvent::GateFailed(error) => {
             (Always, format!("the gate of the VM's network: {}", chain(&**error)))
         }
+        FailoverEvent::OutputNotHeld => {
+            let text = "warning: the VM's packets do not wait for the standby (--hold-output none): after a takeover its \
+                        clients may have seen answers that it has forgotten";
+            (Always, text.into())
+        }
         FailoverEvent::GuardFailed { error, .. }
         | FailoverEvent::ResumeFailed(error)
         | FailoverEvent::LookFailed(error) => (Always, with_fix(error)),

@@ -79,7 +79,7 @@ pub fn spread_row(table: &mut CsvTable, group: &RunRounds, quantities: &[Spread]
 
 /// Returns the point of a spread at `x`, with a bar of half the distance between least and most.
 pub fn spread_point(x: f64, spread: Spread) -> Point {
-    Point { x, y: spread.median, deviation: spread.half_range() }
+    Point { x, y: spread.median, deviation: spread.half_range().map(Into::into) }
 }
 
 /// Returns the table and the chart of a value of each run over its interval.

@@ -10,6 +10,7 @@ use crate::event::{FailoverEvent, SharedFailoverEventSink};
 use crate::links::{self, LinkEvent, SharedMachineFrame};
 use crate::notice_text::notice_text;
 use crate::sending::{Link, SharedWire};
+use crate::settings::HeldOutput;
 use crate::vm::{MachineDescription, ProtectedVmEvent, VmAction};
 use crate::witness::WitnessAnswer;
 use keyframe_link::Channel;
@@ -52,6 +53,8 @@ pub struct ProtocolParts {
     pub linked: Arc<AtomicBool>,
     /// The same for the second path.
     pub beating: Arc<AtomicBool>,
+    /// The output that waits for the standby.
+    pub hold_output: HeldOutput,
     /// The status that clients of the control socket see.
     pub status: SharedStatus,
     /// Receives the events of this host.
@@ -87,6 +90,7 @@ pub struct Protocol {
     machine: SharedMachineFrame,
     linked: Arc<AtomicBool>,
     beating: Arc<AtomicBool>,
+    hold_output: HeldOutput,
     /// The gate's cut at each captured epoch.
     gates: BTreeMap<Epoch, u64>,
     acknowledged: Option<Epoch>,
@@ -129,6 +133,7 @@ impl Protocol {
             machine: parts.machine,
             linked: parts.linked,
             beating: parts.beating,
+            hold_output: parts.hold_output,
             gates: BTreeMap::new(),
             acknowledged: None,
             vm_stopped: false,
@@ -451,7 +456,10 @@ impl Protocol {
                 }
             }
             PrimaryAction::KillVm => self.host.kill_vm(),
-            PrimaryAction::HoldOutput => self.host.hold_output(),
+            PrimaryAction::HoldOutput => match self.hold_output {
+                HeldOutput::Net => self.host.hold_output(),
+                HeldOutput::None => self.tell(&FailoverEvent::OutputNotHeld),
+            },
             PrimaryAction::Release { epoch } => {
                 let released = self.gates.range(..=epoch).next_back().map(|(_, gate)| *gate);
                 self.gates = self.gates.split_off(&epoch.next());

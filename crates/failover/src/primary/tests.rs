@@ -12,6 +12,7 @@ use crate::event::{FailoverEvent, FailoverEventSink};
 use crate::frames::FrameKind;
 use crate::links::{LinkEvent, SharedMachineFrame};
 use crate::sending::{Link, SharedWire};
+use crate::settings::HeldOutput;
 use crate::vm::{ProtectedVmEvent, VmAction};
 use crate::witness::WitnessAnswer;
 use keyframe_link::{Channel, FrameBuffer, Party, SharedKey};
@@ -166,6 +167,10 @@ fn config(node: u64) -> ReplicationConfig {
 
 impl Test {
     fn new() -> Self {
+        Self::holding(HeldOutput::Net)
+    }
+
+    fn holding(hold_output: HeldOutput) -> Self {
         let (sender, actions) = channel();
         let (host, told) = (FakeHost::default(), Arc::<Told>::default());
         let clock = Arc::new(AtomicU64::new(1_000 * MS));
@@ -180,6 +185,7 @@ impl Test {
             wire: SharedWire::new(1, 1 << 20, 4, &[]),
             linked: Arc::clone(&linked),
             beating: Arc::default(),
+            hold_output,
             status: Arc::clone(&status),
             events: told.clone(),
             machine: Arc::clone(&machine),
@@ -421,6 +427,17 @@ fn output_leaves_after_the_epoch_that_sent_it() {
     test.tell_standby(StandbyEvent::EpochComplete { session, epoch, after });
     while test.pump() {}
     assert!(test.host.calls().contains(&Call::Release(100 + epoch.0)));
+}
+
+#[test]
+fn output_that_is_not_to_be_held_leaves_at_once_and_the_user_is_warned() {
+    let mut test = Test::holding(HeldOutput::None);
+    test.connect(1);
+    test.until(PrimaryState::Protected);
+    while test.pump() {}
+    let calls = test.host.calls();
+    assert!(!calls.contains(&Call::Hold), "{calls:?}");
+    assert_eq!(test.has_told("OutputNotHeld"), 1);
 }
 
 #[test]

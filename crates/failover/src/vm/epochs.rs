@@ -72,7 +72,7 @@ pub struct VmLoop<V> {
     /// The policy may take epochs.
     may_capture: bool,
     in_flight: Option<InFlight>,
-    /// When the newest epoch was captured.
+    /// When the capture of the newest epoch began.
     since_ns: u64,
     /// The time since which the policy keeps the VM suspended.
     suspended_at_ns: Option<u64>,
@@ -239,7 +239,8 @@ impl<V: ProtectedVm> VmLoop<V> {
                 Duration::from_nanos(look_in_ns)
             }
             ReplicationDecision::Checkpoint(reason) => {
-                self.capture(reason.name(), false);
+                // Counting the dirty pages took a part of the interval.
+                self.capture_since(now_ns, reason.name(), false);
                 Duration::ZERO
             }
             ReplicationDecision::Suspend => {
@@ -271,6 +272,12 @@ impl<V: ProtectedVm> VmLoop<V> {
     /// Takes an epoch. With `last` the VM is paused and stays so; else an epoch that is in flight
     /// comes first.
     pub(super) fn capture(&mut self, reason: &'static str, last: bool) {
+        self.capture_since(self.now_ns(), reason, last);
+    }
+
+    /// Takes an epoch, as [`Self::capture`], whose capture began at `begun_ns` with the look that
+    /// decided it.
+    fn capture_since(&mut self, begun_ns: u64, reason: &'static str, last: bool) {
         if self.ended || self.is_blocked() || self.is_session_void {
             return;
         }
@@ -279,9 +286,8 @@ impl<V: ProtectedVm> VmLoop<V> {
             return;
         }
         let was_suspended = self.suspended_at_ns.take().is_some();
-        let begun_ns = self.now_ns();
         let captured = self.vm.capture(self.next_epoch, reason);
-        let event = captured.map(|captured| self.record_capture(captured, reason));
+        let event = captured.map(|captured| self.record_capture(captured, begun_ns, reason));
         if was_suspended && !last {
             self.resume();
             let stood_ns = self.now_ns().saturating_sub(begun_ns);
@@ -364,12 +370,13 @@ impl<V: ProtectedVm> VmLoop<V> {
     fn record_capture(
         &mut self,
         captured: CapturedEpoch,
+        begun_ns: u64,
         reason: &'static str,
     ) -> ProtectedVmEvent {
         let epoch = self.next_epoch;
         self.next_epoch = epoch.next();
         let captured_ns = self.now_ns();
-        self.since_ns = captured_ns;
+        self.since_ns = begun_ns;
         let (report, acknowledged, stood_ns, seq) = (None, false, None, captured.seq);
         self.in_flight =
             Some(InFlight { epoch, report, acknowledged, captured_ns, reason, stood_ns, seq });

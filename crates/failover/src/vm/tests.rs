@@ -7,7 +7,8 @@ use crate::event::{FailoverEvent, FailoverEventSink};
 use crate::sending::SharedWire;
 use keyframe_capture::EncodeError;
 use keyframe_scheduling::replication::{
-    AcknowledgedEpoch, EpochReason, ReplicationDecision, ReplicationScheduler, VmObservation,
+    AcknowledgedEpoch, EpochReason, FixedInterval, ReplicationDecision, ReplicationScheduler,
+    VmObservation,
 };
 use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt;
@@ -46,6 +47,8 @@ struct State {
     /// The monitor does not answer.
     is_monitor_lost: bool,
     capture: CaptureResult,
+    /// The clock that a capture moves on, and by how many nanoseconds.
+    capture_takes: Option<(Arc<AtomicU64>, u64)>,
     fails_disks: bool,
     captures: u64,
     /// Captures up to this one were given up: their reports are stale.
@@ -97,6 +100,9 @@ impl ProtectedVm for FakeVm {
     fn capture(&mut self, epoch: Epoch, _: &'static str) -> Result<CapturedEpoch> {
         let mut state = self.state();
         state.calls.push(Call::Capture(epoch.0));
+        if let Some((clock, ns)) = &state.capture_takes {
+            clock.fetch_add(*ns, Ordering::Relaxed);
+        }
         if state.capture == CaptureResult::Ended {
             state.exit = Some(ExitStatus::from_raw(0));
         }
@@ -206,20 +212,25 @@ impl Test {
     }
 
     fn of(vm: FakeVm) -> Self {
-        let (policy, failed_looks) = (Script::default(), Arc::<FailedLooks>::default());
+        let policy = Script::default();
+        Self::with(vm, policy.clone(), Box::new(policy))
+    }
+
+    fn with(vm: FakeVm, script: Script, policy: Box<dyn ReplicationScheduler>) -> Self {
+        let failed_looks = Arc::<FailedLooks>::default();
         let (sender, told) = channel();
         let clock = Arc::<AtomicU64>::default();
         let now = Arc::clone(&clock);
         let vm_loop = VmLoop::new(LoopParts {
             vm: vm.clone(),
             wire: SharedWire::new(1, 1 << 20, 4, &[]),
-            policy: Box::new(policy.clone()),
+            policy,
             first_epoch: Epoch(1),
             events: Box::new(move |event| sender.send(event).unwrap()),
             sink: failed_looks.clone(),
             clock: Box::new(move || now.load(Ordering::Relaxed)),
         });
-        Self { clock, vm, policy, vm_loop, told, failed_looks }
+        Self { clock, vm, policy: script, vm_loop, told, failed_looks }
     }
 
     fn step(&mut self, action: VmAction) {
@@ -448,6 +459,80 @@ fn the_policy_takes_epochs_only_while_it_may() {
     assert!(test.told().is_empty());
     test.step(VmAction::MayCapture(true));
     assert_eq!(test.told(), ["captured 1"]);
+}
+
+/// A VM under fixed intervals of 100 ms, whose captures take 30 ms.
+struct Fixed(Test);
+
+impl Fixed {
+    const MS: u64 = 1_000_000;
+
+    fn new() -> Self {
+        let policy = Box::new(FixedInterval::every(100 * Self::MS));
+        let mut test = Test::with(FakeVm::default(), Script::default(), policy);
+        test.vm.state().capture_takes = Some((Arc::clone(&test.clock), 30 * Self::MS));
+        test.step(VmAction::MayCapture(true));
+        Self(test)
+    }
+
+    /// Lets time pass until `ms`, as the loop's waits do.
+    fn until(&mut self, ms: u64) {
+        while self.0.clock.load(Ordering::Relaxed) < ms * Self::MS {
+            let wait = self.0.vm_loop.step(None).as_nanos() as u64;
+            let left = (ms * Self::MS).saturating_sub(self.0.clock.load(Ordering::Relaxed));
+            self.0.clock.fetch_add(wait.min(left), Ordering::Relaxed);
+        }
+        self.0.vm_loop.step(None);
+    }
+
+    /// The standby has the `seq`th capture.
+    fn acknowledge(&mut self, seq: u64) {
+        self.0.step(sent(seq));
+        self.0.step(VmAction::Acknowledged { epoch: Epoch(seq) });
+    }
+
+    fn captures(&self) -> u64 {
+        self.0.vm.state().captures
+    }
+}
+
+#[test]
+fn a_fixed_interval_counts_from_the_start_of_a_capture() {
+    let mut fixed = Fixed::new();
+    for n in 1..=5 {
+        fixed.until(n * 100 - 1);
+        assert_eq!(fixed.captures(), n - 1, "before {n}00 ms");
+        fixed.until(n * 100);
+        assert_eq!(fixed.captures(), n, "at {n}00 ms");
+        fixed.acknowledge(n);
+    }
+}
+
+#[test]
+fn an_overdue_interval_is_taken_at_the_acknowledgement_and_the_next_counts_from_there() {
+    let mut fixed = Fixed::new();
+    fixed.until(100);
+    fixed.until(350);
+    assert_eq!(fixed.captures(), 1, "one is in flight");
+    fixed.acknowledge(1);
+    assert_eq!(fixed.captures(), 2);
+    fixed.acknowledge(2);
+    fixed.until(449);
+    assert_eq!(fixed.captures(), 2);
+    fixed.until(450);
+    assert_eq!(fixed.captures(), 3);
+}
+
+#[test]
+fn a_failed_capture_begins_no_interval() {
+    let mut fixed = Fixed::new();
+    fixed.until(99);
+    fixed.0.vm.state().capture = CaptureResult::Failed;
+    fixed.until(100);
+    assert_eq!((fixed.captures(), fixed.0.told()), (0, vec!["failed: pause the VM".into()]));
+    fixed.0.vm.state().capture = CaptureResult::Captured;
+    fixed.0.vm_loop.step(None);
+    assert_eq!(fixed.captures(), 1, "it is still due");
 }
 
 #[test]

@@ -1,7 +1,17 @@
 //! A checkpoint at a fixed interval, as in Remus: the baseline of the other policies.
 //!
-//! A checkpoint that is due while another is in flight is taken after the acknowledgement. The
-//! policy neither suspends early nor limits disks.
+//! ```text
+//!  in time   ├─capture─┼─flight─┤     ├─capture─┼─flight─┤     ├─capture─ ...
+//!            ├───────interval─────────┼───────interval─────────┤
+//!
+//!  overdue   ├─capture─┼───────────flight──────────┤─capture─┼─flight─┤    ├─capture─ ...
+//!            ├───────interval─────────┤            ├───────interval────────┤
+//! ```
+//!
+//! The interval counts from the start of one capture to the start of the next. A checkpoint that is
+//! due while another is in flight is taken at once after the acknowledgement, and the next interval
+//! begins with it: missed checkpoints are not made up for. The policy neither suspends early nor
+//! limits disks.
 
 use super::{
     AcknowledgedEpoch, EpochReason, ReplicationDecision, ReplicationScheduler, VmObservation,
@@ -16,8 +26,8 @@ pub struct FixedInterval {
 }
 
 impl FixedInterval {
-    /// Creates the policy with `interval_ns` nanoseconds (at least 1) from the begin of one pause
-    /// to the next.
+    /// Creates the policy with `interval_ns` nanoseconds (at least 1) from the start of one capture
+    /// to the start of the next.
     pub fn every(interval_ns: u64) -> Self {
         Self { interval_ns: interval_ns.max(1), epoch_ns: 0 }
     }

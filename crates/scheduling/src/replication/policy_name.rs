@@ -19,7 +19,7 @@ pub enum ReplicationPolicy {
     Paper,
     /// [`FixedInterval`].
     Fixed {
-        /// The time from the begin of one pause to the next, in nanoseconds.
+        /// The time from the start of one capture to the start of the next, in nanoseconds.
         interval_ns: u64,
     },
 }
