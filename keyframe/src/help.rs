@@ -151,7 +151,7 @@ mod tests {
             "forget --store S --keep-within -1h",
             "top --every -1s",
             "goto R --time -2s",
-            "standby S --listen :1 --detection -1s",
+            "standby --detection -1s",
         ] {
             let words = std::iter::once("keyframe").chain(line.split(' '));
             let error = crate::cli().try_get_matches_from(words).expect_err(line);

@@ -164,8 +164,10 @@ mod tests {
         };
         let wanted = moved("data", "/d.img", "/other");
         let any = MovedDrive { former: None, ..wanted.clone() };
-        let (one, other) =
-            (with_paths(&summed(&once), &[wanted.clone()]), with_paths(&summed(&once), &[any]));
+        let (one, other) = (
+            with_paths(&summed(&once), std::slice::from_ref(&wanted)),
+            with_paths(&summed(&once), &[any]),
+        );
         assert_eq!(one.unwrap(), other.unwrap());
         assert!(refused(&summed(&[&once[..], &once].concat()), &wanted).contains("drive data"));
         let elsewhere = moved("data", "/e.img", "/other");

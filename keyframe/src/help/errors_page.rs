@@ -13,7 +13,7 @@ const HEAD: &str = "# Error messages
 This page is generated from the errors of the program. Names and numbers in the messages are
 examples. The program prints a message as `keyframe: MESSAGE: CAUSE`, and what to do in a second line
 that begins with `fix:`. The cause is often the text of the system, such as `permission denied`; this
-page leaves it out. A message without an advice here is explained by its cause.
+page leaves it out. A message without advice here is explained by its cause.
 
 How a VM that cannot be checkpointed is refused: [the audit](architecture.md). The exit codes are in
 [the table of commands](commands.md).
@@ -59,26 +59,18 @@ fn error_texts(golden: &str) -> Vec<ErrorText> {
     let mut all: Vec<ErrorText> = Vec::new();
     let mut is_message = false;
     for line in golden.lines().filter(|line| !line.is_empty()) {
-        match (all.last_mut(), line.strip_prefix("  ")) {
-            (Some(last), Some(more)) => {
-                let fix = more.strip_prefix("fix: ");
-                let is_cause = more.starts_with("cause: ");
-                is_message &= fix.is_none() && !is_cause;
-                match (fix, &mut last.fix) {
-                    (Some(fix), _) => last.fix = Some(fix.into()),
-                    (None, Some(fix)) => {
-                        let _ = write!(fix, " {}", more.trim());
-                    }
-                    (None, None) if is_message => {
-                        let _ = write!(last.message, " {}", more.trim());
-                    }
-                    (None, None) => {}
-                }
+        if let (Some(last), Some(more)) = (all.last_mut(), line.strip_prefix("  ")) {
+            let fix = more.strip_prefix("fix: ");
+            is_message &= fix.is_none() && !more.starts_with("cause: ");
+            match (fix, &mut last.fix) {
+                (Some(fix), _) => last.fix = Some(fix.into()),
+                (None, Some(fix)) => fix.extend([" ", more.trim()]),
+                (None, None) if is_message => last.message.extend([" ", more.trim()]),
+                (None, None) => {}
             }
-            _ => {
-                all.push(ErrorText { message: line.into(), fix: None });
-                is_message = true;
-            }
+        } else {
+            all.push(ErrorText { message: line.into(), fix: None });
+            is_message = true;
         }
     }
     all
