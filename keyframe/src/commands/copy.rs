@@ -17,8 +17,8 @@ use std::path::PathBuf;
 same command run again copies nothing. The command may be killed at any instant: run it again, and it continues after the
 last checkpoint that it has sealed. The target store keeps only pages that it does not have yet, from any VM.
 
-Images beneath disks are not copied: the copy names the same files. A run may write to the source store meanwhile. No other
-process may write to the target store.
+Images beneath disks are not copied: the copy names the same files. Other processes may write to both stores
+meanwhile, but a target in object storage has one writer.
 
 Each store may be encrypted with a key of its own. --key-file, KEYFRAME_KEY_FILE or KEYFRAME_PASSPHRASE opens the source;
 --to-key-file, KEYFRAME_TO_KEY_FILE or KEYFRAME_TO_PASSPHRASE opens the target.

@@ -71,7 +71,7 @@ struct To {
     /// So long after the recording's beginning (12s, 1m30s)
     #[arg(long, value_name = "TIME", value_parser = super::checkpoints::parse_duration)]
     time: Option<Duration>,
-    /// Behind the first line of the console that holds this text
+    /// After the first line of the console that holds this text
     #[arg(long, value_name = "TEXT")]
     marker: Option<String>,
 }
@@ -193,7 +193,7 @@ impl Goto {
         if report.is_ambiguous {
             eprintln!(
                 "keyframe: note: the log has something at this very instruction (an interrupt, a clock): the VM stands before \
-                 or behind it"
+                 or after it"
             );
         }
         for line in
