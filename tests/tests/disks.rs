@@ -81,8 +81,15 @@ fn the_next_run_says_how_to_keep_the_writes(
         errors.split("and use: keyframe ").nth(1).and_then(|rest| rest.split(". With").next());
     let command = command.unwrap_or_else(|| panic!("no command: {errors}"));
     let mut words: Vec<&str> = command.split_whitespace().collect();
+    let of_vm = Path::new(words[2]).parent().unwrap().display().to_string();
+    let whole = ["commit", "--overlay", &of_vm, "--base", words[4], "--in-place", "--yes"];
+    env.refused(&whole, 1, &["holds the overlays", words[2]]);
     words.push("--yes");
     env.ok(&words);
+    let mut run = start_guest(env, &["--interval", "none"], boot);
+    env.ok(&["stop"]);
+    assert!(run.wait().success(), "{}", run.report());
+    assert!(!run.errors().contains("has written to"), "{}", run.report());
     assert!(
         std::fs::read(image).expect("the image") != before,
         "nothing was written into the image"

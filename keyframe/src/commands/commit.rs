@@ -2,7 +2,7 @@
 
 use super::MovedArg;
 use crate::disk_writing::{NewFormat, Progress, failure};
-use crate::failure::{DONE, Failure, Outcome, chain};
+use crate::failure::{DONE, Failure, Outcome, chain, paths};
 use crate::output;
 use keyframe_disk::ImageFormat;
 use keyframe_disk::commit::{self, Amount, InPlace};
@@ -97,6 +97,25 @@ struct Planned<'a> {
     dependents: Option<ImageDependents>,
 }
 
+/// Fails if `directory` holds the overlays of a VM's disks, which is the directory that a run names at
+/// its end.
+fn refuse_directory_of_overlays(directory: &Path) -> Result<(), Failure> {
+    let is_overlay = |path: &Path| path.join("journal").is_file();
+    if is_overlay(directory) {
+        return Ok(());
+    }
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut overlays: Vec<PathBuf> =
+        entries.map(|entry| entry.path()).filter(|path| is_overlay(path)).collect();
+    if overlays.is_empty() {
+        return Ok(());
+    }
+    overlays.sort();
+    let list = overlays.iter().map(|path| paths::shell(path)).collect::<Vec<_>>().join(", ");
+    let problem = format!("{} holds the overlays of a VM's disks", directory.display());
+    Err(Failure::new(problem).fix(format!("name one of them with --overlay: {list}")))
+}
+
 impl Commit {
     /// Writes it.
     pub fn run(&self) -> Outcome {
@@ -112,6 +131,7 @@ impl Commit {
 
     fn source(&self) -> Result<CommitSource, Failure> {
         if let (Some(dir), Some(base)) = (&self.overlay, &self.base) {
+            refuse_directory_of_overlays(dir)?;
             let format = match self.base_format {
                 Some(format) => format.into(),
                 None => ImageFormat::probe(base).map_err(|e| failure(&e))?,
