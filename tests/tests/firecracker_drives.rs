@@ -9,7 +9,7 @@ use keyframe_tests::firecracker_drive::{
     DISK_BYTES, config, holds_writes, make_drive, names, soak_killed_engines, start_on,
 };
 use keyframe_tests::mounted::{Mounted, clones};
-use keyframe_tests::{TestEnv, needs_firecracker, wait_until};
+use keyframe_tests::{TestEnv, needs_firecracker, variants, wait_until};
 use std::path::Path;
 
 #[test]
@@ -241,11 +241,8 @@ fn a_jailed_vm_goes_on_outside(kind: &str) {
 }
 
 #[test]
-fn a_vm_in_a_jail_on_ext4_is_checkpointed_with_its_drive() {
-    a_jailed_vm_goes_on_outside("ext4");
-}
-
-#[test]
-fn a_vm_in_a_jail_on_btrfs_is_checkpointed_with_its_drive() {
-    a_jailed_vm_goes_on_outside("btrfs");
+fn a_vm_in_a_jail_is_checkpointed_with_its_drive() {
+    for kind in variants(["ext4", "btrfs"], 1) {
+        a_jailed_vm_goes_on_outside(kind);
+    }
 }
