@@ -440,6 +440,10 @@ impl<'a> Engine<'a> {
         if self.has_lost_log() {
             return Err(CheckpointError::LogLost.into());
         }
+        // An audit has one copy of RAM: that of the checkpoint that it has still to compare.
+        if self.watch.audit.is_some() {
+            let _ = self.await_idle();
+        }
         self.capture(CheckpointReason::Take, tag, strategy)
     }
 
