@@ -14,6 +14,7 @@ mod lost_log;
 mod lost_place;
 mod outcome;
 mod report;
+mod requests;
 mod rollback;
 mod stepping;
 mod succession;
@@ -408,45 +409,6 @@ impl<'a> Engine<'a> {
         }
     }
 
-    fn answer(&mut self, pending: Pending) -> Option<End> {
-        let (response, end) = match pending.request {
-            EngineRequest::Take { tag, strategy } => match self.take(tag.as_deref(), strategy) {
-                Ok(seq) => {
-                    self.takers.insert(seq, Taker::Client(pending.answer));
-                    return None;
-                }
-                Err(error) => (EngineResponse::Failed(with_fix(&error.into())), None),
-            },
-            EngineRequest::Stop { on_exit } => (
-                EngineResponse::Stopping,
-                Some(End::Asked(on_exit.unwrap_or(self.options.on_exit))),
-            ),
-            EngineRequest::Rollback { checkpoint, fast } => self.answer_rollback(&checkpoint, fast),
-            EngineRequest::FailOver { .. } => (EngineResponse::Failed(NO_STANDBY.into()), None),
-            EngineRequest::Status => (EngineResponse::Failed("answered elsewhere".into()), None),
-        };
-        // The client may have gone.
-        let _ = pending.answer.send(response);
-        end
-    }
-
-    fn take(&mut self, tag: Option<&str>, strategy: Option<Strategy>) -> Result<u64, NotCaptured> {
-        if let Some(tag) = tag {
-            keyframe_store::check_tag(tag).map_err(CheckpointError::Tag)?;
-        }
-        if self.given_up {
-            return Err(CheckpointError::GivenUp.into());
-        }
-        if self.has_lost_log() {
-            return Err(CheckpointError::LogLost.into());
-        }
-        // An audit has one copy of RAM: that of the checkpoint that it has still to compare.
-        if self.watch.audit.is_some() {
-            let _ = self.await_idle();
-        }
-        self.capture(CheckpointReason::Take, tag, strategy)
-    }
-
     /// Captures one checkpoint; its seal is reported later. The capture is tried again if its pause
     /// had too little memory, and if the machine was changed: with a command line that makes the
     /// changed machine, or in a new run.
@@ -456,6 +418,10 @@ impl<'a> Engine<'a> {
         tag: Option<&str>,
         strategy: Option<Strategy>,
     ) -> Result<u64, NotCaptured> {
+        // An audit has one copy of RAM: that of the checkpoint that it has still to compare.
+        if self.watch.audit.is_some() {
+            let _ = self.await_idle();
+        }
         let now_ns = elapsed_ns(self.born);
         let is_first = self.sealed == 0 && self.copying.cycle.in_flight() == 0;
         let backlog_ns = match (&mut self.cadence, reason) {
