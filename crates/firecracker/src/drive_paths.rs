@@ -13,13 +13,17 @@
 //! The fields before the drives differ between versions. So a drive is found by its id, followed by
 //! fields that can be those of a drive.
 
+use crate::registers::Reader;
 use crate::{Error, Result};
 use crc::{CRC_64_REDIS, Crc};
+use keyframe_bytes::ByteReader;
 use std::ops::Range;
 use std::os::unix::ffi::OsStrExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 const LENGTH_BYTES: usize = 8;
+/// The largest number of a type of cache.
+const CACHE_MAX: u32 = 1;
 /// The longest path of a file, in bytes.
 const PATH_BYTES_MAX: usize = 4096;
 /// The sum over all bytes before it: CRC-64 with Jones' polynomial, as of the crate `crc64`.
@@ -78,32 +82,20 @@ fn with_path(content: &[u8], drive: &MovedDrive) -> Result<Vec<u8>> {
 /// Returns the place of the path, with its length, of the drive whose id ends at `at`. `None` if what
 /// follows cannot be a drive.
 fn path_behind(content: &[u8], at: usize) -> Option<Range<usize>> {
-    let mut rest = content.get(at..)?;
-    match take(&mut rest, 1)? {
-        [0] => {}
-        [1] => drop(take_text(&mut rest)?),
+    let mut reader = Reader(ByteReader::new(content.get(at..)?));
+    match reader.0.u8().ok()? {
+        0 => {}
+        1 => drop(reader.bytes().ok()?),
         _ => return None,
     }
-    // The types of a cache are 0 and 1.
-    let (cache, root) = (take(&mut rest, 4)?, take(&mut rest, 1)?);
-    if !matches!(cache, [0 | 1, 0, 0, 0]) || !matches!(root, [0 | 1]) {
+    let (cache, root) = (reader.0.u32_le().ok()?, reader.0.u8().ok()?);
+    if cache > CACHE_MAX || root > 1 {
         return None;
     }
-    let begin = content.len() - rest.len();
-    let path = take_text(&mut rest)?;
+    let begin = at + reader.0.position();
+    let path = reader.bytes().ok()?;
     let is_path = !path.is_empty() && path.len() < PATH_BYTES_MAX && !path.contains(&0);
-    is_path.then(|| begin..content.len() - rest.len())
-}
-
-fn take<'a>(rest: &mut &'a [u8], count: usize) -> Option<&'a [u8]> {
-    let (taken, left) = rest.split_at_checked(count)?;
-    *rest = left;
-    Some(taken)
-}
-
-fn take_text<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
-    let length = u64::from_le_bytes(*take(rest, LENGTH_BYTES)?.first_chunk()?);
-    take(rest, usize::try_from(length).ok()?)
+    is_path.then(|| begin..at + reader.0.position())
 }
 
 /// Returns a text as a device state has it.
@@ -111,7 +103,7 @@ fn text(text: &str) -> Vec<u8> {
     [&(text.len() as u64).to_le_bytes(), text.as_bytes()].concat()
 }
 
-fn utf8(path: &std::path::Path) -> Result<&str> {
+fn utf8(path: &Path) -> Result<&str> {
     path.to_str().ok_or_else(|| Error::Restore {
         problem: format!(
             "the path {} is not UTF-8, and Firecracker takes no other",

@@ -93,7 +93,7 @@ impl OpenFiles {
 }
 
 /// Device and inode of the file at `path`.
-fn identity(path: &Path) -> Option<(u64, u64)> {
+pub(crate) fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::metadata(path).ok().map(|file| (file.dev(), file.ino()))
 }
 

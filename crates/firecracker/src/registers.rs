@@ -58,7 +58,7 @@ fn other_version(version: &[u8]) -> String {
 
 /// Reads values as bincode writes them. No length makes it allocate: each entry of a list takes
 /// bytes of the state.
-struct Reader<'a>(ByteReader<'a>);
+pub(crate) struct Reader<'a>(pub(crate) ByteReader<'a>);
 
 impl<'a> Reader<'a> {
     /// Reads from after the version to the end of the processors.
@@ -129,7 +129,7 @@ impl<'a> Reader<'a> {
     }
 
     /// A byte string or a text.
-    fn bytes(&mut self) -> Result<&'a [u8], ReadError> {
+    pub(crate) fn bytes(&mut self) -> Result<&'a [u8], ReadError> {
         let at = self.0.position();
         let len = self.0.u64_le()?;
         let len =

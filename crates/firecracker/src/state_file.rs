@@ -11,6 +11,7 @@
 //! exact, but the pause is as long as Firecracker's own snapshot.
 
 use crate::api::Api;
+use crate::open_drives::identity;
 use crate::process::{Credentials, owner};
 use crate::{Error, Result};
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
@@ -168,9 +169,7 @@ pub fn may_open_ours(pid: u32) -> Result<bool> {
 fn path_in_root(pid: u32, engine: u32) -> (PathBuf, PathBuf) {
     let root = PathBuf::from(format!("/proc/{pid}/root"));
     // In another mount namespace the link leads to `/` whatever directory that is.
-    let identity = |path: &Path| std::fs::metadata(path).map(|found| (found.dev(), found.ino()));
-    let is_same =
-        identity(&root).is_ok_and(|there| identity(Path::new("/")).is_ok_and(|here| here == there));
+    let is_same = identity(&root).is_some_and(|there| identity(Path::new("/")) == Some(there));
     let directory = if is_same { std::env::temp_dir() } else { PathBuf::from("/") };
     let theirs = directory.join(format!("{NAME}-{pid}-{engine}"));
     (root.join(theirs.strip_prefix("/").unwrap_or(&theirs)), theirs)

@@ -213,8 +213,7 @@ impl FirecrackerVm {
     pub(crate) fn media(&mut self) -> Result<Vec<(String, PathBuf)>> {
         self.locate_drives(|drive| !drive.is_writable())?;
         let drives = self.config.drives.iter().filter(|drive| !drive.is_writable());
-        let path =
-            |drive: &Drive| drive.path_outside.as_ref().or(drive.path_on_host.as_ref()).cloned();
+        let path = |drive: &Drive| drive.host_path(&self.parts.directory);
         Ok(drives.filter_map(|drive| Some((drive.drive_id.clone(), path(drive)?))).collect())
     }
 

@@ -9,10 +9,10 @@
 //! A process without `/proc`, as one in a jail, opens the path of the file instead. The new file must be
 //! the former one.
 //!
-//! The names are written below the used part of the thread's stack ([`crate::attach`]). The new file has the offset of the former one
-//! before it takes its number. So the process reads and writes where it would have, at whatever
-//! instant it was stopped. If this process is killed meanwhile, the other one keeps descriptors that
-//! it does not use.
+//! The names are written below the used part of the thread's stack ([`crate::attach`]). The new file
+//! has the offset of the former one before it takes its number. So the process reads and writes where
+//! it would have, at any instant at which it was stopped. If this process is killed meanwhile, the
+//! other one keeps descriptors that it does not use.
 //!
 //! Only the main thread may use the file.
 
