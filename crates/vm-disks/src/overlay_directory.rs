@@ -14,6 +14,7 @@ use keyframe_disk::{DiskBlock, DiskSpec, Overlay};
 use keyframe_store::{DiskMeta, Store};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
+use std::cmp::Reverse;
 use std::fs::File;
 use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
@@ -205,26 +206,26 @@ fn has_writes(directory: &Path) -> bool {
     }
 }
 
-/// Returns the newest overlay over each of the images `bases`; none for an image without one.
+/// Returns the newest overlay with writes over each of the images `bases`; none for an image without
+/// one.
 pub fn newest_over(store: &Store, bases: &[&str]) -> Vec<LeftOverlay> {
-    let mut found: Vec<LeftOverlay> = Vec::new();
+    let mut overlays: Vec<LeftOverlay> = Vec::new();
     for (place, info) in all(store) {
         for (disk, directory) in info.disks {
-            let base = disk.base.path;
             // The store may have been moved since the path was written.
-            let name = Path::new(&directory).file_name().unwrap_or_default();
-            let directory = place.join(name);
-            if !bases.contains(&base.as_str()) || !has_writes(&directory) {
-                continue;
-            }
+            let directory = place.join(Path::new(&directory).file_name().unwrap_or_default());
             let directory = std::path::absolute(&directory).unwrap_or(directory);
-            let overlay = LeftOverlay { base, directory, vm: info.vm.clone(), began: info.began };
-            match found.iter_mut().find(|known| known.base == overlay.base) {
-                Some(known) if known.began < overlay.began => *known = overlay,
-                Some(_) => {}
-                None => found.push(overlay),
-            }
+            let (base, vm) = (disk.base.path, info.vm.clone());
+            overlays.push(LeftOverlay { base, directory, vm, began: info.began });
         }
     }
-    found
+    overlays.sort_by_key(|overlay| Reverse(overlay.began));
+    // An overlay is opened only if none that is newer has writes.
+    let newest = |base: &&str| {
+        overlays
+            .iter()
+            .find(|overlay| overlay.base == *base && has_writes(&overlay.directory))
+            .cloned()
+    };
+    bases.iter().filter_map(newest).collect()
 }
