@@ -61,6 +61,7 @@ use crate::failure::{
     DONE, FAILED, Failure, GUEST_PANICKED, STORE_FULL, WARNED, WATCHDOG_EXPIRED, chain,
 };
 use keyframe_session::Verdict;
+use keyframe_session::error::RunDirError;
 use keyframe_store::{Listing, Store, UnreadableCheckpoint};
 use keyframe_store_keys::KeyArg;
 use keyframe_vmm::{Ability, TapChoice};
@@ -127,6 +128,12 @@ impl StoreArg {
     pub fn failure(&self, error: &keyframe_store::Error) -> Failure {
         Failure::store(error, &self.store)
     }
+}
+
+/// Says that `keyframe status` does not list a VM that runs.
+fn warn_unlisted(error: &RunDirError) {
+    let error = chain(error);
+    eprintln!("keyframe: warning: the VM is not among those of keyframe status: {error}");
 }
 
 /// Names the checkpoints that a listing had to leave out, and says so in the exit code.

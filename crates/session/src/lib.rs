@@ -59,7 +59,7 @@ pub use any_vmm::{VmSource, run_vm};
 pub use disk_capture::served::BlockSink;
 pub use disk_capture::{DiskCut, DiskMethod, ExcludedDisks};
 pub use engine::{RunEnd, RunReport, Successor, Verdict};
-pub use error::{CheckpointError, Error, Result, RunDirError, error_chain};
+pub use error::{CheckpointError, Error, Result, error_chain};
 pub use event::{Event, EventSink, NoEvents, SharedEventSink};
 pub use faults::Fault;
 pub use keyframe_vmm::GuestEnd;

@@ -23,6 +23,7 @@ mod place;
 
 use crate::error::RunDirError;
 use crate::interrupted_rollback::NOTE;
+use keyframe_store::Store;
 use keyframe_units::CheckpointId;
 pub use keyframe_vm_disks::vm_name::{is_name_char, name_from, numbered_name};
 use keyframe_vmm::VmmKind;
@@ -76,6 +77,18 @@ pub struct Origin {
     pub checkpoint: CheckpointId,
     /// Where its replay stands; `None` if it is no replay.
     pub replayed: Option<ReplayedPoint>,
+}
+
+impl Origin {
+    /// Makes the origin of a VM that `kind` brought back to `checkpoint` of `store`.
+    pub fn new(kind: RunKind, store: &Store, checkpoint: CheckpointId) -> Self {
+        Self { kind, store: path_of(store), checkpoint, replayed: None }
+    }
+}
+
+/// Returns the absolute path or the address of `store`; its path if the working directory is unknown.
+pub(crate) fn path_of(store: &Store) -> PathBuf {
+    store.absolute_path().unwrap_or_else(|_| store.path().into())
 }
 
 /// The point of a recording at which `keyframe goto` brings a VM up.

@@ -194,17 +194,11 @@ impl Branch {
         let mut clones = self.start(&loaded, places, plans, &interrupted)?;
         for clone in &clones {
             let process = VmmProcess { vmm: VmmKind::Qemu, pid: clone.vm.pid() };
-            clone.place.directory.tell(Self::origin(&store, id), process)?;
+            clone.place.directory.tell(Origin::new(RunKind::Clone, &store, id), process)?;
         }
         self.tell(&clones, began, id)?;
         let ended = self.wait(&mut clones, &interrupted);
         self.end(clones, ended)
-    }
-
-    /// The origin of a clone of checkpoint `id`.
-    fn origin(store: &Store, id: CheckpointId) -> Origin {
-        let store = store.absolute_path().unwrap_or_else(|_| store.path().into());
-        Origin { kind: RunKind::Clone, store, checkpoint: id, replayed: None }
     }
 
     fn places(&self, store: &Store, loaded: &LoadedCheckpoint) -> Result<Vec<Place>, Failure> {

@@ -1,7 +1,8 @@
 //! `keyframe goto`: a recorded VM as it was at an instruction.
 
 use super::recorded::RecordedArgs;
-use crate::failure::{DONE, Failure, Outcome, chain};
+use super::warn_unlisted;
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::progress::instructions_bar;
 use crate::words::replay::ReplayWords;
@@ -11,7 +12,6 @@ use keyframe_replay::cut_points::instruction_at_time;
 use keyframe_replay_driver::{
     Debugger, PauseOptions, PausedReplay, Replay, ReplayRoute, ReplayableRecording, jobs,
 };
-use keyframe_session::RunDirError;
 use keyframe_session::run_dir::{Origin, ReplayedPoint, RunDir, RunKind, VmmProcess};
 use keyframe_store::CheckpointId;
 use serde::Serialize;
@@ -216,23 +216,16 @@ impl Goto {
 fn listed(source: &ReplayableRecording, report: &Report) -> Option<RunDir> {
     let place = RunDir::claim_goto(&source.recording.meta.vm);
     let told = place.and_then(|place| {
+        let checkpoint = CheckpointId(report.checkpoint);
+        let recording = source.recording.path().to_owned();
         let origin = Origin {
-            kind: RunKind::Goto,
-            store: source.store.absolute_path().unwrap_or_else(|_| source.store.path().into()),
-            checkpoint: CheckpointId(report.checkpoint),
-            replayed: Some(ReplayedPoint {
-                recording: source.recording.path().to_owned(),
-                instruction: report.icount,
-            }),
+            replayed: Some(ReplayedPoint { recording, instruction: report.icount }),
+            ..Origin::new(RunKind::Goto, &source.store, checkpoint)
         };
         place.tell(origin, VmmProcess { vmm: VmmKind::Qemu, pid: report.qemu_pid })?;
         Ok(place)
     });
-    let warn = |error: &RunDirError| {
-        let error = chain(error);
-        eprintln!("keyframe: warning: the VM is not among those of keyframe status: {error}");
-    };
-    told.inspect_err(warn).ok()
+    told.inspect_err(warn_unlisted).ok()
 }
 
 /// Waits until the user presses Ctrl-C or a monitor's `quit` ends the VM.

@@ -3,7 +3,7 @@
 mod by_restorer;
 mod group;
 
-use super::{MovedArg, StoreArg, TapArg, vmms};
+use super::{MovedArg, StoreArg, TapArg, vmms, warn_unlisted};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::progress;
@@ -15,7 +15,6 @@ use keyframe_machine::VmmKind;
 use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
-use keyframe_session::error::RunDirError;
 use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess};
 use keyframe_store::{MachineMeta, Meta, Store};
 use keyframe_units::{CheckpointId, RamLayout};
@@ -344,26 +343,20 @@ impl RestoredDisks {
 struct Place {
     /// A VM runs without one, too.
     directory: Option<RunDir>,
-    store: PathBuf,
+    store: Store,
 }
 
 impl Place {
     fn claim(vm: &str, store: &Store) -> Self {
-        let directory = RunDir::claim_restored(vm).inspect_err(Self::warn).ok();
-        Self { directory, store: store.absolute_path().unwrap_or_else(|_| store.path().into()) }
+        let directory = RunDir::claim_restored(vm).inspect_err(warn_unlisted).ok();
+        Self { directory, store: store.clone() }
     }
 
     /// The VM runs in `process`.
     fn tell(&self, id: CheckpointId, process: VmmProcess) {
         let Some(directory) = &self.directory else { return };
-        let store = self.store.clone();
-        let origin = Origin { kind: RunKind::Restored, store, checkpoint: id, replayed: None };
-        let _ = directory.tell(origin, process).inspect_err(Self::warn);
-    }
-
-    fn warn(error: &RunDirError) {
-        let error = crate::failure::chain(error);
-        eprintln!("keyframe: warning: the VM is not among those of keyframe status: {error}");
+        let origin = Origin::new(RunKind::Restored, &self.store, id);
+        let _ = directory.tell(origin, process).inspect_err(warn_unlisted);
     }
 }
 

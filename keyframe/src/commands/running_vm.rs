@@ -1,9 +1,10 @@
 //! Which running VM a command means.
 
 use crate::failure::Failure;
+use keyframe_session::Error;
 use keyframe_session::control::client;
+use keyframe_session::error::RunDirError;
 use keyframe_session::run_dir;
-use keyframe_session::{Error, RunDirError};
 use std::path::{Path, PathBuf};
 
 /// The choice of a running VM: by its name, its store, or both; or the only one.

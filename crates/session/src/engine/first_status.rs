@@ -4,6 +4,7 @@ use crate::SessionOptions;
 use crate::control::{CaptureState, EncoderState, EngineStatus, MemberStatus, VmState};
 use crate::launch::PreparedSession;
 use crate::machines::Member;
+use crate::run_dir::path_of;
 use keyframe_store::Store;
 use keyframe_units::duration_ns;
 
@@ -26,7 +27,7 @@ pub(super) fn first_status(
         vmm: parts.machines.vmm(),
         qemu_pid: members.first().map_or(0, |m| m.qemu_pid),
         engine_pid: std::process::id(),
-        store: store.absolute_path().unwrap_or_else(|_| store.path().into()).display().to_string(),
+        store: path_of(store).display().to_string(),
         interval_ns: options.interval.map(duration_ns),
         tuned: None,
         sealed: 0,

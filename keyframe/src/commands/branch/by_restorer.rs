@@ -8,7 +8,7 @@ use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
 use keyframe_machine::{Lineage, VmmKind};
 use keyframe_session::control::OnExit;
-use keyframe_session::run_dir::{RunDir, VmmProcess, numbered_name};
+use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess, numbered_name};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_vm_disks::drive_files::DriveFiles;
 use keyframe_vmm::{Ability, CloneRequest, PlanOptions, Restorer, VmExit, Vmm};
@@ -129,7 +129,7 @@ fn run(
             clone.vm.resume()?;
         }
         let process = VmmProcess { vmm: clone.vm.kind(), pid: clone.vm.pid() };
-        clone.directory.tell(Branch::origin(store, loaded.id), process)?;
+        clone.directory.tell(Origin::new(RunKind::Clone, store, loaded.id), process)?;
     }
     Ok(())
 }
