@@ -46,11 +46,6 @@ mod tests {
     #[test]
     fn the_page_of_commands_is_that_of_the_program() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/commands.md");
-        let page = commands_page(&crate::plain_cli());
-        if std::env::var_os("KEYFRAME_BLESS").is_some() {
-            std::fs::write(path, &page).unwrap();
-        }
-        let written = std::fs::read_to_string(path).unwrap_or_default();
-        assert!(page == written, "run this test with KEYFRAME_BLESS=1: docs/commands.md differs");
+        keyframe_testing::assert_golden(path, &commands_page(&crate::plain_cli()));
     }
 }
