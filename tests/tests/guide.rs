@@ -334,7 +334,7 @@ fn soak_write_a_tool() {
     page("write-a-tool");
 }
 
-/// A page that nobody reads or runs, or a picture that no page shows.
+/// The summary lists each page, a test runs its commands, and a page shows each picture.
 #[test]
 fn every_page_is_listed_and_run() {
     let folder = source().join("docs/guide/src");

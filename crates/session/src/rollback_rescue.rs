@@ -23,7 +23,7 @@ use keyframe_vm_disks::staged::{DiskSet, StagedDisks};
 use keyframe_vmm::{RescuedVm, RollbackRescuer, VmmError};
 use serde::{Deserialize, Serialize};
 
-/// What the user is told of a VM whose rollback could not be ended.
+/// The text for the user about a VM whose rollback the watchdog could not end.
 const ENDED: &str = "the VM is ended, because its state is incomplete";
 
 /// What the watchdog needs to end a rollback.

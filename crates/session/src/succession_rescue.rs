@@ -23,7 +23,7 @@ use keyframe_vmm::{
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// What the user is told of a VM that no process runs.
+/// The text for the user about a VM that no process runs.
 const ENDED: &str = "the VM has ended";
 
 /// A checkpoint to which a VM goes, as its successor needs it.

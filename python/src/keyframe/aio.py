@@ -62,7 +62,7 @@ async def in_thread(
             result = function()
         except BaseException as raised:
             error = raised
-        # The loop is closed if nobody waits any more.
+        # The loop is closed if its caller has ended.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(tell, result, error)
 

@@ -36,7 +36,7 @@ const VMM_BYTES: u64 = 64 << 20;
 
 /// How a rollback by a successor has ended.
 pub(super) struct Succeeded {
-    /// What the client is told.
+    /// The answer to the client.
     pub told: Result<RolledBack, RollbackError>,
     /// The VM that has taken the place; `None` if the former one is still there, or none is.
     pub vm: Option<Box<dyn Vmm>>,
