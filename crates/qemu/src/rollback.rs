@@ -28,8 +28,9 @@
 //! The engine tells the watchdog each step before it takes it. If the engine dies, the watchdog
 //! ends the load in the engine's place ([`rescue`]).
 //!
-//! Left out: a reset may write ROMs to pages of RAM that `target` does not list. The caller
-//! compares RAM with the checkpoint.
+//! `target` must list the pages that the reset overwrites ([`reset_pages`]): devices may read them as
+//! they are loaded. A reset may write to further pages of RAM. The caller compares RAM with the
+//! checkpoint.
 
 mod image;
 mod load_plan;
@@ -37,6 +38,7 @@ mod migration_settings;
 mod obstacle;
 pub(crate) mod rescue;
 mod reset;
+pub(crate) mod reset_pages;
 mod stand;
 
 pub use obstacle::RollbackObstacle;

@@ -25,6 +25,7 @@ use crate::invocation::Invocation;
 use crate::lifetime::Lifetime;
 use crate::machine_shape::CapturedDisks;
 use crate::ramblock::{self, find_ram_blocks};
+use crate::rollback::reset_pages::BlockPart;
 use crate::spawn;
 use crate::sse_flags::SseFlags;
 use crate::statefile::StateFile;
@@ -87,6 +88,8 @@ pub struct Vm {
     pub(crate) ended_a_left_pause: bool,
     /// The identity of the binary, once it is known.
     pub(crate) identity: Option<QemuIdentity>,
+    /// What each reset of the machine overwrites, once QEMU has told it.
+    pub(crate) reset_parts: Option<Vec<BlockPart>>,
     /// Values that must live as long as the VM.
     kept: Vec<Box<dyn Any + Send + Sync>>,
 }
@@ -214,6 +217,7 @@ impl Vm {
             sse_flags: None,
             ended_a_left_pause: false,
             identity: None,
+            reset_parts: None,
             kept: Vec::new(),
         }
     }

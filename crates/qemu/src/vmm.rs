@@ -4,7 +4,7 @@ use crate::restore::{self, Plan, RestoreOptions, RestorePurpose, Restored};
 use crate::vm::Origin;
 use crate::{Error, Qmp, QmpEvent, Result, RunStatus, Vm, WritableNode};
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
-use keyframe_units::RamLayout;
+use keyframe_units::{PageIndex, RamLayout};
 use keyframe_vmm::{
     Ability, AuditFinding, Capabilities, ForeignOperation, GuestEnd, LazyLoading, Lineage,
     PlanOptions, RestorePlan, RestoreRam, RestoreSource, RestoredVm, Restorer, Resumer,
@@ -201,6 +201,10 @@ impl Vmm for Vm {
 
     fn stands_in(&self, device_state: &[u8]) -> bool {
         crate::standstill::stood_still(device_state).is_some()
+    }
+
+    fn reset_pages(&mut self, layout: &RamLayout) -> Result<Vec<PageIndex>, VmmError> {
+        Ok(self.reset_pages(layout)?)
     }
 
     fn roll_back(

@@ -142,7 +142,7 @@ pub struct RolledBack {
     /// The number of the first checkpoint after the rollback; absent if it failed, or if the state
     /// before was not kept.
     pub now: Option<u64>,
-    /// The number of pages that were written.
+    /// The number of pages that were written, without those that a reset of the machine overwrites.
     pub pages: u64,
     /// The time for which the VM was paused, in nanoseconds.
     pub stood_ns: u64,

@@ -16,7 +16,7 @@ use crate::error::{Error, RollbackError};
 use crate::interrupted_rollback::{InterruptedRollback, failed, parse};
 use crate::ram_capture::RamAccess;
 use crate::ram_capture::process::ProcessRam;
-use crate::target_ram::{BATCH_PAGES, COMPARISONS, TargetRam, used, write_wrong_pages};
+use crate::target_ram::{BATCH_PAGES, COMPARISONS, HeldPages, TargetRam, used, write_wrong_pages};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_units::{HostVirt, PageIndex, PageRange};
 use keyframe_vm_disks::staged::{DiskSet, StagedDisks};
@@ -78,7 +78,8 @@ fn write_all_wrong(
     vm_ram: &ProcessRam,
 ) -> Result<u64, RollbackError> {
     let layout = &target.meta.ram;
-    let target_ram = TargetRam::new(target, &[]).map_err(|e| Error::store(store.path(), e))?;
+    let none = HeldPages::default();
+    let target_ram = TargetRam::new(target, &none);
     let reader = vm_ram.reader();
     let mut wrong = 0;
     for number in 0..layout.blocks().len() {

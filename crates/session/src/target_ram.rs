@@ -18,12 +18,22 @@ pub const BATCH_PAGES: usize = 4096;
 /// Writes a page of the VM's RAM.
 pub type WritePage<'a> = &'a mut dyn FnMut(PageIndex, &Page) -> Result<(), BoxError>;
 
+/// Pages of a checkpoint that are held in memory.
+#[derive(Default)]
+pub struct HeldPages {
+    /// In ascending order.
+    pages: Vec<PageIndex>,
+    /// The content of each.
+    contents: Vec<Page>,
+}
+
 /// The RAM of a checkpoint of one VM.
 pub struct TargetRam<'a> {
     checkpoint: &'a LoadedCheckpoint,
-    /// The pages that are held, in ascending order.
-    held: &'a [PageIndex],
-    contents: Vec<Page>,
+    /// The pages that were read before.
+    ahead: &'a HeldPages,
+    /// Those that [`TargetRam::hold`] has read.
+    held: HeldPages,
 }
 
 /// An error of [`TargetRam::each`].
@@ -43,22 +53,40 @@ impl<E> From<keyframe_store::Error> for ReadOrUse<E> {
 /// Takes a page and its content.
 type PageSink<'s, E> = &'s mut dyn FnMut(PageIndex, &Page) -> Result<(), ReadOrUse<E>>;
 
-impl<'a> TargetRam<'a> {
-    /// Reads the pages `held` of `checkpoint`, in ascending order, and holds them. Error: the store
-    /// cannot be read.
-    pub fn new(
-        checkpoint: &'a LoadedCheckpoint,
-        held: &'a [PageIndex],
+impl HeldPages {
+    /// Reads `pages` of `checkpoint`, which are in ascending order. Error: the store cannot be read.
+    pub fn read(
+        checkpoint: &LoadedCheckpoint,
+        pages: Vec<PageIndex>,
     ) -> Result<Self, keyframe_store::Error> {
-        let mut contents = vec![ZERO_PAGE; held.len()];
-        checkpoint.read_some(held, &mut |page, content| {
-            if let Some(place) = held.binary_search(&page).ok().and_then(|at| contents.get_mut(at))
-            {
+        let mut contents = vec![ZERO_PAGE; pages.len()];
+        checkpoint.read_some(&pages, &mut |page, content| {
+            let place = pages.binary_search(&page).ok().and_then(|at| contents.get_mut(at));
+            if let Some(place) = place {
                 *place = *content;
             }
             Ok::<_, keyframe_store::Error>(())
         })?;
-        Ok(Self { checkpoint, held, contents })
+        Ok(Self { pages, contents })
+    }
+
+    fn get(&self, page: PageIndex) -> Option<&Page> {
+        self.pages.binary_search(&page).ok().and_then(|at| self.contents.get(at))
+    }
+}
+
+impl<'a> TargetRam<'a> {
+    /// Makes the RAM of `checkpoint`, of which `ahead` was read before.
+    pub fn new(checkpoint: &'a LoadedCheckpoint, ahead: &'a HeldPages) -> Self {
+        Self { checkpoint, ahead, held: HeldPages::default() }
+    }
+
+    /// Reads `pages`, which are in ascending order, and holds them, in place of those that it held
+    /// before. Error: the store cannot be read.
+    pub fn hold(&mut self, pages: &[PageIndex]) -> Result<(), keyframe_store::Error> {
+        let others = pages.iter().copied().filter(|page| self.ahead.get(*page).is_none());
+        self.held = HeldPages::read(self.checkpoint, others.collect())?;
+        Ok(())
     }
 
     /// Gives `sink` each of `pages` once, zeros included, in any order. Errors: the store cannot be
@@ -66,8 +94,7 @@ impl<'a> TargetRam<'a> {
     pub fn each<E>(&self, pages: &[PageIndex], sink: PageSink<'_, E>) -> Result<(), ReadOrUse<E>> {
         let mut others = Vec::new();
         for page in pages {
-            let held = self.held.binary_search(page).ok().and_then(|at| self.contents.get(at));
-            match held {
+            match self.ahead.get(*page).or_else(|| self.held.get(*page)) {
                 Some(content) => sink(*page, content)?,
                 None if self.checkpoint.is_zero(*page) => sink(*page, &ZERO_PAGE)?,
                 None => others.push(*page),

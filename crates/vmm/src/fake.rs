@@ -165,6 +165,10 @@ struct FakeState {
     pins_ram: bool,
     /// A rollback is by a successor.
     is_succeeded: bool,
+    /// What each reset of the machine writes.
+    reset_writes: BTreeMap<PageIndex, Page>,
+    /// RAM as it was when the devices were last loaded.
+    ram_at_load: Vec<Page>,
     at_end: AtGuestEnd,
     one_command: OneCommand,
     watchdog: WatchdogState,
@@ -295,6 +299,8 @@ impl FakeVm {
             unused_pages: 0,
             pins_ram: false,
             is_succeeded: false,
+            reset_writes: BTreeMap::new(),
+            ram_at_load: Vec::new(),
             at_end: AtGuestEnd::default(),
             one_command: OneCommand::Missing,
             watchdog: WatchdogState::default(),
@@ -470,6 +476,10 @@ impl Vmm for FakeVm {
         self.run(Step::CheckRollback, |_| Ok(()))
     }
 
+    fn reset_pages(&mut self, _: &RamLayout) -> Result<Vec<PageIndex>, VmmError> {
+        Ok(lock(&self.shared).reset_writes.keys().copied().collect())
+    }
+
     fn roll_back(
         &mut self,
         target: &RollbackTarget<'_>,
@@ -478,6 +488,9 @@ impl Vmm for FakeVm {
     ) -> Result<(), VmmError> {
         tell(RollbackStep::Loads)?;
         self.run(Step::RollBack, |state| {
+            for (page, content) in state.reset_writes.clone() {
+                set_page(state, page, &content);
+            }
             for page in target.pages {
                 set_page(state, *page, &ZERO_PAGE);
             }
@@ -487,6 +500,7 @@ impl Vmm for FakeVm {
             };
             let read = target.ram.read_some(target.pages, &mut place);
             read.map_err(|e| VmmError::new(VmmErrorKind::Other, e, None))?;
+            state.ram_at_load.clone_from(&state.ram);
             state.device_state = target.device_state.to_vec();
             // As QEMU's reset before the load.
             state.standing = state.standing.take().filter(|state| *state != RunState::ShutDown);

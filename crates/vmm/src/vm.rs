@@ -5,7 +5,7 @@ use crate::{
     Unsupported, VmmError, VmmErrorKind,
 };
 use keyframe_machine::{HostBlock, MachineSpec, VmmKind};
-use keyframe_units::RamLayout;
+use keyframe_units::{PageIndex, RamLayout};
 use std::any::Any;
 use std::fmt;
 use std::fs::File;
@@ -328,6 +328,17 @@ pub trait Vmm: Send {
     fn stands_in(&self, device_state: &[u8]) -> bool {
         let _ = device_state;
         false
+    }
+
+    /// Returns the pages of a RAM with the blocks `layout` that [`Vmm::roll_back`] may overwrite before it loads
+    /// the devices, because the VMM resets the machine first: for example those of a kernel that the
+    /// VMM puts into RAM. They are in ascending order. A device may read its queues as it is loaded, so
+    /// [`RollbackTarget::pages`] must hold all of them. The default returns none.
+    ///
+    /// Error: the VMM does not answer, or its answer is not understood.
+    fn reset_pages(&mut self, layout: &RamLayout) -> Result<Vec<PageIndex>, VmmError> {
+        let _ = layout;
+        Ok(Vec::new())
     }
 
     /// Puts the paused VM back to `target`; it stays paused. `scratch` is an empty file that may

@@ -24,9 +24,9 @@
 //! A *fast* rollback takes neither "before" nor "after". If it fails with the disks exchanged, the VM
 //! stays paused for good.
 //!
-//! QEMU loads only pages in which "before" and the target can differ. Most of the comparison is done
-//! while the VM still runs. QEMU resets the machine on the way, which may write to RAM too. The
-//! tracker reports those pages, and all that may differ from the target are compared with it before
+//! QEMU loads only pages in which "before" and the target can differ, and those that a reset of the
+//! machine overwrites, because QEMU resets it on the way. Most of the comparison is done while the VM
+//! still runs. The tracker reports what the load has written, and all that may differ from the target are compared with it before
 //! the VM runs ([`ram`]). Pages that still differ are written into QEMU's memory: a second load while
 //! the VM stands still can crash QEMU. What was written is then compared again.
 //!
@@ -63,6 +63,7 @@ use keyframe_vm_disks::restored::are_same;
 use keyframe_vm_disks::staged::DiskSet;
 use keyframe_vmm::{Ability, RunState, Succession, VmmKind};
 use plan::{Goal, VmBefore};
+use ram::{Becoming, ResetPages};
 use std::sync::mpsc::{Receiver, TryRecvError};
 
 /// The longest time until a checkpoint is sealed.
@@ -80,6 +81,8 @@ struct WayBack {
     differing: Option<Vec<PageIndex>>,
     /// The known state.
     since: KnownState,
+    /// What a reset of the machine overwrites.
+    reset: ResetPages,
 }
 
 /// A state that RAM had.
@@ -332,7 +335,11 @@ impl Engine<'_> {
     }
 
     /// Finds out while the VM runs what a rollback to `target` has to change.
-    fn way_back(&self, target: &LoadedCheckpoint, fast: bool) -> Result<WayBack, RollbackError> {
+    fn way_back(
+        &mut self,
+        target: &LoadedCheckpoint,
+        fast: bool,
+    ) -> Result<WayBack, RollbackError> {
         let equaled = self.equaled.filter(|_| self.copying.cycle.watched().is_some());
         let (known, since) = match equaled {
             Some(id) => (Some(id), KnownState::RolledBack),
@@ -349,7 +356,7 @@ impl Engine<'_> {
         if fast && differing.is_none() {
             return Err(RollbackError::NoneSealed);
         }
-        Ok(WayBack { fast, differing, since })
+        Ok(WayBack { fast, differing, since, reset: self.reset_pages(target)? })
     }
 
     /// Keeps the state of the paused VM, if `way` says so. Returns the checkpoint of it, and the
@@ -400,6 +407,7 @@ impl Engine<'_> {
         &mut self,
         before: Option<CheckpointId>,
         vm: &VmBefore,
+        way: &WayBack,
         pages: &mut Vec<PageIndex>,
     ) -> Result<(), RollbackError> {
         let before = self.load(before.ok_or(RollbackError::NotKept)?)?;
@@ -407,7 +415,8 @@ impl Engine<'_> {
         let goal = Goal { checkpoint: &before, before: Some(before.id), set, is_intact };
         self.tell_plan(&goal, vm)?;
         self.exchange_disks()?;
-        self.become_checkpoint(&before, pages)
+        let former = Becoming { checkpoint: &before, reset: &way.reset, is_target: false };
+        self.become_checkpoint(&former, pages)
     }
 
     /// Puts the paused VM back to `target` by `way`; `vm` is what it was. Returns the checkpoint
@@ -443,11 +452,13 @@ impl Engine<'_> {
         let became = self.exchange_disks().and_then(|()| {
             exchanged = true;
             self.step();
-            self.become_checkpoint(target, &mut pages)?;
+            let becoming = Becoming { checkpoint: target, reset: &way.reset, is_target: true };
+            self.become_checkpoint(&becoming, &mut pages)?;
             self.stand_if_target_stands(target)
         });
         if let Err(why) = became {
-            let put_back = if exchanged { self.put_back(before, vm, &mut pages) } else { Ok(()) };
+            let put_back =
+                if exchanged { self.put_back(before, vm, way, &mut pages) } else { Ok(()) };
             if let Err(again) = put_back {
                 let (why, again) = (Box::new(why), Box::new(again));
                 return Err(FailedRollback::Lost { why, again });

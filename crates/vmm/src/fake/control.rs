@@ -165,6 +165,16 @@ impl FakeControl {
         lock(&self.shared).device_state = device_state;
     }
 
+    /// Has each reset of the machine, such as that of a rollback, write a page.
+    pub fn write_at_reset(&self, page: PageIndex, content: &Page) {
+        lock(&self.shared).reset_writes.insert(page, *content);
+    }
+
+    /// Returns RAM as it was when a rollback last loaded the devices.
+    pub fn ram_at_load(&self) -> Vec<Page> {
+        lock(&self.shared).ram_at_load.clone()
+    }
+
     /// Writes a page of guest RAM, as the guest would, and notes it as dirty.
     pub fn write_page(&self, page: PageIndex, content: &Page) {
         set_page(&mut lock(&self.shared), page, content);

@@ -2,41 +2,91 @@
 //!
 //! ```text
 //!   pages in which a known state and the target differ ─┐
-//!   pages written since that state ─────────────────────┴─▶ compared with the target;
-//!                                                           those that differ are written
+//!   pages written since that state ─────────────────────┤
+//!   pages that a reset of the machine overwrites ───────┴─▶ loaded before the devices; compared with the
+//!                                                           target; those that differ are written
 //! ```
 //!
 //! The known state is the newest sealed checkpoint, or the target of the last rollback. RAM equals
 //! it except in pages that the tracker has reported since. So RAM can differ from the target in
 //! those pages, and in the pages in which the known state and the target differ. The engine finds
 //! the latter while the VM runs. If the tracker fails, it reports every page.
+//!
+//! The VMM resets the machine before it loads the devices, and devices may read RAM as they are
+//! loaded. So the pages that the reset overwrites are loaded with the others. They may be many: all of
+//! a kernel. The engine reads those of the target while the VM still runs ([`ResetPages`]).
 
 use super::{Engine, Error, Instant, RollbackError, step};
-use crate::target_ram::{COMPARISONS, TargetRam, used, write_wrong_pages};
+use crate::memory_limits;
+use crate::target_ram::{COMPARISONS, HeldPages, TargetRam, used, write_wrong_pages};
 use keyframe_store::LoadedCheckpoint;
-use keyframe_units::{PageIndex, PageRange, PageSet, RamLayout, elapsed_ns};
+use keyframe_units::{PAGE_BYTES, PageIndex, PageRange, PageSet, RamLayout, elapsed_ns};
 use keyframe_vmm::RollbackTarget;
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
 
-/// The most pages that QEMU loads from memory: 64 MiB. It loads more from a file on disk.
+/// The most changed pages, and the most pages of a reset, that QEMU loads from memory: 64 MiB each. It
+/// loads more from a file on disk.
 const PAGES_IN_MEMORY_MAX: usize = 16 << 10;
 
+/// The copies of a reset's pages that a rollback makes at most: one of the target, one of the state
+/// before, one in the file that QEMU loads.
+const RESET_COPIES: u64 = 3;
+
+/// The pages that a reset of the machine overwrites.
+pub(super) struct ResetPages {
+    /// In ascending order, and in use.
+    pages: Vec<PageIndex>,
+    /// True if memory holds their content.
+    fit_in_memory: bool,
+    /// Their content in the target, if it fits.
+    of_target: HeldPages,
+}
+
+/// A checkpoint that the paused VM becomes.
+pub(super) struct Becoming<'a> {
+    pub checkpoint: &'a LoadedCheckpoint,
+    /// What a reset of the machine overwrites.
+    pub reset: &'a ResetPages,
+    /// True if the checkpoint is the target of the rollback.
+    pub is_target: bool,
+}
+
 impl Engine<'_> {
-    /// Loads the devices and `pages` of `to`, and writes all further pages that then differ. Adds
-    /// these to `pages`.
+    /// Finds the pages that a reset of the machine overwrites, and reads them from `target`. Errors: the
+    /// VMM does not tell them; the store cannot be read.
+    pub(super) fn reset_pages(
+        &mut self,
+        target: &LoadedCheckpoint,
+    ) -> Result<ResetPages, RollbackError> {
+        let layout = &target.meta.ram;
+        let told = self.vm()?.vm_mut().reset_pages(layout).map_err(Error::from)?;
+        let pages = in_use(layout, &told);
+        let needed_bytes = (pages.len() * PAGE_BYTES) as u64 * RESET_COPIES;
+        let fit_in_memory = pages.len() <= PAGES_IN_MEMORY_MAX
+            && needed_bytes <= memory_limits::remaining(&[]).bytes;
+        let ahead = if fit_in_memory { pages.clone() } else { Vec::new() };
+        let read = HeldPages::read(target, ahead);
+        let of_target = read.map_err(|e| Error::store(self.store.path(), e))?;
+        Ok(ResetPages { pages, fit_in_memory, of_target })
+    }
+
+    /// Loads the devices and `pages` of a checkpoint, and writes all further pages that then differ.
+    /// Adds these to `pages`.
     pub(super) fn become_checkpoint(
         &mut self,
-        to: &LoadedCheckpoint,
+        Becoming { checkpoint: to, reset, is_target }: &Becoming<'_>,
         pages: &mut Vec<PageIndex>,
     ) -> Result<(), RollbackError> {
         let began = Instant::now();
         let layout = &to.meta.ram;
-        let loaded = in_use(layout, pages);
-        let in_memory = loaded.len() <= PAGES_IN_MEMORY_MAX;
-        let held = if in_memory { &loaded[..] } else { &[] };
-        let store_failed = |e| Error::store(self.store.path(), e);
-        let ram = TargetRam::new(to, held).map_err(store_failed)?;
+        let loaded = joined_pages(&in_use(layout, pages), &reset.pages);
+        let in_memory = pages.len() <= PAGES_IN_MEMORY_MAX && reset.fit_in_memory;
+        let none = HeldPages::default();
+        let mut ram = TargetRam::new(to, if *is_target { &reset.of_target } else { &none });
+        if in_memory {
+            ram.hold(&loaded).map_err(|e| Error::store(self.store.path(), e))?;
+        }
         let target = RollbackTarget {
             machine_type: &to.meta.machine.machine_type,
             layout,
@@ -55,7 +105,7 @@ impl Engine<'_> {
         self.keep_still()?;
         self.note_phase(|phases| phases.load_ns += elapsed_ns(began));
         let began = Instant::now();
-        let mut doubtful = self.doubtful_pages(layout, pages);
+        let mut doubtful = self.doubtful_pages(layout, &loaded);
         let mut wrong = 0;
         for _ in 0..COMPARISONS {
             let others = self.write_wrong_pages(&ram, layout, &doubtful)?;
@@ -123,6 +173,14 @@ impl Engine<'_> {
         let mut write = |page, right: &_| strategies.write_page(page, right);
         write_wrong_pages(ram, self.store.path(), &*reader, &mut write, &doubtful)
     }
+}
+
+/// Returns the pages of either list, in ascending order.
+fn joined_pages(pages: &[PageIndex], others: &[PageIndex]) -> Vec<PageIndex> {
+    let mut all = [pages, others].concat();
+    all.sort_unstable();
+    all.dedup();
+    all
 }
 
 /// Returns those of `pages` that lie in the used part of their RAM block.

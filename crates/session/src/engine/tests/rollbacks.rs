@@ -78,6 +78,30 @@ fn a_rollback_puts_the_vm_back_and_keeps_what_was_before() {
     assert_eq!(bench.told.count(|event| matches!(event, Event::RolledBack { .. })), 1);
 }
 
+#[test]
+fn what_a_reset_overwrites_is_right_before_the_devices_are_loaded() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        bench.control.write_at_reset(PageIndex(7), &page(99));
+    });
+    let EngineResponse::RolledBack(answer) = done.answer.recv().unwrap() else { panic!() };
+    assert_eq!(answer.pages, 1, "the page of the reset was not loaded with the state");
+    assert_eq!(bench.control.ram_at_load().as_flattened(), bench.checkpoint("1"));
+    assert_eq!(bench.ram(), bench.checkpoint("1"));
+}
+
+#[test]
+fn what_a_reset_overwrites_is_right_after_the_way_back_from_a_failed_rollback() {
+    let (bench, _) = Bench::new();
+    let done = Rollback::run(&bench, |bench| {
+        bench.control.write_at_reset(PageIndex(5), &page(98));
+        bench.control.write_at_reset(PageIndex(7), &page(99));
+        bench.control.at(Step::RollBack, Incident::LoseAnswer);
+    });
+    done.assert_unharmed("the answer was lost");
+    assert_eq!(bench.control.ram_at_load().as_flattened(), done.former);
+}
+
 /// A run with checkpoint 1, after which the guest writes a page, a fast rollback to it, another page
 /// and checkpoint 2. `prepare` runs just before the rollback.
 fn roll_back_fast(
