@@ -45,19 +45,14 @@ fn backed_by(objects: &[&str]) -> Boot {
 }
 
 #[test]
-fn anonymous_ram_with_one_vcpu() {
-    let mut boot = backed_by(&[]);
-    boot.cpus = 1;
-    exact(&boot, "KF READY", assert_no_errors);
-}
-
-#[test]
-fn anonymous_ram_with_four_vcpus() {
-    let mut boot = backed_by(&[]);
-    boot.append = "kf.work=scribble kf.mib=24 kf.cpus=4".into();
-    boot.cpus = 4;
-    boot.machine = "q35".into();
-    exact(&boot, "KF READY", assert_no_errors);
+fn anonymous_ram() {
+    for (cpus, machine) in variants([(1, "pc"), (4, "q35")], 1) {
+        let mut boot = backed_by(&[]);
+        boot.append = format!("kf.work=scribble kf.mib=24 kf.cpus={cpus}");
+        boot.cpus = cpus;
+        boot.machine = machine.into();
+        exact(&boot, "KF READY", assert_no_errors);
+    }
 }
 
 #[test]

@@ -82,7 +82,7 @@ fn shared_memory_in_huge_pages_is_exact() {
         skip!("{SHARED_ENABLED} forbids huge pages of shared memory");
     }
     let object = "memory-backend-memfd,id=mem,size=128M,share=on";
-    for strategy in ["precopy", "cow"] {
+    for strategy in variants(["precopy", "cow"], 1) {
         exact("pc,memory-backend=mem", &["-object", object], "ShmemPmdMapped:", strategy);
     }
 }
