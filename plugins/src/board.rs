@@ -2,7 +2,7 @@
 //! and a ring of records.
 //!
 //! ```text
-//!   byte     0  magic, ring's records │ 64: cut │ 128: refused               by the reader (refused: by the plugin)
+//!   byte     0  magic, ring's records │ 64: cut │ 128: refused │ 192: exact   by the reader (refused, exact: by the plugin)
 //!         4096  counters, 512 of 8 bytes                                    by translated code
 //!         8192  head │ 128: plugin sleeps │ 192: reader sleeps │ 256: tail  head by the plugin, tail by the reader
 //!        12288  ring: records of 16 bytes, a power of two of them (or none)
@@ -50,6 +50,7 @@ const RING_WORD: usize = 3 * PAGE_WORDS;
 const RING_RECORDS: usize = 1;
 const CUT: usize = 8;
 const REFUSED: usize = 16;
+const EXACT: usize = 24;
 const HEAD: usize = 2 * PAGE_WORDS;
 const PLUGIN_SLEEPS: usize = HEAD + 16;
 const READER_SLEEPS: usize = HEAD + 24;
@@ -168,6 +169,22 @@ impl Board {
     /// Whether the plugin has given up.
     pub fn refused(&self) -> bool {
         self.word(REFUSED).load(Ordering::Acquire) != 0
+    }
+
+    /// Tells the reader that the first quantity is QEMU's own count of instructions.
+    pub fn set_exact(&self) {
+        self.word(EXACT).store(1, Ordering::Release);
+    }
+
+    /// Whether the first quantity is QEMU's own count of instructions.
+    pub fn is_exact(&self) -> bool {
+        self.word(EXACT).load(Ordering::Acquire) != 0
+    }
+
+    /// Reader: sets the first quantity to `first`, the number of instructions before the run's
+    /// first one. QEMU must not have started.
+    pub fn start_count(&self, first: u64) {
+        self.counter(0).store(first, Ordering::Release);
     }
 
     /// The number of records of the ring.

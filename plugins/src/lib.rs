@@ -37,6 +37,7 @@ mod cut;
 pub mod exact_cache;
 mod part;
 mod physical;
+mod qemu_icount;
 mod record_stream;
 mod shared_map;
 mod slots;

@@ -155,8 +155,8 @@ impl Tool for Memtrace {
 
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
         TOOL.store(data, Ordering::Relaxed);
-        for (index, instruction) in block.instructions().enumerate() {
-            self.stream.count(&instruction, index);
+        self.stream.count(block);
+        for instruction in block.instructions() {
             let data = (self.number(instruction.pc()) as usize) << SIZE_BITS;
             let callbacks = [on_access, on_other_access::<true>];
             self.places.on_memory(&instruction, callbacks, std::ptr::without_provenance_mut(data));

@@ -78,8 +78,8 @@ impl Tool for Watch {
     }
 
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
-        for (index, instruction) in block.instructions().enumerate() {
-            self.stream.count(&instruction, index);
+        self.stream.count(block);
+        for instruction in block.instructions() {
             let pc = instruction.pc();
             let site = self.sites.entry(pc).or_insert_with(|| State::leak(Site { pc, tool: data }));
             instruction.on_memory(Accesses::Writes, on_write, site.data());

@@ -27,6 +27,7 @@ pub(super) fn begin(
     arguments: Vec<(&'static str, String)>,
 ) -> Result<Box<dyn ToolRun>> {
     let shared = SharedBoard::create(RING_RECORDS)?;
+    shared.board.start_count(run.first_running().interval.start.0);
     let mut sink = EventCollector {
         board: Arc::clone(&shared.board),
         dir: run.dir.clone(),
@@ -59,7 +60,7 @@ impl EventCollector {
     fn begin(&mut self, running: Option<RunningInterval>) {
         self.running = running;
         if let Some(running) = running {
-            self.icounts.begin(running.interval, self.board.counted(0));
+            self.icounts.begin(running.interval, &self.board);
         }
     }
 

@@ -1,4 +1,7 @@
 //! `icount`: instructions of each interval, by half of the address space.
+//!
+//! It counts how often instructions began: one that an exception interrupts begins again later. So
+//! an interval can have a few more than its length.
 
 use super::{Tool, ToolArguments, ToolDescription, ToolRun, plugin_option};
 use crate::context::{IcountInterval, MergeContext, Part, RunContext, RunIntervals, ToolSummary};

@@ -97,6 +97,7 @@ impl Tool for Memtrace {
 
     fn begin(&self, run: &RunContext) -> Result<Box<dyn ToolRun>> {
         let shared = SharedBoard::create(RING_RECORDS)?;
+        shared.board.start_count(run.first_running().interval.start.0);
         let mut sink = TraceSink {
             board: Arc::clone(&shared.board),
             dir: run.dir.clone(),
@@ -220,9 +221,8 @@ struct TraceSink {
 
 impl TraceSink {
     fn begin(&mut self, running: Option<RunningInterval>) -> Result<()> {
-        self.count = self.board.counted(0);
         let Some(RunningInterval { interval, is_kept }) = running else { return Ok(()) };
-        self.icounts.begin(interval, self.count);
+        self.count = self.icounts.begin(interval, &self.board);
         if is_kept {
             let path = part_file(&self.dir, interval.index, KIND, "parquet");
             self.table = Some(ParquetTable::create(&path, COLUMNS)?);

@@ -5,6 +5,7 @@ use super::{ToolRun, plugin_option};
 use crate::context::{IcountInterval, Part, RunContext, RunIntervals};
 use crate::error::Result;
 use crate::ring_reader::RingReader;
+use keyframe_plugins::board::Board;
 use std::path::PathBuf;
 
 /// A run whose plugin sends records through the ring. A [`RingReader`] takes them.
@@ -54,9 +55,10 @@ impl ToolRun for RingRun {
 
 /// Maps the plugin's instruction count to the recording's.
 ///
-/// The plugin counts the instructions begun since QEMU started. An instruction that a page fault
-/// restarts counts twice there, and once in QEMU's own count. The count therefore starts anew at
-/// each interval, and is limited to the interval's last instruction.
+/// The reader starts the plugin's count at the recording's number of the first instruction. From
+/// then on the plugin takes QEMU's own count, if QEMU tells it: both are the same then. Otherwise an
+/// instruction that an exception interrupts counts twice in the plugin and once in the recording.
+/// The count then starts anew at each interval, and is limited to the interval's last instruction.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct IcountMapper {
     /// The difference between the recording's count and the plugin's, wrapping.
@@ -66,12 +68,16 @@ pub(super) struct IcountMapper {
 }
 
 impl IcountMapper {
-    /// Moves to `interval`. `begun` is the number of instructions that the plugin has counted
-    /// before it.
-    pub fn begin(&mut self, interval: IcountInterval, begun: u64) {
+    /// Moves to `interval`, before which the VM is stopped, and returns the plugin's number of its
+    /// first instruction.
+    pub fn begin(&mut self, interval: IcountInterval, board: &Board) -> u64 {
         let IcountInterval { start, end, .. } = interval;
-        self.base = start.0.wrapping_sub(begun).wrapping_sub(1);
+        // If an exception interrupted the instruction before the stop, the board corrects its count
+        // at the next instruction. So it does not say where the interval begins.
+        let first = if board.is_exact() { start.0 } else { board.counted(0) };
+        self.base = start.0.wrapping_sub(first).wrapping_sub(1);
         self.last = end.0.saturating_sub(1).max(start.0);
+        first
     }
 
     /// Converts an instruction count of the plugin into one of the recording. `count` includes the
@@ -79,5 +85,41 @@ impl IcountMapper {
     #[inline]
     pub fn icount(&self, count: u64) -> u64 {
         self.base.wrapping_add(count).min(self.last)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::context::Icount;
+    use crate::ring_reader::SharedBoard;
+
+    fn interval(index: u32, start: u64, end: u64) -> IcountInterval {
+        IcountInterval { index, start: Icount(start), end: Icount(end) }
+    }
+
+    #[test]
+    fn exact_counts_are_the_recordings() {
+        let board = SharedBoard::create(0).unwrap().board;
+        board.start_count(1000);
+        let mut icounts = IcountMapper::default();
+        assert_eq!(icounts.begin(interval(0, 1000, 2000), &board), 1000);
+        assert_eq!((icounts.icount(1001), icounts.icount(2000)), (1000, 1999));
+        board.set_exact();
+        board.start_count(2001);
+        assert_eq!(icounts.begin(interval(1, 2000, 3000), &board), 2000, "one was interrupted");
+        assert_eq!(icounts.icount(2001), 2000);
+    }
+
+    #[test]
+    fn other_counts_start_anew_at_each_interval() {
+        let board = SharedBoard::create(0).unwrap().board;
+        board.start_count(1000);
+        let mut icounts = IcountMapper::default();
+        icounts.begin(interval(0, 1000, 2000), &board);
+        assert_eq!(icounts.icount(2007), 1999, "not beyond the interval");
+        board.start_count(2007);
+        assert_eq!(icounts.begin(interval(1, 2000, 3000), &board), 2007);
+        assert_eq!(icounts.icount(2008), 2000);
     }
 }

@@ -150,8 +150,8 @@ impl Tool for SyscallsAarch64 {
     }
 
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
-        for (index, instruction) in block.instructions().enumerate() {
-            self.recorder.stream.count(&instruction, index);
+        self.recorder.stream.count(block);
+        for instruction in block.instructions() {
             let (bytes, _) = instruction.bytes();
             let word = bytes.first_chunk().map_or(0, |word| u32::from_le_bytes(*word));
             match step(word, instruction.pc()) {

@@ -172,8 +172,8 @@ impl Tool for SyscallsX86 {
     }
 
     fn translate(&mut self, block: &Block<'_>, data: *mut c_void) {
-        for (index, instruction) in block.instructions().enumerate() {
-            self.recorder.stream.count(&instruction, index);
+        self.recorder.stream.count(block);
+        for instruction in block.instructions() {
             let (bytes, len) = instruction.bytes();
             let kernel = instruction.pc() >> 63 == 1;
             if !kernel && bytes[..len] == [0x0f, 0x05] {
