@@ -301,6 +301,8 @@ struct Delivery {
     icount: u64,
     /// The first instruction of its handler.
     handler: u64,
+    /// The address of its frame.
+    frame: u64,
     /// An address in its frame, whose eight bytes the delivery changes, with these bytes.
     slot: u64,
     bytes: Vec<u8>,
@@ -327,7 +329,7 @@ fn find_delivery(env: &TestEnv, icount: u64, vector: u64) -> Delivery {
             drop(gdb);
             end(vm);
             let (slot, bytes) = (frame + at as u64, written[at..at + 8].to_vec());
-            return Delivery { icount, handler, slot, bytes };
+            return Delivery { icount, handler, frame, slot, bytes };
         }
         while gdb.icount() <= icount {
             assert!(gdb.ask("s").starts_with("T05"));
@@ -393,6 +395,62 @@ fn stops_at_a_delivery(env: &TestEnv, icount: u64, vector: u64) {
     }
     drop(gdb);
     end(vm);
+}
+
+/// The numbers of `keyframe find` are those of `keyframe goto`, also after an instruction that a
+/// page fault interrupted and that therefore began twice.
+#[test]
+fn writes_are_found_at_the_numbers_of_goto() {
+    for qemu in chosen_qemus(1) {
+        let env = TestEnv::without_store();
+        let mut vm = record(
+            &env,
+            &["--checkpoint-every", "2s"],
+            &recordable_guest(&qemu.path, "hash kf.mib=2 kf.pause_ms=5"),
+        );
+        end_after(&env, &mut vm, 6);
+        let report = env.json(&["verify", "R", "--json"]);
+        let fault = find_delivery(&env, number(&report, "instructions") / 3, PAGE_FAULT);
+        goes_to_writes_after(&env, &fault);
+    }
+}
+
+/// Goes to writes after `fault` in its interval: the first one and the last ones.
+fn goes_to_writes_after(env: &TestEnv, fault: &Delivery) {
+    // Handlers push to the address below the frame.
+    let (address, from) = (format!("{:#x}", fault.frame - 8), fault.icount.to_string());
+    let to = (fault.icount + 1).to_string();
+    let args = ["find", "R", "--writes", &address, "--from", &from, "--to", &to, "--json"];
+    let found = env.json(&args);
+    let writes = found["writes"].as_array().map_or(&[][..], Vec::as_slice);
+    let later: Vec<&Value> =
+        writes.iter().filter(|one| number(one, "icount") >= fault.icount).collect();
+    assert!(!later.is_empty(), "no write after {}: {found:#}", fault.icount);
+    let chosen = later.iter().take(1).chain(later.iter().skip(1).rev().take(3));
+    let compared = chosen.filter(|write| goes_to_a_write(env, write)).count();
+    assert!(compared > 0, "{found:#}");
+}
+
+/// `keyframe goto` stands before the instruction of a write that was found. Returns false, without
+/// a comparison, if the VM has two states at that number.
+fn goes_to_a_write(env: &TestEnv, write: &Value) -> bool {
+    let icount = number(write, "icount");
+    let (vm, position) = goto(env, &["--icount", &icount.to_string(), "--gdb", "0"]);
+    let is_compared = position["is_ambiguous"] == false;
+    if is_compared {
+        let hex = |name: &str| {
+            let digits = write[name].as_str().and_then(|text| text.strip_prefix("0x"));
+            u64::from_str_radix(digits.expect("hexadecimal"), 16).expect("hexadecimal")
+        };
+        let mut gdb = Debugger::attach(number(&position, "gdb") as u16);
+        assert_eq!(gdb.register(16), hex("pc"), "{write:#}");
+        assert!(gdb.ask("s").starts_with("T05"));
+        assert_eq!(gdb.icount(), icount + 1);
+        let len = number(write, "bytes") as usize;
+        assert_eq!(gdb.memory(hex("vaddr"), len), hex("value").to_le_bytes()[..len], "{write:#}");
+    }
+    end(vm);
+    is_compared
 }
 
 /// An end while QEMU has yet to answer is not reported as an error of QEMU.
