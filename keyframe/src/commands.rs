@@ -62,6 +62,7 @@ use crate::failure::{
 };
 use keyframe_session::Verdict;
 use keyframe_session::error::RunDirError;
+use keyframe_session::readiness::ReadyNotifier;
 use keyframe_store::{Listing, Store, UnreadableCheckpoint};
 use keyframe_store_keys::KeyArg;
 use keyframe_vmm::{Ability, TapChoice};
@@ -104,6 +105,22 @@ impl TapArg {
             keyframe_qemu::capabilities().require(Ability::ChosenTaps)?;
         }
         Ok(())
+    }
+}
+
+/// Who is told that a VM is ready.
+#[derive(clap::Args, Debug)]
+pub struct ReadyArg {
+    /// Write a line of JSON to this open descriptor when the VM is ready, and close it (see:
+    /// keyframe help scripting). NOTIFY_SOCKET in the environment is told without an option
+    #[arg(long, value_name = "FD", value_parser = clap::value_parser!(u32).range(3..))]
+    ready_fd: Option<u32>,
+}
+
+impl ReadyArg {
+    /// Takes the descriptor. To be called before the command opens anything.
+    pub fn take(&self) -> Result<ReadyNotifier, Failure> {
+        Ok(ReadyNotifier::take(self.ready_fd)?)
     }
 }
 

@@ -44,6 +44,7 @@ pub mod frozen_copy;
 mod gadgets;
 pub mod guest_instructions;
 pub mod host_features;
+pub mod inherited_descriptor;
 mod interrupt;
 pub mod isolated_tap;
 pub mod malloc;

@@ -13,6 +13,7 @@ mod inputs;
 mod lost_log;
 mod lost_place;
 mod outcome;
+mod ready;
 mod report;
 mod requests;
 mod rollback;
@@ -42,7 +43,7 @@ use super::store_sink::{CheckpointLabel, CheckpointReason, MachineDescriptions, 
 use crate::control::server::{self, Pending, SharedStatus};
 use crate::control::{
     CaptureState, EncoderState, EngineRequest, EngineResponse, EngineStatus, FailingCause, OnExit,
-    RollbackPhases, Strategy, VmState,
+    RollbackPhases, Strategy,
 };
 use crate::error::{CheckpointError, CheckpointFailure, Error, NotCaptured, Result, with_fix};
 use crate::run_dir::RunDir;
@@ -161,6 +162,8 @@ pub struct Engine<'a> {
     sealed: u64,
     failed: u64,
     audited_wrong: u64,
+    /// When the session told that it is ready.
+    ready_since: Option<Instant>,
     /// The reason why no checkpoint is sealed at present.
     failing: Option<FailingCause>,
     /// True if no more checkpoints can be taken.
@@ -244,6 +247,7 @@ impl<'a> Engine<'a> {
             sealed: 0,
             failed: 0,
             audited_wrong: 0,
+            ready_since: None,
             failing: None,
             given_up: false,
             is_blind: false,
@@ -305,6 +309,7 @@ impl<'a> Engine<'a> {
                 return Ok(End::Vm(exit));
             }
             self.check_lost_members();
+            self.tell_ready();
             if self.options.count.is_some_and(|count| self.sealed >= count)
                 || self.interrupted.load(Ordering::Relaxed)
                 || self.has_nothing_to_do()
@@ -389,12 +394,7 @@ impl<'a> Engine<'a> {
         self.look_at_disks();
         self.look_for_space();
         self.look_at_log();
-        let state = match (self.is_blind, self.machines.run()) {
-            (true, _) => VmState::Unknown,
-            (_, true) => VmState::Running,
-            (_, false) => VmState::of_standing(self.machines.standing()),
-        };
-        self.update(|status| status.state = state);
+        self.update_state();
     }
 
     /// Ends the checkpoints of a group that has lost a member.

@@ -188,6 +188,14 @@ pub enum Error {
     /// The user asked for an end.
     #[error("interrupted")]
     Interrupted,
+    /// The descriptor that was to be told that the session is ready is not open.
+    #[error("take descriptor {number}, which is to be told that the VM is ready")]
+    ReadyDescriptor {
+        /// The descriptor's number.
+        number: u32,
+        /// The system's error.
+        source: io::Error,
+    },
     /// The VM could not be controlled.
     #[error("{operation}")]
     Machine {
@@ -258,6 +266,9 @@ impl Error {
             Self::NotCounted(obstacle) => obstacle.fix(),
             Self::OtherStream { .. } => {
                 "give the command line of the QEMU that wrote the stream, and that QEMU binary"
+            }
+            Self::ReadyDescriptor { .. } => {
+                "open the descriptor for the command, as a shell does with: --ready-fd 3 3>FILE"
             }
             Self::Interrupted => "call it again: it continues with the missing checkpoints",
             Self::WatchdogDescriptors

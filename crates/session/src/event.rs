@@ -1,6 +1,7 @@
 //! The events of a running session. They have typed fields; the program that runs the session turns
 //! them into text for its user.
 
+use crate::control::EngineStatus;
 use crate::error::CheckpointFailure;
 use crate::memory_guard::MemoryShortage;
 use keyframe_capture::BoxError;
@@ -29,6 +30,10 @@ pub type SharedEventSink = keyframe_units::SharedEventSink<Event>;
 pub enum Event {
     /// Checkpoints begin.
     Started(SessionStart),
+    /// The session is ready: its VMs run, or their user keeps them paused; the control socket
+    /// answers; and the first checkpoint is sealed, unless none is due before a user asks for one.
+    /// The event occurs once, with the status of the engine.
+    Ready(Box<EngineStatus>),
     /// How far the store may grow.
     StoreGrows {
         /// The store.
@@ -398,6 +403,8 @@ pub enum Step {
     SaveSseFlags,
     /// Count the guest's instructions.
     CountInstructions,
+    /// Tell the program that started the session that it is ready.
+    TellReady,
     /// Have the kernel end this process first if memory runs out.
     VolunteerAsVictim,
     /// Have the kernel treat this process as any other again if memory runs out.

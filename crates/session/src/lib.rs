@@ -42,6 +42,7 @@ pub mod memory_guard;
 pub mod memory_limits;
 pub mod migration_import;
 pub mod ram_capture;
+pub mod readiness;
 pub mod recompressor;
 pub mod recording;
 mod rehearsal;

@@ -1,9 +1,9 @@
 //! `keyframe attach`: continuous checkpoints of a VM that runs already.
 
-use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use super::exit_code;
 use super::vmms;
+use super::{ReadyArg, StoreArg};
 use crate::failure::{Failure, Outcome};
 use keyframe_machine::VmmKind;
 use keyframe_qemu::{AttachOptions, Monitor};
@@ -56,6 +56,8 @@ pub struct Attach {
     lan_control: Option<PathBuf>,
     #[command(flatten)]
     checkpoints: Checkpoints,
+    #[command(flatten)]
+    ready: ReadyArg,
     /// The process id of QEMU or Firecracker. Several VMs are a group: each checkpoint is of all of
     /// them, at one instant
     #[arg(value_name = "PID", required = true)]
@@ -70,6 +72,7 @@ impl Attach {
 
     /// Takes checkpoints until asked to end.
     pub fn run(self) -> Outcome {
+        let ready = self.ready.take()?;
         let store = self.store.open()?;
         if let Some(socket) = &self.api {
             let [pid] = self.pids[..] else {
@@ -79,7 +82,8 @@ impl Attach {
             if self.lan_control.is_some() {
                 vmms::require(VmmKind::Firecracker, Ability::Groups)?;
             }
-            let options = self.checkpoints.options(OnExit::Keep);
+            let mut options = self.checkpoints.options(OnExit::Keep);
+            options.events = ready.telling(options.events);
             let report = vmms::attach_firecracker(&store, pid, socket, options)?;
             return Ok(exit_code(report.verdict()));
         }
@@ -99,6 +103,7 @@ impl Attach {
         let options = monitors.into_iter().map(|monitor| AttachOptions { monitor });
         let vms: Vec<_> = self.pids.into_iter().zip(options).collect();
         let mut session = self.checkpoints.options(OnExit::Keep);
+        session.events = ready.telling(session.events);
         if let Some(control) = self.lan_control {
             session.lans = LanChoice::Control(control);
         }

@@ -1,6 +1,6 @@
 //! `keyframe record`: a VM's run, kept so that each of its instructions can be run again.
 
-use super::{exit_code, vmms};
+use super::{ReadyArg, exit_code, vmms};
 use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
@@ -63,6 +63,8 @@ pub struct Record {
     store: Option<PathBuf>,
     #[command(flatten)]
     key: KeyArg,
+    #[command(flatten)]
+    ready: ReadyArg,
     /// The VM's name [default: QEMU's -name, or `vm`]
     #[arg(long)]
     name: Option<String>,
@@ -80,6 +82,7 @@ pub struct Record {
 impl Record {
     /// Records the VM to its end.
     pub fn run(mut self) -> Outcome {
+        let ready = self.ready.take()?;
         vmms::require_of(&self.command, Ability::Record)?;
         let meta = self.meta()?;
         let command = std::mem::take(&mut self.command);
@@ -95,7 +98,8 @@ impl Record {
         let store = first.as_ref().unwrap_or(&kept);
         let times = LogTimeRecorder::start(recording.log_path(), &recording.times_path());
         let times = times.map_err(|e| Failure::recording(&e))?;
-        let options = self.options(&recording, times.is_full());
+        let mut options = self.options(&recording, times.is_full());
+        options.events = ready.telling(options.events);
         let follower = self.follow.then(|| {
             FollowerProcess::start(recording.path(), self.follow_every(), &recording.store_path())
         });

@@ -1,9 +1,9 @@
 //! `keyframe run`: a VM under continuous checkpoints.
 
-use super::StoreArg;
 use super::checkpoints::Checkpoints;
 use super::exit_code;
 use super::vmms;
+use super::{ReadyArg, StoreArg};
 use crate::failure::paths;
 use crate::failure::{FAILED, Failure, Outcome};
 use keyframe_machine::VmmKind;
@@ -43,6 +43,8 @@ pub struct Run {
     /// What to do with a VM that still runs when this command ends
     #[arg(long, value_enum, default_value = "kill")]
     on_exit: OnExit,
+    #[command(flatten)]
+    ready: ReadyArg,
     /// Several VMs, their command lines separated by --: each checkpoint is of all of them, at one
     /// instant
     #[arg(long)]
@@ -60,6 +62,7 @@ pub struct Run {
 impl Run {
     /// Runs the VM to its end.
     pub fn run(self) -> Outcome {
+        let ready = self.ready.take()?;
         let store = self.store.open()?;
         let commands =
             if self.group { group(&self.command)? } else { CommandLines::One(self.command) };
@@ -69,6 +72,7 @@ impl Run {
         }
         let quiet = self.checkpoints.is_quiet();
         let mut options = self.checkpoints.options(self.on_exit);
+        options.events = ready.telling(options.events);
         if !self.lan.is_empty() {
             let paths =
                 self.lan.iter().map(|path| paths::absolute(path)).collect::<Result<_, _>>()?;

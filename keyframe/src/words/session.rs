@@ -415,6 +415,7 @@ fn step_name(step: Step) -> &'static str {
         Step::DropBitmap => "drop the bitmap of a sealed checkpoint",
         Step::CloseExports => "remove the exports by which a disk was read",
         Step::CountInstructions => "count the guest's instructions",
+        Step::TellReady => "tell the program that waits for it that the VM is ready",
         Step::VolunteerAsVictim => "have the kernel end keyframe first if memory runs out",
         Step::WithdrawAsVictim => {
             "have the kernel treat keyframe as any process if memory runs out"

@@ -14,8 +14,8 @@
 //! (`io-error`) and keeps the write. The engine resumes the VM when there is space again. If a disk
 //! that the user left out has no space, the user is to resume the VM, and the engine says so once.
 
-use super::{Arc, Engine, Event, Instant, VmState};
-use crate::control::FailingCause;
+use super::{Arc, Engine, Event, Instant};
+use crate::control::{FailingCause, VmState};
 use crate::error::DiskError;
 use crate::event::{Step, tell_failed};
 use std::time::Duration;

@@ -7,6 +7,7 @@
 mod captures;
 mod encoder;
 mod outages;
+mod readiness;
 mod requests;
 mod rollbacks;
 mod signals;

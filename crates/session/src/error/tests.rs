@@ -70,6 +70,7 @@ fn session() -> Vec<String> {
         Error::MembersContradict(CheckpointId(7)),
         Error::InFlightPackets { checkpoint: CheckpointId(7), source: keyframe_net::Error::Busy },
         Error::AnswerOnCore(boxed("no such core")),
+        Error::ReadyDescriptor { number: 3, source: denied() },
         Error::Interrupted,
         Error::Machine { operation: "ask for requests", source: boxed("no answer") },
     ];
