@@ -42,6 +42,7 @@ mod running_vm;
 pub mod segment;
 pub mod serve;
 pub mod show;
+mod shown_vm;
 pub mod standby;
 pub mod stats;
 pub mod status;
@@ -151,6 +152,15 @@ impl StoreArg {
 fn warn_unlisted(error: &RunDirError) {
     let error = chain(error);
     eprintln!("keyframe: warning: the VM is not among those of keyframe status: {error}");
+}
+
+/// Says that a program that waits for a VM could not be told that it is ready.
+fn warn_untold(told: std::io::Result<()>) {
+    if let Err(error) = told {
+        eprintln!(
+            "keyframe: warning: tell the program that waits for it that the VM is ready: {error}"
+        );
+    }
 }
 
 /// Names the checkpoints that a listing had to leave out, and says so in the exit code.

@@ -258,7 +258,8 @@ fn identity_is_fresh_unless_it_is_to_be_exact_and_names_are_had_once() {
     let fresh = ids(&clones);
     assert!(fresh[0] != fresh[1] && !fresh.contains(&guid.to_owned()), "{fresh:?}");
     let store = env.store();
-    env.refused(&["branch", "--store", &store, "seed"], 1, &["guest-1", "--name"]);
+    let taken = ["branch", "--store", &store, "seed", "--name", "guest"];
+    env.refused(&taken, 1, &["guest-1", "--name"]);
     let (mut exact, clones) = branch(&env, &["-n", "2", "--exact", "--name", "exact"]);
     assert_eq!(ids(&clones), [guid, guid]);
     for process in [&mut exact, &mut process] {

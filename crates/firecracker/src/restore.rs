@@ -496,14 +496,14 @@ impl Restorer for FirecrackerRestorer {
     }
 
     fn start_clones(&self, request: CloneRequest<'_>) -> Result<Vec<RestoredVm>, VmmError> {
-        let CloneRequest { source, options, drives, directories, ram, device_state, interrupted } =
-            request;
+        let CloneRequest { source, options, drives, numbers, directories, .. } = request;
+        let CloneRequest { ram, device_state, interrupted, .. } = request;
         let first = drives.first().cloned().unwrap_or_default();
         let options = PlanOptions { paused: true, log: None, drives: first, ..options };
         let plan = Plan::new(source, options)?;
         let count = directories.len();
-        let of_clone = |number| plan.taps.of_clone(number, count);
-        let taps = (1..=count).map(of_clone).collect::<Result<Vec<_>>>()?;
+        let of_clone = |number: &u32| plan.taps.of_clone(*number, count);
+        let taps = numbers.iter().map(of_clone).collect::<Result<Vec<_>>>()?;
         taps.iter().try_for_each(Taps::require_present)?;
         let shared = SharedRam::fill(&plan.ram, ram)?;
         let mut clones: Vec<RestoredVm> = Vec::with_capacity(directories.len());

@@ -70,8 +70,8 @@ impl Taps {
         Ok(())
     }
 
-    /// Returns the taps of the clone `number` of `count`. Error: several clones would have one tap.
-    pub fn of_clone(&self, number: usize, count: usize) -> Result<Self> {
+    /// Returns the taps of the clone with the number `number`, one of `count`. Error: several clones would have one tap.
+    pub fn of_clone(&self, number: u32, count: usize) -> Result<Self> {
         let shared = self.cards.iter().find(|card| count > 1 && !card.tap.contains(NUMBER));
         if let Some(TapChoice { card, tap }) = shared {
             return Err(Error::Restore {

@@ -88,6 +88,28 @@ pub fn clone_line(
     Ok(CloneLine { words: out, notes: maker.notes, consoles: maker.consoles })
 }
 
+/// Returns the purpose of the character device that QEMU names `label`, in a VM with the command line
+/// `words` (the binary first): a name as in [`CloneConsole::name`], but not unique. `None` if no device
+/// of the guest uses it. Error: the words are no QEMU command line.
+pub fn console_purpose(words: &[String], label: &str) -> Result<Option<String>> {
+    let line = options::parse(words.get(1..).unwrap_or_default())?;
+    // QEMU's names for devices without a -chardev.
+    let of_port = ["serial", "parallel", "debugcon"].into_iter().find(|port| {
+        let number = label.strip_prefix(port);
+        number.is_some_and(|number| number.bytes().all(|byte| byte.is_ascii_digit()))
+    });
+    if let Some(port) = of_port {
+        return Ok(Some(port.into()));
+    }
+    let uses = |argument: &Argument| {
+        let keys = options::keys(argument.value(), "driver");
+        argument.name() == "device" && value_of(&keys, "chardev") == Some(label)
+            || argument.value() == format!("chardev:{label}")
+    };
+    let is_monitor = monitors(&line).iter().any(|monitor| monitor == label);
+    Ok((!is_monitor && line.iter().any(uses)).then(|| purpose(&line, label)))
+}
+
 /// The networks that a clone replaces by one with the same offloads, or keeps.
 const HARMLESS_NETWORKS: &[&str] =
     &["user", "tap", "hubport", "socket", "stream", "dgram", "vde", "l2tpv3", "none"];
@@ -442,6 +464,22 @@ mod tests {
         let line =
             "q -m 1G -runas nobody -chroot /var/empty -run-with user=a,chroot=/b -device edu";
         assert_eq!(without_other_user(&words(line)).unwrap().join(" "), "q -m 1G -device edu");
+    }
+
+    #[test]
+    fn character_devices_are_named_by_what_uses_them() {
+        let line = words(
+            "q -serial stdio -chardev socket,id=a,path=/a -chardev socket,id=m,path=/m -mon chardev=m \
+             -device virtserialport,chardev=a,name=org.qemu.guest_agent.0 -chardev null,id=n \
+             -chardev pty,id=s -serial chardev:s",
+        );
+        let purpose = |label| console_purpose(&line, label).unwrap();
+        assert_eq!(purpose("serial0").as_deref(), Some("serial"));
+        assert_eq!(purpose("s").as_deref(), Some("serial"));
+        assert_eq!(purpose("a").as_deref(), Some("agent"));
+        for label in ["m", "n", "compat_monitor0", "keyframe-qmp"] {
+            assert_eq!(purpose(label), None, "{label}");
+        }
     }
 
     const CONSOLE: &str =

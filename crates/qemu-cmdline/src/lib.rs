@@ -49,7 +49,8 @@ pub use accelerator::{
     with_accelerator, without_accelerator,
 };
 pub use clone_conflicts::{
-    CloneConsole, CloneLine, CloneOptions, clone_line, rehearsal_obstacle, without_other_user,
+    CloneConsole, CloneLine, CloneOptions, clone_line, console_purpose, rehearsal_obstacle,
+    without_other_user,
 };
 pub use command_line::{CommandLine, RunWords, vm_name, word_text};
 pub use config_file::config_options;

@@ -31,6 +31,7 @@ mod binary;
 mod binary_cache;
 mod blocknodes;
 mod changed_line;
+mod console_sockets;
 mod deletions;
 mod device_table;
 mod error;

@@ -12,7 +12,8 @@
 //!       rollback.txt  how the watchdog ended the rollback of an engine that died
 //!       runs          of a standby that has taken over: the VM's name, by which it is found, too
 //!     .clones/NAME/   a clone: engine.pid (its `keyframe branch`), qmp.sock, console.sock, console.log, about.json
-//!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), about.json; from the dashboard: console.log
+//!     .restored/NAME/ a VM that was restored: engine.pid (its `keyframe restore`), qmp.sock (of QEMU), about.json; from the
+//!                     dashboard: console.log
 //!     .goto/NAME/     a recorded VM at an instruction: engine.pid (its `keyframe goto`), about.json
 //! ```
 //!
@@ -45,6 +46,8 @@ const GOTO: &str = ".goto";
 pub const ABOUT: &str = "about.json";
 /// The most restored or replayed VMs of one name; a number distinguishes them.
 const NAMESAKES_MAX: u32 = 99;
+/// The highest number that a clone without a name of its own gets.
+const CLONE_NUMBER_MAX: u32 = 9999;
 const ABOUT_BYTES_MAX: u64 = 64 << 10;
 /// The link to an API.
 const API: &str = "api.sock";
@@ -159,7 +162,37 @@ impl RunDir {
         Self::claim_beside(CLONES, name)
     }
 
-    /// Claims the directory of a restored VM. If the name is taken, it becomes `NAME-2`, `NAME-3`,
+    /// Claims the directory of a clone of VM `vm`, with the first free name of `VM-NUMBER` after
+    /// `after`: a name that neither a clone nor another VM has. Returns the number, too. Error: none
+    /// of the names is free, or the directory cannot be made.
+    pub fn claim_next_clone(vm: &str, after: u32) -> Result<(u32, Self), RunDirError> {
+        // It makes the directory.
+        peripherals(CLONES)?;
+        Self::claim_next_in(&place::base()?, vm, after)
+    }
+
+    fn claim_next_in(base: &Path, vm: &str, after: u32) -> Result<(u32, Self), RunDirError> {
+        let mut taken = RunDirError::NameRuns(vm.into());
+        for number in after.saturating_add(1)..=CLONE_NUMBER_MAX {
+            let name = numbered_name(vm, number);
+            if is_taken(base, &name) {
+                continue;
+            }
+            match Self::claim_in(&base.join(CLONES), &name) {
+                Err(error @ (RunDirError::NameRuns(_) | RunDirError::NameLeft(_))) => taken = error,
+                claimed => return claimed.map(|directory| (number, directory)),
+            }
+        }
+        Err(taken)
+    }
+
+    /// Claims the directory of a restored VM by the name that its user has chosen. Error: the name
+    /// is no valid one or is taken, or the directory cannot be made.
+    pub fn claim_restored_as(name: &str) -> Result<Self, RunDirError> {
+        Self::claim_beside(RESTORED, name)
+    }
+
+    /// Claims the directory of a restored VM. If a VM has the name, it becomes `NAME-2`, `NAME-3`,
     /// ... Error: the directory cannot be made.
     pub fn claim_restored(name: &str) -> Result<Self, RunDirError> {
         Self::claim_numbered(RESTORED, name)
@@ -172,10 +205,15 @@ impl RunDir {
     }
 
     fn claim_numbered(folder: &str, name: &str) -> Result<Self, RunDirError> {
-        let name = name_from(name);
+        let (base, name) = (place::base()?, name_from(name));
+        let claim = |name: &str| {
+            if is_taken(&base, name) {
+                return Err(RunDirError::NameRuns(name.into()));
+            }
+            Self::claim_beside(folder, name)
+        };
         let numbered = (2..=NAMESAKES_MAX).map(|number| numbered_name(&name, number));
-        let first = Self::claim_beside(folder, &name);
-        numbered.fold(first, |claimed, name| claimed.or_else(|_| Self::claim_beside(folder, &name)))
+        numbered.fold(claim(&name), |claimed, name| claimed.or_else(|_| claim(&name)))
     }
 
     fn claim_beside(folder: &str, name: &str) -> Result<Self, RunDirError> {
@@ -247,6 +285,11 @@ impl RunDir {
         writeln!(pid, "{}", std::process::id()).map_err(|e| fail("write engine.pid in", e))?;
         place::write_name(&path, name)?;
         Ok(Self { path, _pid: pid, keep: false })
+    }
+
+    /// Returns the name of the VM that has the directory.
+    pub fn name(&self) -> String {
+        name_of(&self.path)
     }
 
     /// Returns the path of the directory.
@@ -379,6 +422,13 @@ pub fn end_vmm(socket: &Path, vm: &str, vmm_pid: u32) -> Result<(), RunDirError>
     pidfd_send_signal(&process, Signal::TERM).map_err(fail)
 }
 
+/// True if a VM has `name`, with an engine or without one.
+fn is_taken(base: &Path, name: &str) -> bool {
+    let entry = place::entry(name);
+    let folders = [base.to_owned(), base.join(CLONES), base.join(RESTORED), base.join(GOTO)];
+    folders.iter().any(|folder| lives(&folder.join(&entry)))
+}
+
 fn about(dir: &Path) -> Option<About> {
     let mut text = String::new();
     File::open(dir.join(ABOUT)).ok()?.take(ABOUT_BYTES_MAX).read_to_string(&mut text).ok()?;
@@ -466,4 +516,33 @@ fn make_private(path: &Path) -> Result<(), RunDirError> {
 
 fn io(operation: &'static str, path: &Path, source: std::io::Error) -> RunDirError {
     RunDirError::Io { operation, path: path.to_owned(), source }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clones_get_the_next_names_that_no_vm_has() {
+        let folder = tempfile::tempdir().unwrap();
+        let base = folder.path();
+        for folder in [CLONES, RESTORED] {
+            std::fs::create_dir(base.join(folder)).unwrap();
+        }
+        let next = |after| {
+            let (number, claimed) = RunDir::claim_next_in(base, "web", after).unwrap();
+            assert_eq!(claimed.name(), format!("web-{number}"));
+            (number, claimed)
+        };
+        let (first, held) = next(0);
+        let (second, _held) = next(first);
+        assert_eq!((first, second), (1, 2));
+        let _engine = RunDir::claim_in(base, "web-3").unwrap();
+        let _restored = RunDir::claim_in(&base.join(RESTORED), "web-4").unwrap();
+        assert_eq!(next(0).0, 5);
+        drop(held);
+        assert_eq!(next(0).0, 1);
+        let none = RunDir::claim_next_in(base, "web", CLONE_NUMBER_MAX).map(drop);
+        assert!(matches!(none, Err(RunDirError::NameRuns(_))));
+    }
 }

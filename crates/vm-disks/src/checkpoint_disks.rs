@@ -46,6 +46,11 @@ impl CheckpointDisks {
         directory.filter(|directory| directory.is_elsewhere()).map(OverlayDirectory::path)
     }
 
+    /// Returns the directory of what the VM writes to its disks.
+    pub fn directory(&self) -> Option<&Path> {
+        self.served.as_ref().map(|served| served.directory.path())
+    }
+
     /// Returns the server of the disks, for the command line of the VM whose disks have names with
     /// the prefix `prefix`. Error: a command line of the checkpoint cannot be parsed.
     pub fn server(&self, meta: &Meta, prefix: &str) -> Result<DiskServer> {

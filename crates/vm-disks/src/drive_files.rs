@@ -77,6 +77,11 @@ impl DriveFiles {
         &self.files
     }
 
+    /// Returns the directory of the files.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
     /// Returns the directory of the files if it outlives the VM, because checkpoints were taken of
     /// the VM.
     pub fn with_checkpoints(&self) -> Option<&Path> {

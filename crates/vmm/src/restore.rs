@@ -122,6 +122,8 @@ pub struct CloneRequest<'a> {
     pub options: PlanOptions,
     /// The drives of each clone, as in [`PlanOptions::drives`].
     pub drives: &'a [Vec<DriveFile>],
+    /// The number of each clone, which stands for `%d` in the names of taps.
+    pub numbers: &'a [u32],
     /// An empty directory of each clone's own, for its sockets and its output.
     pub directories: &'a [PathBuf],
     /// The RAM of the checkpoint.

@@ -13,7 +13,8 @@
 mod by_restorer;
 
 use super::restore::{Accel, refuse_recorded, tell_elsewhere};
-use super::{MovedArg, StoreArg, TapArg, vmms};
+use super::shown_vm::{self, ShownVm};
+use super::{MovedArg, ReadyArg, StoreArg, TapArg, vmms, warn_untold};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
 use crate::rights;
@@ -23,11 +24,11 @@ use keyframe_machine::VmmKind;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, SharedRam};
 use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
-use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess, numbered_name};
+use keyframe_session::readiness::ReadyNotifier;
+use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess};
 use keyframe_store::{CheckpointId, LoadedCheckpoint, Store};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
 use keyframe_vm_disks::{moved_images, restored};
-use serde::Serialize;
 use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -74,7 +75,8 @@ pub struct Branch {
     /// How many clones
     #[arg(long, short = 'n', value_name = "N", default_value = "1", value_parser = clap::value_parser!(u32).range(1..=1000))]
     count: u32,
-    /// The clones are named PREFIX-1, PREFIX-2, ... [default: the VM's name]
+    /// The clones are named PREFIX-1, PREFIX-2, ... [default: the VM's name, with numbers that are
+    /// free]
     #[arg(long, value_name = "PREFIX")]
     name: Option<String>,
     /// Change nothing of the VM's identity: the same generation id in all clones
@@ -106,6 +108,8 @@ pub struct Branch {
     moved: MovedArg,
     #[command(flatten)]
     taps: TapArg,
+    #[command(flatten)]
+    ready: ReadyArg,
     /// Put what the clones write to their disks into this directory instead of the store [default
     /// for a store that cannot be written: the runtime directory; for Firecracker, which gets copies
     /// of its drives: a directory beside the first one]
@@ -119,24 +123,13 @@ pub struct Branch {
     extra: Vec<OsString>,
 }
 
-/// A clone, as `--json` shows it.
-#[derive(Serialize)]
-struct Shown {
-    name: String,
-    number: u32,
-    qemu_pid: u32,
-    /// Its QMP socket.
-    monitor: String,
-    /// Where its sockets and consoles are.
-    directory: String,
-    state: &'static str,
-}
-
 /// A clone that is about to be, and its place.
 struct Place {
     number: u32,
     name: String,
     directory: RunDir,
+    /// Known once its command line is.
+    consoles: Vec<CloneConsole>,
     /// A process for each clone: it ends with it, or outlives this command with it.
     disks: Option<CheckpointDisks>,
 }
@@ -164,6 +157,7 @@ struct Alive {
 impl Branch {
     /// Starts the clones and waits for their ends.
     pub fn run(&self) -> Outcome {
+        let ready = self.ready.take()?;
         let began = Instant::now();
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
@@ -171,7 +165,7 @@ impl Branch {
         refuse_recorded(&loaded.meta, id)?;
         moved_images::apply(&self.moved.image, &mut loaded.meta)?;
         if let Some(restorer) = vmms::restorer(loaded.meta.machine.vmm) {
-            return by_restorer::branch(self, &store, &loaded, &*restorer, began);
+            return by_restorer::branch(self, &store, &loaded, &*restorer, (began, ready));
         }
         self.taps.refuse_for_qemu()?;
         super::changed_files::check(&loaded.meta, self.changed_as_now)?;
@@ -182,10 +176,10 @@ impl Branch {
             .fix("restore it: all members come to life together"));
         }
         let interrupted = keyframe_session::interrupt::interruption()?;
-        let places = self.places(&store, &loaded)?;
+        let mut places = self.places(&store, &loaded)?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         let (mut plans, mut notes) = (Vec::with_capacity(places.len()), BTreeSet::new());
-        for place in &places {
+        for place in &mut places {
             plans.push(self.plan(place, &loaded, &lineage, &mut notes)?);
         }
         for note in notes {
@@ -196,31 +190,40 @@ impl Branch {
             let process = VmmProcess { vmm: VmmKind::Qemu, pid: clone.vm.pid() };
             clone.place.directory.tell(Origin::new(RunKind::Clone, &store, id), process)?;
         }
-        self.tell(&clones, began, id)?;
+        self.tell(&clones, began, id, ready)?;
         let ended = self.wait(&mut clones, &interrupted);
         self.end(clones, ended)
     }
 
     fn places(&self, store: &Store, loaded: &LoadedCheckpoint) -> Result<Vec<Place>, Failure> {
         restored::require_all(loaded.id, &loaded.meta)?;
-        let place = |number| {
-            let name = match &self.name {
-                Some(prefix) => format!("{prefix}-{number}"),
-                None => numbered_name(&loaded.meta.vm, number),
-            };
-            let directory = RunDir::claim_clone(&name)?;
+        let place = |(number, directory): (u32, RunDir)| {
+            let name = directory.name();
             let socket = directory.path().join("disks.sock");
             let (what, work_dir) = ((loaded.id, &loaded.meta), self.work_dir.as_deref());
             let disks = CheckpointDisks::serve(store, what, &name, work_dir, socket)?;
             disks.iter().for_each(tell_elsewhere);
-            Ok(Place { number, name, directory, disks })
+            Ok(Place { number, name, directory, consoles: Vec::new(), disks })
         };
-        (1..=self.count).map(place).collect()
+        self.claim(&loaded.meta.vm)?.into_iter().map(place).collect()
+    }
+
+    /// The number and the directory of each clone of VM `vm`.
+    fn claim(&self, vm: &str) -> Result<Vec<(u32, RunDir)>, Failure> {
+        let mut claimed: Vec<(u32, RunDir)> = Vec::new();
+        for number in 1..=self.count {
+            let after = claimed.last().map_or(0, |(number, _)| *number);
+            claimed.push(match &self.name {
+                Some(prefix) => (number, RunDir::claim_clone(&format!("{prefix}-{number}"))?),
+                None => RunDir::claim_next_clone(vm, after)?,
+            });
+        }
+        Ok(claimed)
     }
 
     fn plan(
         &self,
-        place: &Place,
+        place: &mut Place,
         loaded: &LoadedCheckpoint,
         lineage: &Lineage,
         notes: &mut BTreeSet<String>,
@@ -243,6 +246,7 @@ impl Branch {
         for console in &own.consoles {
             place.name_console(console)?;
         }
+        place.consoles = own.consoles;
         let options = RestoreOptions {
             qemu: self.qemu.clone(),
             accepts_later: true,
@@ -310,30 +314,48 @@ impl Branch {
         Ok(clones)
     }
 
-    fn tell(&self, clones: &[Alive], began: Instant, id: CheckpointId) -> Result<(), Failure> {
-        let state = if self.paused { "paused" } else { "running" };
-        let shown = |clone: &Alive| Shown {
-            name: clone.place.name.clone(),
-            number: clone.place.number,
-            qemu_pid: clone.vm.pid(),
-            monitor: clone.place.directory.path().join("qmp.sock").display().to_string(),
-            directory: clone.place.directory.path().display().to_string(),
-            state,
+    fn tell(
+        &self,
+        clones: &[Alive],
+        began: Instant,
+        id: CheckpointId,
+        ready: ReadyNotifier,
+    ) -> Result<(), Failure> {
+        let shown = |Alive { place, vm, .. }: &Alive| {
+            let directory = place.directory.path();
+            let disks = place.disks.as_ref().and_then(CheckpointDisks::directory);
+            ShownVm {
+                number: Some(place.number),
+                monitor: Some(shown_vm::text(&directory.join("qmp.sock"))),
+                consoles: shown_vm::of_clone(&place.consoles),
+                disks: disks.map(shown_vm::text),
+                ..ShownVm::new(place.name.clone(), Some(&place.directory), id.0, vm.pid())
+            }
         };
-        if self.json {
-            output::json(&clones.iter().map(shown).collect::<Vec<_>>())?;
-        }
+        self.show(clones.iter().map(shown).collect(), ready)?;
         if !self.quiet {
             let after_ns = keyframe_units::elapsed_ns(began);
             let (count, after) = (clones.len(), output::duration(after_ns));
+            let state = if self.paused { "paused" } else { "running" };
             eprintln!("keyframe: {count} clones of checkpoint {id} are {state} after {after}");
-            for clone in clones {
-                let Shown { name, qemu_pid, directory, .. } = shown(clone);
+            for Alive { place, vm, .. } in clones {
+                let (name, pid, directory) = (&place.name, vm.pid(), place.directory.path());
                 eprintln!(
-                    "keyframe: clone {name}: QEMU {qemu_pid}, sockets and consoles in {directory}"
+                    "keyframe: clone {name}: QEMU {pid}, sockets and consoles in {}",
+                    directory.display()
                 );
             }
         }
+        Ok(())
+    }
+
+    /// Shows the clones to programs that wait for them.
+    fn show(&self, clones: Vec<ShownVm>, ready: ReadyNotifier) -> Result<(), Failure> {
+        let clones: Vec<_> = clones.into_iter().map(|clone| clone.paused(self.paused)).collect();
+        if self.json {
+            output::json(&clones)?;
+        }
+        warn_untold(ready.notify(&clones));
         Ok(())
     }
 

@@ -3,7 +3,8 @@
 mod by_restorer;
 mod group;
 
-use super::{MovedArg, StoreArg, TapArg, vmms, warn_unlisted};
+use super::shown_vm::{self, ShownVm};
+use super::{MovedArg, ReadyArg, StoreArg, TapArg, vmms, warn_unlisted, warn_untold};
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::progress;
@@ -15,11 +16,13 @@ use keyframe_machine::VmmKind;
 use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
+use keyframe_session::readiness::ReadyNotifier;
 use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess};
 use keyframe_store::{MachineMeta, Meta, Store};
 use keyframe_units::{CheckpointId, RamLayout};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
 use keyframe_vm_disks::{moved_images, restored};
+use std::cell::Cell;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -55,6 +58,7 @@ Examples:
   keyframe restore --store S latest
   keyframe restore --store S 12 --paused -- -qmp unix:/tmp/q.sock,server=on,wait=off
   keyframe restore --store S latest --lazy
+  keyframe restore --store S latest --name trial --json --paused
   keyframe restore --store S latest --accel tcg
   keyframe restore --store S latest --image /old/disk.qcow2=/new/disk.qcow2
   keyframe restore --store S latest --tap eth0=tap1
@@ -97,6 +101,16 @@ pub struct Restore {
     moved: MovedArg,
     #[command(flatten)]
     taps: TapArg,
+    /// The name by which status and stop find the VM [default: its name, with a number if another VM
+    /// has it]
+    #[arg(long)]
+    name: Option<String>,
+    /// Print JSON once the VM is there, as an entry of `branch --json`. The guest's console may be
+    /// in the same output: --ready-fd has no other text
+    #[arg(long)]
+    json: bool,
+    #[command(flatten)]
+    ready: ReadyArg,
     /// Put what the VM writes to its disks into this directory instead of the store [default for a
     /// store that cannot be written: the runtime directory; for Firecracker, which gets copies of
     /// its drives: a directory beside the first one]
@@ -135,6 +149,7 @@ struct RestoredRam {
 impl Restore {
     /// Restores and waits for the VM's end.
     pub fn run(&self) -> Outcome {
+        let ready = self.ready.take()?;
         let began = Instant::now();
         let store = self.store.open()?;
         let id = store.resolve(&self.checkpoint).map_err(|e| self.store.failure(&e))?;
@@ -152,7 +167,8 @@ impl Restore {
         if let Some(restorer) = vmms::restorer(meta.machine.vmm) {
             super::changed_files::check(&meta, self.changed_as_now)?;
             let lineage = Lineage { store: store.id().into(), checkpoint: id };
-            let (meta, ram, place) = (&meta, &ram, &Place::claim(&meta.vm, &store));
+            let place = &Place::claim(self, &meta.vm, &store, ready)?;
+            let (meta, ram) = (&meta, &ram);
             let device_state = &*device_state;
             let kept = by_restorer::Kept { id, meta, device_state, ram, lineage, place, began };
             return by_restorer::restore(self, &store, &*restorer, kept, &interrupted);
@@ -160,10 +176,10 @@ impl Restore {
         self.taps.refuse_for_qemu()?;
         self.require_disks(id, &meta)?;
         super::changed_files::check(&meta, self.changed_as_now)?;
+        let place = Place::claim(self, &meta.vm, &store, ready)?;
         let disks = RestoredDisks::serve(&store, id, &meta, self.work_dir.as_deref())?;
         let lineage = Lineage { store: store.id().into(), checkpoint: id };
         let what = (id, &meta, &*device_state, &lineage);
-        let place = Place::claim(&meta.vm, &store);
         let outcome = self.run_restored(what, &ram, &disks, &place, &interrupted, began);
         disks.end(self, outcome)
     }
@@ -181,8 +197,9 @@ impl Restore {
             let group = group::Kept { lineage, id, meta, device_state, ram, disks, place, began };
             return group::restore(self, &group, interrupted);
         }
-        let disks = disks.server(meta, "")?;
-        let beside = Beside { disks, lineage, spawned: Some(rights::trace_only) };
+        let writes = disks.directory();
+        let (disks, monitor) = (disks.server(meta, "")?, place.monitor());
+        let beside = Beside { disks, lineage, spawned: Some(rights::trace_only), monitor };
         let plan = self.plan(&meta.machine, &meta.ram, self.extra.clone(), self.paused, beside)?;
         let under_kvm = plan.named_accelerator() == Some(Accelerator::Kvm);
         let before_ns = keyframe_units::elapsed_ns(began);
@@ -193,7 +210,18 @@ impl Restore {
         };
         let mut restored = started.map_err(|e| self.failure(&e, &ram.source, under_kvm))?;
         ram.bar.finish_and_clear();
-        place.tell(id, VmmProcess { vmm: VmmKind::Qemu, pid: restored.pid() });
+        let monitor = place.monitor();
+        let shown = ShownVm {
+            monitor: monitor.as_deref().map(shown_vm::text),
+            consoles: shown_vm::of_restored(restored.vm().console_sockets().unwrap_or_default()),
+            disks: writes.map(shown_vm::text),
+            ..place.shown(id, restored.pid())
+        };
+        if let Err(failure) = place.tell(self, id, VmmKind::Qemu, shown) {
+            // The user gets the first error.
+            let _ = restored.kill();
+            return Err(failure);
+        }
         self.say(|| {
             let state = restored.vm().qmp().status();
             let state = state.as_ref().map_or("running", keyframe_qemu::RunStatus::name);
@@ -266,7 +294,7 @@ impl Restore {
     ) -> Result<Plan, Failure> {
         let source = source_of(machine, ram);
         let accelerator = self.accel.map(Accelerator::from);
-        let Beside { disks, lineage, spawned } = beside;
+        let Beside { disks, lineage, spawned, monitor } = beside;
         let lineage = Some(lineage.clone());
         let qemu = self.qemu.clone();
         let options = RestoreOptions {
@@ -277,6 +305,7 @@ impl Restore {
             disks,
             lineage,
             spawned,
+            monitor,
             lazy: self.lazy,
             ..RestoreOptions::default()
         };
@@ -322,6 +351,11 @@ impl RestoredDisks {
         Ok(Self { disks, _folder: folder })
     }
 
+    /// The directory of what the VMs write to their disks.
+    fn directory(&self) -> Option<&Path> {
+        self.disks.as_ref().and_then(CheckpointDisks::directory)
+    }
+
     /// The server of the disks, for a VM whose disk names begin with `prefix`.
     fn server(&self, meta: &Meta, prefix: &str) -> Result<Option<DiskServer>, Failure> {
         Ok(self.disks.as_ref().map(|disks| disks.server(meta, prefix)).transpose()?)
@@ -343,20 +377,58 @@ impl RestoredDisks {
 struct Place {
     /// A VM runs without one, too.
     directory: Option<RunDir>,
+    /// The name in the checkpoint, for a VM without a directory.
+    vm: String,
     store: Store,
+    ready: Cell<ReadyNotifier>,
 }
 
 impl Place {
-    fn claim(vm: &str, store: &Store) -> Self {
-        let directory = RunDir::claim_restored(vm).inspect_err(warn_unlisted).ok();
-        Self { directory, store: store.clone() }
+    /// Claims it by the name of the user's choice, or by one that is free.
+    fn claim(
+        command: &Restore,
+        vm: &str,
+        store: &Store,
+        ready: ReadyNotifier,
+    ) -> Result<Self, Failure> {
+        let directory = match &command.name {
+            Some(name) => Some(RunDir::claim_restored_as(name)?),
+            None => RunDir::claim_restored(vm).inspect_err(warn_unlisted).ok(),
+        };
+        let ready = Cell::new(ready);
+        Ok(Self { directory, vm: vm.into(), store: store.clone(), ready })
     }
 
-    /// The VM runs in `process`.
-    fn tell(&self, id: CheckpointId, process: VmmProcess) {
-        let Some(directory) = &self.directory else { return };
-        let origin = Origin::new(RunKind::Restored, &self.store, id);
-        let _ = directory.tell(origin, process).inspect_err(warn_unlisted);
+    /// The socket of a monitor for other programs.
+    fn monitor(&self) -> Option<PathBuf> {
+        self.directory.as_ref().map(|directory| directory.path().join("qmp.sock"))
+    }
+
+    /// The VM of `id` in process `pid`.
+    fn shown(&self, id: CheckpointId, pid: u32) -> ShownVm {
+        let name = self.directory.as_ref().map_or_else(|| self.vm.clone(), RunDir::name);
+        ShownVm::new(name, self.directory.as_ref(), id.0, pid)
+    }
+
+    /// Says that the VM is there: to `keyframe status`, and to programs that wait for it.
+    fn tell(
+        &self,
+        command: &Restore,
+        id: CheckpointId,
+        vmm: VmmKind,
+        shown: ShownVm,
+    ) -> Result<(), Failure> {
+        if let Some(directory) = &self.directory {
+            let origin = Origin::new(RunKind::Restored, &self.store, id);
+            let process = VmmProcess { vmm, pid: shown.qemu_pid };
+            let _ = directory.tell(origin, process).inspect_err(warn_unlisted);
+        }
+        let shown = shown.paused(command.paused);
+        if command.json {
+            output::json(&shown)?;
+        }
+        warn_untold(self.ready.take().notify(&shown));
+        Ok(())
     }
 }
 
@@ -365,6 +437,8 @@ struct Beside<'a> {
     disks: Option<DiskServer>,
     lineage: &'a Lineage,
     spawned: Option<fn()>,
+    /// The socket of a monitor for other programs.
+    monitor: Option<PathBuf>,
 }
 
 /// A recorded machine's devices go on only where its instructions are counted and its log is fed to

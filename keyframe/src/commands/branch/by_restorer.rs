@@ -1,6 +1,7 @@
 //! Clones of a checkpoint of a VMM other than QEMU, by the traits of its driver alone.
 
-use super::{Branch, LOOK_EVERY, Shown};
+use super::{Branch, LOOK_EVERY};
+use crate::commands::shown_vm::{self, ShownVm};
 use crate::commands::{changed_files, vmms};
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::{output, rights};
@@ -8,7 +9,8 @@ use keyframe_inspect::guest_memory::{Guest, StoredPages};
 use keyframe_inspect::source_of;
 use keyframe_machine::{Lineage, VmmKind};
 use keyframe_session::control::OnExit;
-use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess, numbered_name};
+use keyframe_session::readiness::ReadyNotifier;
+use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_vm_disks::drive_files::DriveFiles;
 use keyframe_vmm::{Ability, CloneRequest, PlanOptions, Restorer, VmExit, Vmm};
@@ -35,18 +37,19 @@ pub fn branch(
     store: &Store,
     loaded: &LoadedCheckpoint,
     restorer: &dyn Restorer,
-    began: Instant,
+    (began, ready): (Instant, ReadyNotifier),
 ) -> Outcome {
     let vmm = restorer.capabilities().vmm();
     refuse_options(command, vmm)?;
     changed_files::check(&loaded.meta, command.changed_as_now)?;
     let interrupted = keyframe_session::interrupt::interruption()?;
-    let places = places(command, &loaded.meta.vm)?;
+    let places = command.claim(&loaded.meta.vm)?;
+    let numbers: Vec<u32> = places.iter().map(|(number, _)| *number).collect();
     let directories: Vec<PathBuf> =
-        places.iter().map(|(_, _, directory)| directory.path().to_owned()).collect();
-    let drives = |(_, name, _): &(u32, String, RunDir)| {
+        places.iter().map(|(_, directory)| directory.path().to_owned()).collect();
+    let drives = |(_, directory): &(u32, RunDir)| {
         let what = (loaded.id, &loaded.meta);
-        DriveFiles::make(store, what, name, command.work_dir.as_deref())
+        DriveFiles::make(store, what, &directory.name(), command.work_dir.as_deref())
     };
     let drives: Vec<Option<DriveFiles>> = places.iter().map(drives).collect::<Result<_, _>>()?;
     let files =
@@ -69,6 +72,7 @@ pub fn branch(
         source: source_of(&loaded.meta.machine, &loaded.meta.ram),
         options,
         drives: &files,
+        numbers: &numbers,
         directories: &directories,
         ram: &pages,
         device_state: &loaded.device_state,
@@ -80,13 +84,14 @@ pub fn branch(
     })?;
     rights::trace_only();
     let alive =
-        |(((number, name, directory), drives), restored): (((u32, String, RunDir), _), _)| {
+        |(((number, directory), drives), restored): (((u32, RunDir), Option<DriveFiles>), _)| {
             let keyframe_vmm::RestoredVm { vm, .. } = restored;
+            let name = directory.name();
             Alive { number, name, directory, vm, drives, ended: false }
         };
     let mut clones: Vec<Alive> = places.into_iter().zip(drives).zip(started).map(alive).collect();
     let ran = run(command, &mut clones, store, loaded);
-    if let Err(error) = ran.and_then(|()| tell(command, &clones, vmm, (began, loaded))) {
+    if let Err(error) = ran.and_then(|()| tell(command, &clones, (vmm, ready), (began, loaded))) {
         // The user gets the first error alone.
         for clone in &mut clones {
             drop(clone.vm.end());
@@ -103,18 +108,6 @@ fn refuse_options(command: &Branch, vmm: VmmKind) -> Result<(), Failure> {
         vmms::require(vmm, Ability::AcceleratorChange)?;
     }
     Ok(())
-}
-
-fn places(command: &Branch, vm: &str) -> Result<Vec<(u32, String, RunDir)>, Failure> {
-    let place = |number| {
-        let name = match &command.name {
-            Some(prefix) => format!("{prefix}-{number}"),
-            None => numbered_name(vm, number),
-        };
-        let directory = RunDir::claim_clone(&name)?;
-        Ok((number, name, directory))
-    };
-    (1..=command.count).map(place).collect()
 }
 
 /// Lets the clones run, unless they are to stay paused.
@@ -137,27 +130,28 @@ fn run(
 fn tell(
     command: &Branch,
     clones: &[Alive],
-    vmm: VmmKind,
+    (vmm, ready): (VmmKind, ReadyNotifier),
     (began, loaded): (Instant, &LoadedCheckpoint),
 ) -> Result<(), Failure> {
-    let state = if command.paused { "paused" } else { "running" };
-    let shown = |clone: &Alive| Shown {
-        name: clone.name.clone(),
-        number: clone.number,
-        qemu_pid: clone.vm.pid(),
-        monitor: clone.vm.monitor_socket().unwrap_or_default().display().to_string(),
-        directory: clone.directory.path().display().to_string(),
-        state,
+    let shown = |clone: &Alive| {
+        let Alive { name, directory, vm, drives, .. } = clone;
+        ShownVm {
+            number: Some(clone.number),
+            monitor: vm.monitor_socket().map(|socket| shown_vm::text(&socket)),
+            consoles: shown_vm::of_firecracker(directory.path()),
+            disks: drives.as_ref().map(|own| shown_vm::text(own.directory())),
+            ..ShownVm::new(name.clone(), Some(directory), loaded.id.0, vm.pid())
+        }
     };
-    if command.json {
-        output::json(&clones.iter().map(shown).collect::<Vec<_>>())?;
-    }
+    command.show(clones.iter().map(shown).collect(), ready)?;
     if !command.quiet {
         let after = output::duration(keyframe_units::elapsed_ns(began));
         let (count, id) = (clones.len(), loaded.id);
+        let state = if command.paused { "paused" } else { "running" };
         eprintln!("keyframe: {count} clones of checkpoint {id} are {state} after {after}");
-        for Shown { name, qemu_pid, directory, .. } in clones.iter().map(shown) {
-            eprintln!("keyframe: clone {name}: {vmm} {qemu_pid}, API and console in {directory}");
+        for Alive { name, directory, vm, .. } in clones {
+            let (pid, directory) = (vm.pid(), directory.path().display());
+            eprintln!("keyframe: clone {name}: {vmm} {pid}, API and console in {directory}");
         }
     }
     Ok(())

@@ -1,12 +1,12 @@
 //! A checkpoint of a VMM other than QEMU comes to life, by the traits of its driver alone.
 
 use super::{Accel, Place, Restore, RestoredRam};
+use crate::commands::shown_vm::{self, ShownVm};
 use crate::commands::vmms;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::{output, rights};
 use keyframe_inspect::source_of;
 use keyframe_machine::Lineage;
-use keyframe_session::run_dir::VmmProcess;
 use keyframe_store::{Meta, Store};
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::drive_files::DriveFiles;
@@ -79,7 +79,16 @@ pub fn restore(
     rights::trace_only();
     kept.ram.bar.finish_and_clear();
     let pid = restored.vm.pid();
-    kept.place.tell(kept.id, VmmProcess { vmm, pid });
+    let shown = ShownVm {
+        monitor: restored.vm.monitor_socket().as_deref().map(shown_vm::text),
+        disks: drives.as_ref().map(|drives| shown_vm::text(drives.directory())),
+        ..kept.place.shown(kept.id, pid)
+    };
+    if let Err(failure) = kept.place.tell(command, kept.id, vmm, shown) {
+        // The user gets the first error.
+        let _ = restored.vm.end();
+        return Err(failure);
+    }
     command.say(|| {
         let state = if command.paused { "paused" } else { "running" };
         let after = output::duration(before_ns + restored.ready_ns);

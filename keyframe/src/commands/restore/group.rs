@@ -2,6 +2,7 @@
 //! then all run.
 
 use super::{Beside, Place, Restore, RestoredDisks, RestoredRam};
+use crate::commands::shown_vm::{self, ShownMember, ShownVm};
 use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome};
 use crate::output;
@@ -12,7 +13,6 @@ use keyframe_qemu::restore::lazy::SharedSource;
 use keyframe_qemu::restore::{self, Lineage, Plan, Restored};
 use keyframe_session::group_restore::{GroupMember, MovedLans, members};
 use keyframe_session::lans::Lans;
-use keyframe_session::run_dir::VmmProcess;
 use keyframe_store::{MachineMeta, Meta};
 use keyframe_units::CheckpointId;
 use std::ffi::OsString;
@@ -73,7 +73,19 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
     }
     group.ram.bar.finish_and_clear();
     if let Some(first) = restored.first() {
-        group.place.tell(group.id, VmmProcess { vmm: VmmKind::Qemu, pid: first.pid() });
+        let member = |(member, fresh): (&GroupMember<'_>, &Restored)| ShownMember {
+            name: member.meta.name.clone(),
+            qemu_pid: fresh.pid(),
+        };
+        let shown = ShownVm {
+            disks: group.disks.directory().map(shown_vm::text),
+            members: members.iter().zip(&restored).map(member).collect(),
+            ..group.place.shown(group.id, first.pid())
+        };
+        if let Err(failure) = group.place.tell(command, group.id, VmmKind::Qemu, shown) {
+            kill(&mut restored);
+            return Err(failure);
+        }
     }
     command.say(|| {
         let state = if command.paused { "paused" } else { "running" };
@@ -230,7 +242,7 @@ fn plan(
     let disks = group.disks.server(group.meta, &format!("{}/", member.meta.name))?;
     // Lazily, one thread starts them all.
     let spawned = (!command.lazy).then_some(rights::trace_only as fn());
-    let beside = Beside { disks, lineage: group.lineage, spawned };
+    let beside = Beside { disks, lineage: group.lineage, spawned, monitor: None };
     let machine = &member.meta.machine;
     let machine = MachineMeta { user_command: moves.line(machine), ..machine.clone() };
     command
