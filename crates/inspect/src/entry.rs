@@ -30,7 +30,7 @@ pub struct Entry {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub restored_from: Option<u64>,
     /// The number of the checkpoint that it follows: `restored_from`, or the one before it in the
-    /// run. Only `keyframe list` sets it. Absent if there is none.
+    /// run. `keyframe list` and the engine that has taken it set it. Absent if there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub parent: Option<u64>,
     /// Its tags.

@@ -72,7 +72,8 @@ impl Engine<'_> {
     }
 
     fn succeeded(&mut self, seq: u64, sealed: &Sealed) -> Entry {
-        let entry = Entry::of(sealed);
+        let mut entry = Entry::of(sealed);
+        entry.parent = entry.restored_from.or(self.newest.map(|id| id.0));
         let backlog_ns = entry.backlog_ns;
         self.last_pages = entry.dirty_pages;
         if self.sealed > 0 {

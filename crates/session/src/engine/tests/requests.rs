@@ -40,6 +40,7 @@ fn a_take_gets_a_checkpoint_of_its_own() {
         };
         assert_eq!((&*first.tags, &*second.tags), (&["first".into()][..], &["second".into()][..]));
         assert!(first.id < second.id);
+        assert_eq!((first.parent, second.parent), (None, Some(first.id)));
     }
 }
 
