@@ -12,8 +12,10 @@
 //! | 11 | the store is locked |
 //! | 12 | the newest checkpoints are missing: the store is full |
 
+mod kind;
 pub mod paths;
 
+pub use kind::FailureKind;
 use paths::shell;
 use std::fmt;
 use std::path::Path;
@@ -42,6 +44,8 @@ pub const STORE_FULL: u8 = 12;
 pub struct Failure {
     /// The exit code.
     pub code: u8,
+    /// The kind, if the exit code does not tell it: see [`Self::kind`].
+    pub kind: FailureKind,
     /// What went wrong, naming the object and the operation.
     pub message: String,
     /// What to do about it, where we know.
@@ -65,7 +69,7 @@ fn without_store(path: &Path) -> String {
 impl Failure {
     /// A plain failure.
     pub fn new(message: impl Into<String>) -> Self {
-        Self { code: FAILED, message: message.into(), fix: None }
+        Self { code: FAILED, kind: FailureKind::Failed, message: message.into(), fix: None }
     }
 
     /// Adds what to do about it.
@@ -92,7 +96,7 @@ impl Failure {
     /// A store's error, with the way out that a person at the shell has.
     pub fn store(error: &keyframe_store::Error, path: &Path) -> Self {
         use keyframe_store::Error;
-        let failure = Self::new(chain(error));
+        let failure = Self::new(chain(error)).of_kind(FailureKind::of_store(error));
         match error {
             Error::NoStore { .. } => Self { code: NO_STORE, fix: Some(without_store(path)), ..failure },
             Error::Locked { .. } => Self {
@@ -209,7 +213,11 @@ impl From<keyframe_session::Error> for Failure {
         match error {
             Error::Store { store, source } => Self::store(&source, &store),
             Error::VmDisks(error) => error.into(),
-            error => Self { fix: error.fix(), ..Self::new(chain(&error)) },
+            error => Self {
+                fix: error.fix(),
+                kind: FailureKind::of_session(&error),
+                ..Self::new(chain(&error))
+            },
         }
     }
 }

@@ -17,8 +17,8 @@ mod rights;
 mod top;
 mod words;
 
-use crate::failure::Outcome;
-use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
+use crate::failure::{Failure, FailureKind, Outcome, USAGE};
+use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::process::ExitCode;
 
@@ -35,7 +35,7 @@ use std::process::ExitCode;
 A command in full: keyframe help COMMAND. Concepts: keyframe help topics
 
 Exit codes: 0 done, 1 failed, 2 usage, 3 done with warnings, 4 guest panicked,
-5 guest's watchdog expired, 10 no store, 11 store locked")]
+5 guest's watchdog expired, 10 no store, 11 store locked, 12 store full: newest checkpoints missing")]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -183,17 +183,46 @@ fn raise_open_files() {
     let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum });
 }
 
+/// True if a program reads the errors of the command, or of a command of it: it was given `--json`
+/// or `--ready-fd`.
+fn is_for_program(matches: &ArgMatches) -> bool {
+    let json = matches.try_get_one::<bool>("json").ok().flatten();
+    let ready = matches.try_get_one::<u32>("ready_fd").ok().flatten();
+    json.copied().unwrap_or(false)
+        || ready.is_some()
+        || matches.subcommand().is_some_and(|(_, sub)| is_for_program(sub))
+}
+
+/// Prints why the command line is wrong, and exits. `clap` prints help and version here, too.
+fn exit_for_usage(error: clap::Error) -> ! {
+    let error = help::explained(error);
+    let mut words = std::env::args_os().take_while(|word| word != "--");
+    if !error.use_stderr() || !words.any(|word| word == "--json" || word == "--ready-fd") {
+        error.exit();
+    }
+    let text = error.render().to_string();
+    let message = text.strip_prefix("error: ").unwrap_or(&text).trim_end();
+    eprintln!("{}", Failure::new(message).of_kind(FailureKind::Usage).json());
+    std::process::exit(USAGE.into())
+}
+
 fn main() -> ExitCode {
     raise_open_files();
-    let parsed = cli().try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
-    let command = parsed.unwrap_or_else(|error| help::explained(error).exit()).command;
+    let matches = cli().try_get_matches().unwrap_or_else(|error| exit_for_usage(error));
+    let is_for_program = is_for_program(&matches);
+    let parsed = Cli::from_arg_matches(&matches);
+    let command = parsed.unwrap_or_else(|error| exit_for_usage(error)).command;
     rights::give_up(&command);
     let outcome = command.run();
     fetched::tell();
     match outcome {
         Ok(code) => ExitCode::from(code),
         Err(failure) => {
-            eprintln!("keyframe: {failure}");
+            if is_for_program {
+                eprintln!("{}", failure.json());
+            } else {
+                eprintln!("keyframe: {failure}");
+            }
             ExitCode::from(failure.code)
         }
     }
