@@ -1,11 +1,11 @@
 //! `keyframe stop`: ends a running engine.
 
 use super::running_vm::RunningVm;
-use crate::failure::{DONE, Failure, Outcome};
+use crate::failure::{DONE, Failure, FailureKind, Outcome};
 use crate::output;
 use keyframe_machine::VmmKind;
 use keyframe_qemu::Qmp;
-use keyframe_session::control::{EngineRequest, OnExit, client};
+use keyframe_session::control::{EngineRequest, EngineResponse, OnExit, client};
 use keyframe_session::run_dir;
 use keyframe_session::run_dir::{About, Orphan, RunKind};
 use std::os::unix::net::UnixStream;
@@ -25,16 +25,21 @@ const LOOK_EVERY: Duration = Duration::from_millis(20);
 Without --name it ends the one VM that has an engine. If no VM has one, it ends the one that was restored, branched or replayed
 (goto). --store leaves only the VMs of that store to choose from.
 
+A clone or a restored VM that is under keyframe attach may have the name of its engine. The command then ends the engine, and says
+that the VM runs on. With --on-exit kill it ends both.
+
 Examples:
   keyframe stop
   keyframe stop --name web --on-exit keep
   keyframe stop --name web-2
+  keyframe stop --name web-2 --on-exit kill   # a clone, and the engine that has attached to it
   keyframe stop --store S"
 )]
 pub struct Stop {
     #[command(flatten)]
     vm: RunningVm,
-    /// What to do with the VM, instead of what `run` was started with
+    /// What to do with the VM, instead of what `run` was started with. Of a VM that was branched or
+    /// restored: `kill` ends it together with the engine of its name
     #[arg(long, value_enum)]
     on_exit: Option<OnExit>,
     /// Do not wait for the end
@@ -60,7 +65,10 @@ impl Stop {
                             .find(|orphan| self.vm.store.is_none() && orphan.vm == *name);
                         return orphan.map_or(Err(none), |orphan| self.end_orphan(orphan));
                     }
-                    (found, _) => found?,
+                    (Ok(engine), Some((place, about))) => {
+                        return self.stop_both(&engine, place, about);
+                    }
+                    (found, None) => found?,
                 }
             }
             None if self.vm.store.is_some() => match (self.vm.engine(), others.as_slice()) {
@@ -79,18 +87,40 @@ impl Stop {
                 _ => self.vm.engine()?,
             },
         };
-        client::ask(
-            &engine,
-            &EngineRequest::Stop { on_exit: self.on_exit },
-            Duration::from_secs(600),
-        )?;
+        ask_to_stop(&engine, self.on_exit)?;
         self.wait(|| run_dir::lives(&engine))
+    }
+
+    /// Ends an engine that has the name of a VM without one. With `--on-exit kill` it ends that VM,
+    /// too, if it is the engine's.
+    fn stop_both(&self, engine: &Path, place: &Path, about: &About) -> Outcome {
+        let status = client::ask(engine, &EngineRequest::Status, ANSWER)?;
+        let is_its_own =
+            matches!(status, EngineResponse::Status(s) if s.qemu_pid == about.qemu_pid);
+        if is_its_own && self.on_exit == Some(OnExit::Kill) {
+            ask_to_stop(engine, None)?;
+            // The engine seals what is in progress, for which it needs the VM.
+            while run_dir::lives(engine) {
+                std::thread::sleep(LOOK_EVERY);
+            }
+            return self.end(place, about);
+        }
+        ask_to_stop(engine, self.on_exit)?;
+        let code = self.wait(|| run_dir::lives(engine))?;
+        let About { vm, vmm, qemu_pid, .. } = about;
+        let what = if about.kind == RunKind::Clone { "a clone" } else { "a VM" };
+        let both = if is_its_own { ", or both at once with --on-exit kill" } else { "" };
+        eprintln!(
+            "keyframe: that was the engine named {vm}; {what} of that name ({vmm} {qemu_pid}) runs on: \
+             end it with the same command{both}"
+        );
+        Ok(code)
     }
 
     /// Ends a VM without an engine: a clone by its monitor, because its command may run other
     /// clones; a restored or replayed VM by its command.
     fn end(&self, place: &Path, about: &About) -> Outcome {
-        if self.on_exit.is_some() {
+        if self.on_exit == Some(OnExit::Keep) {
             return Err(Failure::new(format!(
                 "VM {} has no engine: it ends, or it runs on",
                 about.vm
@@ -130,6 +160,12 @@ impl Stop {
     }
 }
 
+/// Asks the engine of the directory `engine` to end.
+fn ask_to_stop(engine: &Path, on_exit: Option<OnExit>) -> Result<(), Failure> {
+    client::ask(engine, &EngineRequest::Stop { on_exit }, Duration::from_secs(600))?;
+    Ok(())
+}
+
 /// Ends a clone by the socket in `place`, its directory.
 fn end_clone(place: &Path, about: &About) -> Result<(), Failure> {
     if about.vmm == VmmKind::Qemu {
@@ -143,5 +179,7 @@ fn end_clone(place: &Path, about: &About) -> Result<(), Failure> {
 /// Makes the failure of a command without a name while several VMs run.
 fn several(others: &[(PathBuf, About)]) -> Failure {
     let names = others.iter().map(|(_, about)| about.vm.as_str()).collect::<Vec<_>>().join(", ");
-    Failure::new("several VMs run").fix(format!("choose one with --name: {names}"))
+    Failure::new("several VMs run")
+        .of_kind(FailureKind::SeveralVms)
+        .fix(format!("choose one with --name: {names}"))
 }
