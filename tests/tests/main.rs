@@ -54,6 +54,7 @@ mod protect;
 mod protect_faults;
 mod protect_plugged;
 mod protect_servers;
+mod readiness;
 mod record;
 mod recordings;
 mod reflink;
