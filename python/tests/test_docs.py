@@ -47,9 +47,9 @@ def test_examples_of_a_vm(command: list[str], fresh: keyframe.Store) -> None:
         [clone] = vm.branch(vm.take())
         # Its own VM is named web; those of other examples have other names.
         connected = doctest.DocTestFinder().find(keyframe.connect, "connect", globs={})
-        others = doctest.DocTestFinder().find(importlib.import_module("keyframe.vm"))
+        modules = [importlib.import_module(f"keyframe.{name}") for name in ("vm", "starting")]
         runner = doctest.DocTestRunner()
-        for test in others:
+        for test in (test for module in modules for test in doctest.DocTestFinder().find(module)):
             if test.name.endswith(".connect"):
                 continue
             test.globs.update(names, clone=clone)

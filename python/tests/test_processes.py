@@ -69,7 +69,7 @@ def assert_gone(*pids: int) -> None:
 def test_it_ends_with_all_its_processes(start: Start, tmp_path: Path) -> None:
     command = start(_COMMAND.format(tmp_path))
     pids = number_in(tmp_path / "command"), number_in(tmp_path / "helper")
-    assert command.poll() is None and command.started(pids[0]) and not command.started(pids[1])
+    assert command.poll() is None
     assert command.output.path.read_text() == "a line\n"
     assert command.end() == 3 and command.end() == 3 and command.poll() == 3
     assert_gone(*pids)
@@ -173,15 +173,21 @@ def test_a_guard_that_is_killed_ends_the_command(start: Start, tmp_path: Path) -
     command.output.path.parent.rmdir()
 
 
-def test_answers_are_awaited(start: Start) -> None:
-    answers = iter([None, None, 7])
-    assert start("sleep 10").await_answer(lambda: next(answers), "it", 5.0) == 7
-    with pytest.raises(keyframe.TimedOut, match="it was not there within 0.2 s"):
-        start("sleep 10").await_answer(lambda: None, "it", 0.2)
+#: Tells something through the descriptor that the option `--ready-fd` names.
+_TELL = "printf '%s' '{}' >/proc/self/fd/$3"
+
+
+def test_readiness_is_awaited(start: Start) -> None:
+    told = start(f"{_TELL.format('[1, ')}; sleep 0.2; {_TELL.format('7]')}; echo >/proc/self/fd/$3")
+    assert told.await_ready("it", 5.0) == [1, 7]
+    with pytest.raises(keyframe.BadAnswer, match="told no JSON"):
+        start("echo nonsense >/proc/self/fd/$3; sleep 10").await_ready("it", 5.0)
+    with pytest.raises(keyframe.TimedOut, match=r"it was not there within 0\.2 s"):
+        start("sleep 10").await_ready("it", 0.2)
     with pytest.raises(keyframe.VmEnded, match="it has ended at once\nwhy"):
-        start("echo why >&2").await_answer(lambda: None, "it", 5.0)
+        start("echo why >&2").await_ready("it", 5.0)
     with pytest.raises(keyframe.StoreFull, match="no space") as caught:
-        start("echo 'keyframe: no space' >&2; exit 12").await_answer(lambda: None, "it", 5.0)
+        start("echo 'keyframe: no space' >&2; exit 12").await_ready("it", 5.0)
     assert caught.value.code == 12
 
 

@@ -70,6 +70,30 @@ def test_exit_codes(fake: Fake, code: int, kind: type[keyframe.CommandFailed]) -
     assert caught.value.command[1:] == ("list", "--store", "S", "--json")
 
 
+@pytest.mark.parametrize(
+    ("code", "kind", "error"),
+    [
+        (1, "no_vm", keyframe.NoVm),
+        (1, "name_taken", keyframe.NameTaken),
+        (1, "a_later_kind", keyframe.CommandFailed),
+        (10, "no_store", keyframe.NoStore),
+    ],
+)
+def test_kinds_of_errors(
+    fake: Fake, code: int, kind: str, error: type[keyframe.CommandFailed]
+) -> None:
+    told = f'{{"error":{{"kind":"{kind}","message":"it is so","fix":null}}}}'
+    store = keyframe.Store("S", program=fake(f"echo a note >&2; echo '{told}' >&2; exit {code}"))
+    with pytest.raises(error) as caught:
+        store.checkpoints()
+    assert type(caught.value) is error
+    assert (caught.value.kind, caught.value.message, caught.value.fix) == (
+        kind,
+        "a note\nit is so",
+        None,
+    )
+
+
 def test_warnings_are_warnings(fake: Fake) -> None:
     store = keyframe.Store(
         "S", program=fake("echo '[]'; echo 'keyframe: warning: 7 is damaged' >&2; exit 3")

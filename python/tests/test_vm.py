@@ -39,9 +39,11 @@ def test_run_take_branch_roll_back(command: list[str], fresh: keyframe.Store) ->
         clones = vm.branch(base, 2)
         assert [clone.name for clone in clones] == ["web-1", "web-2"]
         assert all(clone.is_alive for clone in clones) and vm.is_alive
+        assert clones[0].directory is not None
+        assert clones[0].consoles == {"serial": clones[0].directory / "serial.sock"}
         # Others are named apart.
         with vm.branch("base") as others:
-            assert [clone.name for clone in others] == ["web.2-1"]
+            assert [clone.name for clone in others] == ["web-3"]
             assert others[0].is_alive
         assert_ended(*others)
         clones[0].stop()
@@ -77,6 +79,17 @@ def test_intervals(command: list[str], fresh: keyframe.Store) -> None:
     assert len(fresh.checkpoints(vm=vm.name)) >= 3
 
 
+def test_it_returns_when_the_first_checkpoint_is_sealed(
+    command: list[str], fresh: keyframe.Store
+) -> None:
+    with keyframe.run(command, fresh, interval="1h") as vm:
+        first = fresh.checkpoint("latest")
+        assert (first.vm, first.parent) == (vm.name, None)
+        second = vm.take()
+        assert second.parent == first.id
+        assert second == fresh.checkpoint("latest")
+
+
 def test_a_temporary_store(command: list[str]) -> None:
     with keyframe.run(" ".join(command)) as vm:
         assert vm.take().id == vm.checkpoints()[-1].id
@@ -101,7 +114,12 @@ def test_restore(command: list[str], fresh: keyframe.Store) -> None:
         with vm.restore(base) as restored:
             assert restored.is_alive and restored.pid != vm.pid
             restored.wait_for_console("hash ")
+            assert restored.monitor is not None and restored.monitor.is_socket()
         assert_ended(restored)
+        with vm.restore(base, name="trial") as restored:
+            assert restored.name == "trial"
+            with pytest.raises(keyframe.NameTaken, match="named trial"):
+                vm.restore(base, name="trial")
         with vm.restore(base, lazy=True) as restored:
             assert restored.is_alive
         kept = vm.restore(base)
@@ -136,6 +154,11 @@ def test_attach_to_a_clone(command: list[str], fresh: keyframe.Store) -> None:
         assert clone.is_alive
         with pytest.raises(keyframe.VmEnded, match="its checkpoints were stopped"):
             attached.take()
+        # A clone ends together with an engine of its name.
+        with keyframe.attach(clone.pid, qmp=clone.monitor, store=fresh, name="web-1") as attached:
+            clone.stop()
+            assert_ended(clone)
+            attached.wait(20)
 
 
 def test_connect(command: list[str], fresh: keyframe.Store) -> None:
@@ -148,9 +171,10 @@ def test_connect(command: list[str], fresh: keyframe.Store) -> None:
             clones = same.branch(base)
         assert_ended(*clones)
         assert vm.is_alive and vm.take().parent == base.id
-        with pytest.raises(keyframe.CommandFailed, match="no VM named other") as caught:
+        with pytest.raises(keyframe.NoVm, match="no VM named other") as caught:
             keyframe.connect("other")
         assert caught.value.fix is not None and "web" in caught.value.fix
+        assert (caught.value.kind, caught.value.code) == ("no_vm", 1)
 
 
 def test_unknown_checkpoints(command: list[str], fresh: keyframe.Store) -> None:

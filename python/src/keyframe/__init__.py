@@ -40,9 +40,11 @@ from .errors import (
     LayoutDiffers,
     MissingExtra,
     MountFailed,
+    NameTaken,
     NoAgent,
     NoRam,
     NoStore,
+    NoVm,
     ProgramNotFound,
     StoreFull,
     StoreLocked,
@@ -59,8 +61,10 @@ from .pages import DirtyPage
 from .program import KeyframeWarning, find_program
 from .ram import PAGE_BYTES, Ram, RamPart, RamRange
 from .recordings import ConsoleLine, Interval, Recording
+from .starting import attach, connect, run
+from .status import RolledBack, Status
 from .store import Store
-from .vm import RolledBack, Status, Vm, attach, connect, run
+from .vm import Vm
 
 __all__ = [
     "DEVICE",
@@ -89,9 +93,11 @@ __all__ = [
     "MissingExtra",
     "Mount",
     "MountFailed",
+    "NameTaken",
     "NoAgent",
     "NoRam",
     "NoStore",
+    "NoVm",
     "ProgramNotFound",
     "Ram",
     "RamPart",

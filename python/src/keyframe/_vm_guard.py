@@ -1,9 +1,10 @@
 """Runs a command that runs VMs, and ends the command and its VMs when Python closes it or ends,
 even if Python is killed.
 
-Run as a program: ``python -I -S _vm_guard.py PYTHON_PID DIRECTORY COMMAND...``. Standard input is a
-pipe. The guard ends the command when it can read from the pipe, when the pipe's other end closes,
-or when the process PYTHON_PID ends, whichever comes first:
+Run as a program: ``python -I -S _vm_guard.py PYTHON_PID DIRECTORY READY_FD COMMAND...``. The
+command inherits the descriptor READY_FD, which the guard closes. Standard input is a pipe. The
+guard ends the command when it can read from the pipe, when the pipe's other end closes, or when the
+process PYTHON_PID ends, whichever comes first:
 
     SIGTERM to the command ─▶ it seals its checkpoint and ends its VMs
                            ─▶ SIGKILL after a while; then its helper processes end by themselves
@@ -41,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def main(python_pid: int, directory: str, command: list[str]) -> int:
+def main(python_pid: int, directory: str, ready_fd: int, command: list[str]) -> int:
     """Runs `command` until it has ended with its VMs, or until the guard is asked to end them."""
 
     def asked_to_end(_signal: int, _frame: FrameType | None) -> None:
@@ -57,9 +58,11 @@ def main(python_pid: int, directory: str, command: list[str]) -> int:
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            pass_fds=[ready_fd],
             # If the guard itself is killed. This process has one thread, as `preexec_fn` demands.
             preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),
         )
+        os.close(ready_fd)
         try:
             _wait(python_pid, child)
         finally:
@@ -144,4 +147,4 @@ def _descendants() -> list[int]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4:]))

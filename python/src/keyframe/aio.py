@@ -23,13 +23,15 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar, overload
 
-from . import vm
+from . import starting
 from .agent import Completed
 from .checkpoints import Checkpoint, History
 from .clones import Clone, Clones
 from .machine import Machine
+from .starting import Disk, Period
+from .status import RolledBack, Status
 from .store import Store
-from .vm import Disk, Period, RolledBack, Status, Vm
+from .vm import Vm
 
 T = TypeVar("T")
 
@@ -248,6 +250,7 @@ class AsyncVm(AsyncMachine):
         self,
         checkpoint: Checkpoint | int | str,
         *,
+        name: str | None = None,
         lazy: bool = False,
         paused: bool = False,
         extra: Sequence[str] = (),
@@ -258,6 +261,7 @@ class AsyncVm(AsyncMachine):
         work = partial(
             self.sync.restore,
             checkpoint,
+            name=name,
             lazy=lazy,
             paused=paused,
             extra=extra,
@@ -305,7 +309,7 @@ async def run(
 ) -> AsyncIterator[AsyncVm]:
     """Starts a VM under checkpoints, for an ``async with``; see `keyframe.run`."""
     work = partial(
-        vm.run,
+        starting.run,
         command,
         store,
         name=name,
@@ -340,7 +344,7 @@ async def attach(
 ) -> AsyncIterator[AsyncVm]:
     """Takes checkpoints of a VM that runs already, in an ``async with``; see `keyframe.attach`."""
     work = partial(
-        vm.attach,
+        starting.attach,
         pid,
         qmp=qmp,
         libvirt=libvirt,
@@ -369,7 +373,9 @@ async def connect(
     timeout: float = 120.0,
 ) -> AsyncIterator[AsyncVm]:
     """Drives a VM of another process, in an ``async with``; see `keyframe.connect`."""
-    work = partial(vm.connect, name, store=store, agent=agent, program=program, timeout=timeout)
+    work = partial(
+        starting.connect, name, store=store, agent=agent, program=program, timeout=timeout
+    )
     async with _within(work) as made:
         yield made
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,8 +19,6 @@ from .processes import Deadline, GuardedCommand, directory_for_command
 from .program import expect_list, expect_object
 from .store import Store
 
-#: The most bytes that a command prints about its clones.
-_ANSWER_BYTES_MAX = 4 << 20
 _POLL_SECONDS = 0.02
 _THREADS_MAX = 64
 
@@ -31,10 +26,11 @@ _THREADS_MAX = 64
 class Clone(Machine):
     """A VM that came from a checkpoint: of `branch`, or of `restore`. A ``with`` ends it.
 
-    No checkpoints are taken of it; `attach` with its `pid` and `monitor` begins that. `directory`
-    holds the sockets of a clone's consoles (``serial.sock``, ``agent.sock``), and `monitor` is the
-    socket of its monitor (QMP); both are `None` for a restored VM. A clone ends by `stop`, by
-    itself, and with its `Clones` or the `Vm` whose `branch` made it.
+    No checkpoints are taken of it; `attach` with its `pid` and `monitor` begins that. `monitor` is
+    the socket of its monitor (QMP), or of Firecracker's API. `consoles` are the sockets of its
+    consoles by what they are for: ``serial``, ``agent``, or the name of a port. `directory` holds
+    its sockets. A clone ends by `stop`, by itself, and with its `Clones` or the `Vm` whose `branch`
+    made it.
     """
 
     def __init__(
@@ -44,13 +40,18 @@ class Clone(Machine):
         command: GuardedCommand,
         store: Store,
         *,
-        console: Console,
-        directory: Path | None = None,
-        monitor: Path | None = None,
+        console: Console | None,
+        directory: Path | None,
+        monitor: Path | None,
+        consoles: Mapping[str, Path],
+        is_alone: bool,
     ) -> None:
         super().__init__(name, pid, console=console)
         self.directory = directory
         self.monitor = monitor
+        self.consoles = consoles
+        #: The command runs this VM alone.
+        self._is_alone = is_alone
         self._command = command
         self._store = store
 
@@ -62,14 +63,13 @@ class Clone(Machine):
 
         Raises `CommandFailed`, `TimedOut`.
         """
-        if self.directory is None:
-            # The command runs this VM alone.
+        if self._is_alone:
             self._command.end()
             return
         deadline = Deadline(timeout, f"VM {self.name} did not end")
-        # An engine of the same name, which has attached to the clone, ends before the clone does.
-        while self.is_alive:
-            words = ["stop", "--name", self.name]
+        if self.is_alive:
+            # An engine of the same name, which has attached to the clone, ends with it.
+            words = ["stop", "--name", self.name, "--on-exit", "kill"]
             try:
                 self._store._program.run(words, timeout_seconds=deadline.left())
             except CommandFailed:
@@ -77,6 +77,7 @@ class Clone(Machine):
                 deadline.sleep(_POLL_SECONDS)
                 if self.is_alive:
                     raise
+        self.wait(deadline.left())
 
     def wait(self, timeout: float) -> None:
         """Waits until the clone has ended by itself. Raises `TimedOut`."""
@@ -107,12 +108,9 @@ class Clones(Sequence[Clone]):
     ['web-1', 'web-2']
     """
 
-    def __init__(
-        self, clones: Iterable[Clone], command: GuardedCommand, release: Callable[[], None]
-    ) -> None:
+    def __init__(self, clones: Iterable[Clone], command: GuardedCommand) -> None:
         self._clones = list(clones)
         self._command = command
-        self._release = release
 
     @overload
     def __getitem__(self, index: int) -> Clone: ...
@@ -151,7 +149,6 @@ class Clones(Sequence[Clone]):
     def stop(self) -> None:
         """Ends all of them."""
         self._command.end()
-        self._release()
 
     def __enter__(self) -> Self:
         return self
@@ -179,11 +176,11 @@ def branch(
 ) -> Clones:
     """Starts `count` clones of a checkpoint, which share the RAM that none of them writes.
 
-    The clones are named ``NAME-1``, ``NAME-2``, ...; `name` is the VM's name if it is `None`.
-    `exact` keeps the generation id, and `paused` leaves the clones paused. `extra` are arguments
-    for each QEMU, in which ``{number}`` and ``{name}`` stand for the clone's; `options` are further
-    options of ``keyframe branch``. The call returns when all clones are there, and fails if one
-    cannot be started.
+    The clones are named ``NAME-1``, ``NAME-2``, ...; if `name` is `None`, it is the VM's name, and
+    numbers that other VMs have are left out. `exact` keeps the generation id, and `paused` leaves
+    the clones paused. `extra` are arguments for each QEMU, in which ``{number}`` and ``{name}``
+    stand for the clone's; `options` are further options of ``keyframe branch``. The call returns
+    when all clones are there, and fails if one cannot be started.
 
     >>> with keyframe.branch(store, "base", 2, name="test") as clones:
     ...     clones[1].is_alive
@@ -194,21 +191,18 @@ def branch(
     of = store if isinstance(store, Store) else Store(store)
     known = of.resolve(checkpoint)
     with ExitStack() as undo:
-        prefix, release = _claim(name, known.vm)
-        undo.callback(release)
-        words = ["branch", str(known.id), "--store", of.path, "--count", str(count), "--json"]
-        words += ["--quiet", *["--exact"] * exact, *["--paused"] * paused]
-        # Without a name of its own, the program shortens the VM's name if necessary.
-        words += [] if prefix == known.vm else ["--name", prefix]
+        words = ["branch", str(known.id), "--store", of.path, "--count", str(count), "--quiet"]
+        words += [*["--exact"] * exact, *["--paused"] * paused]
+        words += [] if name is None else ["--name", name]
         words += [*options, *(["--", *extra] if extra else [])]
         command = started(of, words)
         undo.callback(command.end)
         try:
             what = f"a clone of checkpoint {known.id}"
-            listed = command.await_answer(lambda: _listed(command), what, timeout)
+            listed = expect_list(command.await_ready(what, timeout), "branch --ready-fd")
         except CommandFailed as error:
             raise of.explained(error, known) from error
-        clones = Clones([_clone(entry, command, of) for entry in listed], command, release)
+        clones = Clones([_clone(entry, command, of) for entry in listed], command)
         undo.pop_all()
     return clones
 
@@ -217,6 +211,7 @@ def restore(
     store: Store | str | os.PathLike[str],
     checkpoint: Checkpoint | int | str,
     *,
+    name: str | None = None,
     lazy: bool = False,
     paused: bool = False,
     extra: Sequence[str] = (),
@@ -225,8 +220,10 @@ def restore(
 ) -> Clone:
     """Brings a checkpoint to life as one VM, with the networks and the identity of the first VM.
 
-    `lazy` lets it run before its RAM is loaded. The other arguments are those of `branch`. Its
-    console is the standard output of its QEMU, if the command line puts a console there.
+    `name` is the name by which ``keyframe status`` and ``keyframe stop`` find it; if it is `None`,
+    the VM's name, with a number if another VM has it. `lazy` lets it run before its RAM is loaded.
+    The other arguments are those of `branch`. Its console is the standard output of its QEMU, if
+    the command line puts a console there.
 
     >>> with keyframe.restore(store, "base") as restored:
     ...     restored.is_alive
@@ -237,20 +234,18 @@ def restore(
     of = store if isinstance(store, Store) else Store(store)
     known = of.resolve(checkpoint)
     words = ["restore", str(known.id), "--store", of.path, "--quiet"]
-    words += [*["--lazy"] * lazy, *["--paused"] * paused, *options]
-    words += ["--", *extra] if extra else []
+    words += [*["--lazy"] * lazy, *["--paused"] * paused]
+    words += [] if name is None else ["--name", name]
+    words += [*options, *(["--", *extra] if extra else [])]
     with ExitStack() as undo:
         command = started(of, words)
         undo.callback(command.end)
         try:
             what = f"the VM of checkpoint {known.id}"
-            entry = command.await_answer(
-                lambda: find(of, command, "keyframe_pid", "restored"), what, timeout
-            )
+            entry = command.await_ready(what, timeout)
         except CommandFailed as error:
             raise of.explained(error, known) from error
-        name, pid = text_of(entry, "vm"), number_of(entry, "qemu_pid")
-        clone = Clone(name, pid, command, of, console=command.output)
+        clone = _clone(entry, command, of, is_alone=True)
         undo.pop_all()
     return clone
 
@@ -266,20 +261,6 @@ def started(store: Store, words: Sequence[str], directory: Path | None = None) -
     except BaseException:
         shutil.rmtree(where, ignore_errors=True)
         raise
-
-
-def find(
-    store: Store, command: GuardedCommand, key: str, kind: str | None
-) -> Mapping[str, Any] | None:
-    """The entry of ``status --json`` of the VM whose process `key` is `command`; `None` if there is
-    none yet.
-    """
-    for entry in expect_list(store._program.json(["status", "--json"]), "status --json"):
-        known = expect_object(entry, "status --json")
-        pid = known.get(key)
-        if known.get("kind") == kind and isinstance(pid, int) and command.started(pid):
-            return known
-    return None
 
 
 def text_of(entry: Mapping[str, Any], key: str) -> str:
@@ -298,50 +279,31 @@ def number_of(entry: Mapping[str, Any], key: str) -> int:
     return value
 
 
-def _listed(command: GuardedCommand) -> list[Mapping[str, Any]] | None:
-    """The clones that ``branch --json`` has printed; `None` if it has not printed all yet."""
-    # A QEMU may have printed something before.
-    printed = command.output.tail(_ANSWER_BYTES_MAX).partition("[")
-    try:
-        listed, _ = json.JSONDecoder().raw_decode("".join(printed[1:]))
-    except ValueError:
-        return None
-    return [expect_object(e, "branch --json") for e in expect_list(listed, "branch --json")]
-
-
-def _clone(entry: Mapping[str, Any], command: GuardedCommand, store: Store) -> Clone:
-    directory = Path(text_of(entry, "directory"))
-    # Links name the consoles: serial.sock is console.sock, or the socket of a later console.
-    serial = (directory / "serial.sock").resolve().name
-    log = "console.log" if serial == "serial.sock" else serial.removesuffix("sock") + "log"
+def _clone(answer: Any, command: GuardedCommand, store: Store, *, is_alone: bool = False) -> Clone:
+    """The VM that a command has told of. `is_alone` says that the command restores it."""
+    entry = expect_object(answer, "--ready-fd")
+    known = expect_object(entry.get("consoles"), "--ready-fd: consoles")
+    consoles = {name: expect_object(one, "--ready-fd: consoles") for name, one in known.items()}
+    console: Console | None = command.output if is_alone else None
+    directory = _path(entry.get("directory"))
+    if console is None and "serial" in consoles:
+        console = LogFile(Path(text_of(consoles["serial"], "log")))
     return Clone(
         text_of(entry, "name"),
         number_of(entry, "qemu_pid"),
         command,
         store,
-        console=LogFile(directory / log),
+        console=console,
         directory=directory,
-        monitor=Path(text_of(entry, "monitor")),
+        monitor=_path(entry.get("monitor")),
+        consoles={
+            name: Path(text_of(one, "socket"))
+            for name, one in consoles.items()
+            if one.get("socket") is not None
+        },
+        is_alone=is_alone,
     )
 
 
-_names_lock = threading.Lock()
-_names: set[str] = set()
-
-
-def _claim(name: str | None, vm: str) -> tuple[str, Callable[[], None]]:
-    """The prefix of the names of new clones, and how to give it back: `name`, or the VM's name,
-    with a number if clones of this Python have it already.
-    """
-    if name is not None:
-        return name, lambda: None
-    with _names_lock:
-        numbered = (f"{vm[:48]}.{number}" for number in itertools.count(2))
-        prefix = next(p for p in itertools.chain([vm], numbered) if p not in _names)
-        _names.add(prefix)
-
-    def release() -> None:
-        with _names_lock:
-            _names.discard(prefix)
-
-    return prefix, release
+def _path(value: Any) -> Path | None:
+    return None if value is None else Path(str(value))

@@ -4,7 +4,9 @@
 
     KeyframeError
     ├─ ProgramNotFound        there is no program `keyframe`
-    ├─ CommandFailed          it ended with an exit code other than 0: `code`, `message`, `fix`
+    ├─ CommandFailed          it failed, with an exit code: `code`, `kind`, `message`, `fix`
+    │  ├─ NoVm                1   no such VM runs
+    │  ├─ NameTaken           1   another VM has the name
     │  ├─ UsageError          2   it does not know an argument; its version may be another one
     │  ├─ GuestPanicked       4   the guest panicked
     │  ├─ WatchdogExpired     5   the guest's watchdog expired
@@ -30,7 +32,9 @@ If a fix is known, the message names it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class KeyframeError(Exception):
@@ -44,18 +48,27 @@ class ProgramNotFound(KeyframeError):
 class CommandFailed(KeyframeError):
     """The program ended with an exit code other than 0.
 
-    `code` is the exit code, `message` the error text without the program's name, `fix` the fix that
-    the text names (or `None`), and `command` the command line.
+    `code` is the exit code, and `kind` the kind of the error, which ``keyframe help scripting``
+    lists (or `None`, if the program did not tell). `message` is the error text without the
+    program's name, `fix` the fix that the text names (or `None`), and `command` the command line.
     """
 
     def __init__(self, command: Sequence[str], code: int, stderr: str) -> None:
         self.command = tuple(command)
         self.code = code
-        self.message, self.fix = _parts(stderr)
+        self.kind, self.message, self.fix = _parts(stderr)
         text = (
             self.message or f"{' '.join(self.command)}: ended with exit code {code} and no message"
         )
         super().__init__(text if self.fix is None else f"{text}\n  fix: {self.fix}")
+
+
+class NoVm(CommandFailed):
+    """No such VM runs under checkpoints."""
+
+
+class NameTaken(CommandFailed):
+    """Another VM that runs has the name."""
 
 
 class UsageError(CommandFailed):
@@ -152,18 +165,46 @@ _BY_CODE: dict[int, type[CommandFailed]] = {
 }
 
 
+#: The exit code of these is 1.
+_BY_KIND: dict[str | None, type[CommandFailed]] = {"no_vm": NoVm, "name_taken": NameTaken}
+
+
 def command_failed(command: Sequence[str], code: int, stderr: str) -> CommandFailed:
     """The exception for an exit code and the text on standard error."""
-    return _BY_CODE.get(code, CommandFailed)(command, code, stderr)
+    kind, _, _ = _parts(stderr)
+    return _BY_CODE.get(code, _BY_KIND.get(kind, CommandFailed))(command, code, stderr)
 
 
-def _parts(stderr: str) -> tuple[str, str | None]:
-    """Message and fix of `keyframe: MESSAGE\\n  fix: FIX`; other lines stay in the message."""
+def _parts(stderr: str) -> tuple[str | None, str, str | None]:
+    """Kind, message and fix of the error text: of a command with ``--json`` or ``--ready-fd``, the
+    line ``{"error": {...}}``; of others, `keyframe: MESSAGE\\n  fix: FIX`, without a kind. Other
+    lines stay in the message.
+    """
     message: list[str] = []
+    kind: str | None = None
     fix: str | None = None
     for line in stderr.strip().splitlines():
-        if line.startswith("  fix: "):
+        error = _error(line)
+        if error is not None:
+            kind, fix = _text(error.get("kind")), _text(error.get("fix"))
+            message.append(str(error.get("message")))
+        elif line.startswith("  fix: "):
             fix = line.removeprefix("  fix: ")
         else:
             message.append(line.removeprefix("keyframe: "))
-    return "\n".join(message), fix
+    return kind, "\n".join(message), fix
+
+
+def _error(line: str) -> Mapping[str, Any] | None:
+    """The error that a command with ``--json`` has printed as a line; `None` if it is none."""
+    if not line.startswith('{"error":'):
+        return None
+    try:
+        error = json.loads(line)["error"]
+    except ValueError:
+        return None
+    return error if isinstance(error, dict) else None
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any
 
 from . import _vm_guard
-from .errors import CommandFailed, TimedOut, VmEnded, command_failed
+from .errors import BadAnswer, CommandFailed, TimedOut, VmEnded, command_failed
 from .program import KeyframeWarning, Program
 
 #: The most bytes of a command's error texts that are read.
 _MESSAGES_BYTES_MAX = 64 << 10
 #: The bytes of a log that stay readable after it is removed.
 _KEPT_BYTES = 1 << 20
-_POLL_SECONDS_MIN, _POLL_SECONDS_MAX = 0.02, 0.2
+#: The most bytes that a command tells about its VMs.
+_READY_BYTES_MAX = 4 << 20
 _DONE, _WARNED = 0, 3
-
-T = TypeVar("T")
 
 
 class Deadline:
@@ -74,12 +75,6 @@ class Process:
         """True if the process has not ended."""
         now = _stat(self.pid)
         return now is not None and self._started is not None and now[1:] == self._started[1:]
-
-
-def parent_of(pid: int) -> int | None:
-    """The number of a process's parent; `None` if the process has ended."""
-    known = _stat(pid)
-    return None if known is None else known[0]
 
 
 def _stat(pid: int) -> tuple[int, int] | None:
@@ -130,17 +125,23 @@ class GuardedCommand:
     The command ends with `end`, and when Python ends, even if Python is killed: a guard process
     ends it then, and all that it has started. The command's standard output goes to the file
     `output`, its error texts to another file. `directory` is a temporary directory for both files,
-    and is removed at the end. `arguments` are those of the command.
+    and is removed at the end. `arguments` are those of the command, which has the option
+    ``--ready-fd``.
     """
 
     def __init__(self, program: Program, arguments: Sequence[str], directory: Path) -> None:
-        self._command = [program.path, *arguments]
+        ready, told = os.pipe()
+        # An option of its own, before what is meant for QEMU.
+        words = [*arguments[:1], "--ready-fd", str(told), *arguments[1:]]
+        self._command = [program.path, *words]
+        self._ready: IO[bytes] = os.fdopen(ready, "rb", buffering=0)
         self._lock = threading.Lock()
         self._python = os.getpid()
         self._code: int | None = None
         self.output = Log(directory / "console.log")
         self._messages = Log(directory / "messages.log")
         guard = [sys.executable, "-I", "-S", _vm_guard.__file__, str(os.getpid()), str(directory)]
+        guard.append(str(told))
         try:
             self._guard = subprocess.Popen(
                 [*guard, *self._command],
@@ -148,17 +149,15 @@ class GuardedCommand:
                 stdout=self.output.file,
                 stderr=self._messages.file,
                 env=program.key.environment(),
+                pass_fds=[told],
                 start_new_session=True,
             )
         except BaseException:
-            self.output.close()
-            self._messages.close()
+            self._close()
             raise
+        finally:
+            os.close(told)
         atexit.register(self.end)
-
-    def started(self, pid: int) -> bool:
-        """True if `pid` is the process of the command."""
-        return parent_of(pid) == self._guard.pid
 
     def poll(self) -> int | None:
         """The exit code; `None` while the command or a VM that it left is there."""
@@ -176,24 +175,27 @@ class GuardedCommand:
             raise deadline.error()
         return code
 
-    def await_answer(self, look: Callable[[], T | None], what: str, timeout: float) -> T:
-        """Calls `look` until it returns something.
+    def await_ready(self, what: str, timeout: float) -> Any:
+        """Waits until the command says that its VMs are ready. Returns what it tells about them.
 
-        Raises `TimedOut`, and `CommandFailed` or `VmEnded` if the command ends before.
+        Raises `TimedOut`, `BadAnswer`, and `CommandFailed` or `VmEnded` if the command ends before.
         """
         deadline = Deadline(timeout, f"{what} was not there")
-        pause = _POLL_SECONDS_MIN
-        while True:
-            found = look()
-            if found is not None:
-                return found
-            code = self.poll()
-            if code in (_DONE, _WARNED):
-                raise VmEnded(f"{what} has ended at once\n{self.messages()}".strip())
-            if code is not None:
+        line = b""
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([self._ready], [], [], deadline.left())
+            chunk = self._ready.read(_READY_BYTES_MAX - len(line)) if readable else b""
+            line += chunk
+            if readable and not chunk:
+                # It ends, or has told more than it may.
+                code = self.wait(deadline)
+                if code in (_DONE, _WARNED):
+                    raise VmEnded(f"{what} has ended at once\n{self.messages()}".strip())
                 raise self.failure(code)
-            deadline.sleep(pause)
-            pause = min(1.5 * pause, _POLL_SECONDS_MAX)
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise BadAnswer(f"{' '.join(self._command)}: told no JSON: {error}") from error
 
     def failure(self, code: int) -> CommandFailed:
         """The exception for the command's end with an exit code."""
@@ -234,9 +236,13 @@ class GuardedCommand:
                 KeyframeWarning,
                 stacklevel=3,
             )
+        self._close()
+        return code
+
+    def _close(self) -> None:
+        self._ready.close()
         self.output.close()
         self._messages.close()
-        return code
 
 
 def directory_for_command() -> Path:
