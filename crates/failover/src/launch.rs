@@ -8,6 +8,8 @@ use super::sending::SharedWire;
 use super::settings::{FailoverSetup, random};
 use super::vm::{self, DiskExport, DiskExports, Gate, MachineDescription};
 use crate::error::{Error, Result};
+use keyframe_disk_capture::DiskCapture;
+use keyframe_disk_capture::served::ServedDiskCapture;
 use keyframe_inspect::source_of;
 use keyframe_net::{GateNic, GateRemote};
 use keyframe_qemu::restore::{Plan, RestoreOptions, RestorePurpose};
@@ -18,8 +20,7 @@ use keyframe_session::control::server::SharedStatus;
 use keyframe_session::control::{
     EngineStatus, OnExit, ReplicationRole, ReplicationStatus, VmState,
 };
-use keyframe_session::disk_capture::DiskCapture;
-use keyframe_session::disk_capture::served::ServedDiskCapture;
+use keyframe_session::event::disk_events;
 use keyframe_session::interrupt;
 use keyframe_session::launch as sessions;
 use keyframe_session::machines::{Machines, Member, Peripherals};
@@ -421,7 +422,7 @@ fn machines_of(
     options: &SessionOptions,
 ) -> Machines {
     let disks = served.map(|served| {
-        let events = Arc::clone(&options.events);
+        let events = disk_events(&options.events);
         Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
             as Box<dyn DiskCapture>
     });

@@ -190,7 +190,7 @@ impl PrimaryEngine {
             let _ = vm.end();
         }
         if let Some(disks) = beside.disks
-            && let Some(directory) = disks.end()?
+            && let Some(directory) = disks.end().map_err(keyframe_session::Error::from)?
         {
             self.events.failover_event(&FailoverEvent::WritesKept(directory));
         }

@@ -3,12 +3,13 @@
 use crate::error::{Error, ReplayError, Result};
 use crate::replay::{ReplayDisks, StartedReplay, start_qemu};
 use crate::{CutSource, ReplayOptions, ReplayStepper, ReplayableRecording, StopReason, jobs};
+use keyframe_disk_capture::DiskCapture;
+use keyframe_disk_capture::served::ServedDiskCapture;
 use keyframe_qemu::restore::Until;
 use keyframe_qemu::{QemuIdentity, Vm};
 use keyframe_replay::interval::RecordedCheckpoint;
-use keyframe_session::disk_capture::DiskCapture;
-use keyframe_session::disk_capture::served::ServedDiskCapture;
 use keyframe_session::engine::{ReplaySteps, Step};
+use keyframe_session::event::disk_events;
 use keyframe_session::launch::{self, RefusedVms, StartedVm};
 use keyframe_session::machines::Peripherals;
 use keyframe_session::run_dir::RunDir;
@@ -52,7 +53,7 @@ pub fn segment(
         machine: Some(machine.clone()),
         begin: Some(from.checkpoint),
     });
-    let (pause_limit, events) = (options.pause_limit, Arc::clone(&options.events));
+    let (pause_limit, events) = (options.pause_limit, disk_events(&options.events));
     let disks = disks.map(|served| {
         Box::new(ServedDiskCapture::new(served, pause_limit, events)) as Box<dyn DiskCapture>
     });

@@ -9,17 +9,17 @@
 //! groups, recordings, disks that Keyframe serves. [`run_vm`] refuses what the VMM cannot do, by its
 //! [`Capabilities`](keyframe_vmm::Capabilities), before it starts or touches the VM.
 
-use super::disk_capture::{DiskCapture, DrivePlan};
 use super::launch::{lock, names, refuse, require_kernel};
 use super::machines::{Machines, Member, Peripherals};
 use super::memory_guard::GuestMemory;
 use super::ram_capture::RamCapture;
 use super::session_vm::SessionVm;
 use super::store_sink::{MachineDescriptions, StoreSink};
-use super::{DiskMethod, LanChoice, RunReport, SessionOptions, budget, memory_limits, rights};
+use super::{LanChoice, RunReport, SessionOptions, budget, memory_limits, rights};
 use crate::control::{OnExit, Strategy};
 use crate::engine::{Engine, RunEnd, Successor};
 use crate::error::{Error, Result};
+use crate::event::disk_events;
 use crate::event::{Step, tell_failed};
 use crate::helper_process;
 use crate::launch::PreparedSession;
@@ -28,6 +28,7 @@ use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
 use crate::watchdog_keeper::WatchdogKeeper;
 use keyframe_capture::BoxError;
+use keyframe_disk_capture::{DiskCapture, DiskMethod, DrivePlan};
 use keyframe_pause_watchdog::Watchdog;
 use keyframe_store::{DiskState, MemberMeta, Store, Writer};
 use keyframe_vm_disks::read_files;
@@ -242,7 +243,7 @@ fn prepare(
     } else {
         (DrivePlan::of(&drives, options.disk)?, true)
     };
-    let events = Arc::clone(&options.events);
+    let events = disk_events(&options.events);
     let disks = plan.capture((store, &name), (&mut *vm, were_open), drives, events)?;
     if let Some(socket) = vm.monitor_socket()
         && vm.origin() == VmOrigin::Launched

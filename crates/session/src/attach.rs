@@ -2,16 +2,17 @@
 //! run on meanwhile.
 
 use super::SessionOptions;
-use super::disk_capture;
 use super::launch::{
-    PreparedSession, RefusedVms, StartedVm, lock, names, open_lans, prepare, require_kernel,
+    PreparedSession, RefusedVms, StartedVm, disk_owners, lock, names, open_lans, prepare,
+    require_kernel,
 };
 use super::machines::Peripherals;
 use super::memory_guard::GuestMemory;
 use crate::error::{Error, Result};
-use crate::event::Event;
+use crate::event::{Event, disk_events};
 use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
+use keyframe_disk_capture as disk_capture;
 use keyframe_qemu::{AttachOptions, Monitor, Vm};
 use keyframe_store::Store;
 use keyframe_units::PAGE_BYTES;
@@ -65,10 +66,10 @@ pub fn attach(
         let place = (store, &*name, run_dir.path());
         peripherals.disks = disk_capture::method::own(
             place,
-            (&mut found, is_group),
+            (&mut disk_owners(&mut found), is_group),
             options.disk,
             &options.leave_out,
-            &options.events,
+            &disk_events(&options.events),
         )?;
         Ok(())
     };

@@ -471,10 +471,12 @@ impl<'a> Engine<'a> {
         label: CheckpointLabel,
         strategy: Option<Strategy>,
     ) -> Result<Result<Captured, CaptureError>, NotCaptured> {
-        let cut = match self.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose() {
-            Ok(cut) => cut,
-            Err(error) => return self.follow_disks(error).map(|()| Ok(Captured::NewRun)),
-        };
+        let cut =
+            match self.machines.storage().map(|(disks, mut vms)| disks.begin(&mut vms)).transpose()
+            {
+                Ok(cut) => cut,
+                Err(error) => return self.follow_disks(error).map(|()| Ok(Captured::NewRun)),
+            };
         let copying = &mut self.copying;
         let strategy = copying.strategies.get(strategy.unwrap_or(self.options.strategy));
         let strategy = strategy.map_err(|e| CheckpointError::Strategy(Box::new(e)))?;
@@ -493,8 +495,8 @@ impl<'a> Engine<'a> {
         if self.rollback_phases.is_none() {
             keyframe_kernel::priority::lower_current_thread();
         }
-        if let Some((disks, vms)) = self.machines.storage() {
-            disks.captured(result.as_ref().ok().copied(), vms);
+        if let Some((disks, mut vms)) = self.machines.storage() {
+            disks.captured(result.as_ref().ok().copied(), &mut vms);
         }
         let queued = self.copying.cycle.in_flight();
         self.update(|status| {

@@ -3,18 +3,17 @@
 
 mod checkpoint;
 mod control;
-mod disks;
 mod rollback;
 mod run_dir;
 
 pub use checkpoint::{CheckpointError, CheckpointFailure, NotCaptured};
 pub use control::ControlError;
-pub use disks::{CloneObstacle, DiskError};
 pub use rollback::{MachineDifference, RollbackError};
 pub use run_dir::RunDirError;
 
 use crate::instruction_count::CountObstacle;
 use keyframe_capture::BoxError;
+use keyframe_disk_capture::DiskError;
 use keyframe_qemu::AuditFinding;
 use keyframe_units::CheckpointId;
 use std::io;
@@ -73,7 +72,7 @@ pub enum Error {
     Rollback(#[from] RollbackError),
     /// Disks that QEMU opens itself cannot be captured.
     #[error(transparent)]
-    Disk(#[from] DiskError),
+    Disk(DiskError),
     /// A checkpoint without which the session cannot go on could not be captured.
     #[error(transparent)]
     Checkpoint(#[from] NotCaptured),
@@ -204,6 +203,20 @@ pub enum Error {
         /// The error of the VMM or its watchdog.
         source: BoxError,
     },
+}
+
+impl From<DiskError> for Error {
+    fn from(error: DiskError) -> Self {
+        match error {
+            DiskError::Qemu(error) => Self::Qemu(error),
+            DiskError::Vmm(error) => Self::Vmm(error),
+            DiskError::VmDisks(error) => Self::VmDisks(error),
+            DiskError::Store { store, source } => Self::Store { store, source },
+            DiskError::NotServed => Self::DisksNotServed,
+            DiskError::OwnDisks => Self::Rollback(RollbackError::OwnDisks),
+            error => Self::Disk(error),
+        }
+    }
 }
 
 impl Error {

@@ -5,6 +5,7 @@ use crate::control::EngineStatus;
 use crate::error::CheckpointFailure;
 use crate::memory_guard::MemoryShortage;
 use keyframe_capture::BoxError;
+use keyframe_disk_capture::{DiskEvent, DiskStep, SharedDiskEventSink};
 use keyframe_inspect::entry::Entry;
 use keyframe_qemu::{AuditFinding, MachineChange};
 use keyframe_scheduling::TuningReason;
@@ -377,22 +378,8 @@ pub enum Step {
     RepeatWrites,
     /// Have the VMM of a guest that has ended do what its user wants then.
     FinishGuestEnd,
-    /// Find the images beneath the VM's disks as they were when the run began.
-    KeepImages,
-    /// Return the blocks of a failed checkpoint to the next one.
-    GiveBackBlocks,
-    /// Release the blocks of a sealed checkpoint.
-    ReleaseBlocks,
-    /// Begin a new, complete capture of the VM's disks.
-    RestartDisks,
-    /// Drop the bitmap of a sealed checkpoint.
-    DropBitmap,
-    /// Remove the exports by which a disk was read.
-    CloseExports,
-    /// Remove all that captured the VM's disks from QEMU.
-    DetachDisks,
-    /// Remove a file.
-    RemoveFile,
+    /// A step of the capture of the VM's disks.
+    Disks(DiskStep),
     /// Remove the disks' contents of before a rollback.
     RemoveFormerDisks,
     /// Describe which checkpoint the disks come from.
@@ -409,6 +396,31 @@ pub enum Step {
     VolunteerAsVictim,
     /// Have the kernel treat this process as any other again if memory runs out.
     WithdrawAsVictim,
+}
+
+/// Passes the events of a capture of disks on to the sink of a session.
+struct DiskEvents(SharedEventSink);
+
+impl EventSink<DiskEvent> for DiskEvents {
+    fn event(&self, event: &DiskEvent) {
+        let helper = Helper::DiskServer;
+        let event = match event.clone() {
+            DiskEvent::ServerRestarted { pid } => Event::HelperRestarted { helper, pid },
+            DiskEvent::ServerNotRestarted { error } => Event::HelperNotRestarted { helper, error },
+            DiskEvent::StepFailed { step, error } => {
+                Event::StepFailed { step: Step::Disks(step), error }
+            }
+            DiskEvent::AuditWarning(finding) => Event::AuditWarning(finding),
+            _ => return,
+        };
+        self.0.event(&event);
+    }
+}
+
+/// Returns the sink for a capture of disks, which passes the events on to the session's sink
+/// `events`.
+pub fn disk_events(events: &SharedEventSink) -> SharedDiskEventSink {
+    Arc::new(DiskEvents(Arc::clone(events)))
 }
 
 /// Makes an error that events can hold.

@@ -2,8 +2,6 @@
 
 mod line_disks;
 
-use super::disk_capture::served::ServedDiskCapture;
-use super::disk_capture::{self, DiskCapture, DiskMethod};
 use super::flight_recorder;
 use super::machines::{Machines, Member, Peripherals};
 use super::memory_guard::{self, GuestMemory};
@@ -13,7 +11,7 @@ use super::store_sink::{MachineDescriptions, StoreSink};
 use super::{LanChoice, SessionOptions};
 use crate::control::TrackerKind;
 use crate::error::{Error, Result};
-use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
+use crate::event::{Event, EventSink, SharedEventSink, Step, disk_events, tell_failed};
 use crate::helper_process;
 use crate::instruction_count::{CountObstacle, InstructionCount};
 use crate::lans::{self, Lans};
@@ -22,6 +20,8 @@ use crate::rights;
 use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
 use crate::watchdog_keeper::{StartWatchdog, WatchdogKeeper};
+use keyframe_disk_capture::served::ServedDiskCapture;
+use keyframe_disk_capture::{self as disk_capture, DiskCapture, DiskMethod, DiskOwner};
 use keyframe_qemu::watchdog;
 use keyframe_qemu::{
     AuditFinding, Invocation, LaunchOptions, MachineShape, QemuIdentity, Severity, Vm,
@@ -76,6 +76,15 @@ pub struct StartedVm {
     pub monitor: Option<PathBuf>,
     /// True if the guest is to run, or runs already.
     pub runs: bool,
+}
+
+/// Returns the VMs `found` as the owners of disks.
+pub fn disk_owners(found: &mut [StartedVm]) -> Vec<DiskOwner<'_>> {
+    let mut owners = Vec::with_capacity(found.len());
+    for StartedVm { name, directory, vm, .. } in found {
+        owners.push(DiskOwner { name, directory, vm });
+    }
+    owners
 }
 
 /// Starts the VMs of `commands` and brings them up to just before their first instruction, with
@@ -165,7 +174,7 @@ impl Launching<'_> {
             let place = (self.store, self.name, self.run_dir);
             let served = lines.serve(place, &mut starting, &self.directory, &*options.events)?;
             self.peripherals.disks = served.map(|served| {
-                let events = Arc::clone(&options.events);
+                let events = disk_events(&options.events);
                 Box::new(ServedDiskCapture::new(served, options.pause_limit, events))
                     as Box<dyn DiskCapture>
             });
@@ -186,18 +195,18 @@ impl Launching<'_> {
         }
         if method == DiskMethod::Served {
             let served = self.peripherals.disks.take();
-            let vms = (&mut self.found[..], self.is_group);
+            let vms = (&mut *disk_owners(&mut self.found), self.is_group);
             let place = (self.store, self.name);
-            let (leave_out, events) = (&options.leave_out, &options.events);
+            let (leave_out, events) = (&options.leave_out, &disk_events(&options.events));
             self.peripherals.disks =
                 disk_capture::method::beside_served(place, vms, served, leave_out, events)?;
         } else {
             self.peripherals.disks = disk_capture::method::own(
                 (self.store, self.name, self.run_dir),
-                (&mut self.found, self.is_group),
+                (&mut disk_owners(&mut self.found), self.is_group),
                 method,
                 &options.leave_out,
-                &options.events,
+                &disk_events(&options.events),
             )?;
         }
         Ok(())

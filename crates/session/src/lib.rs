@@ -23,7 +23,6 @@ pub mod audit;
 pub mod budget;
 pub mod control;
 pub mod cycle_observer;
-pub mod disk_capture;
 pub mod encoder_thread;
 pub mod engine;
 pub mod error;
@@ -57,8 +56,6 @@ pub mod teardown;
 pub mod watchdog_keeper;
 
 pub use any_vmm::{VmSource, run_vm};
-pub use disk_capture::served::BlockSink;
-pub use disk_capture::{DiskCut, DiskMethod, ExcludedDisks};
 pub use engine::{RunEnd, RunReport, Successor, Verdict};
 pub use error::{CheckpointError, Error, Result, error_chain};
 pub use event::{Event, EventSink, NoEvents, SharedEventSink};
@@ -69,6 +66,7 @@ pub use recompressor::Recompress;
 pub use recording::RecordingOptions;
 
 use crate::control::{OnExit, Strategy, TrackerKind};
+use keyframe_disk_capture::{DiskMethod, ExcludedDisks};
 use keyframe_qemu::AttachOptions;
 use keyframe_store::Store;
 use std::path::PathBuf;

@@ -17,7 +17,6 @@
 
 mod guest_end;
 
-use super::disk_capture::DiskCapture;
 use super::recording::Position;
 use super::session_vm::SessionVm;
 use crate::error::{Result, error_chain};
@@ -29,6 +28,7 @@ use keyframe_capture::machine::pause_in_steps;
 use keyframe_capture::{
     BoxError, CaptureError, Machine, PauseRecord, PauseSteps, PauseVerdict, PauseWork, StopOutcome,
 };
+use keyframe_disk_capture::DiskCapture;
 use keyframe_qemu::MachineChange;
 use keyframe_units::{RamBlock, RamLayout};
 use keyframe_vmm::{RunState, VmEvent, Vmm, VmmErrorKind, VmmKind};
@@ -123,7 +123,7 @@ impl Peripherals {
         }
         match self.disks {
             Some(disks) if keeps => Ok(disks.keep()),
-            Some(disks) => disks.end(),
+            Some(disks) => Ok(disks.end()?),
             None => Ok(None),
         }
     }
@@ -166,9 +166,10 @@ impl Machines {
     }
 
     /// Returns the capture of the disks and the VMs that own them; `None` if no disk is captured.
-    pub fn storage(&mut self) -> Option<(&mut dyn DiskCapture, &mut [Member])> {
-        let members = &mut self.members[..];
-        self.disks.as_mut().map(|disks| (&mut **disks as &mut dyn DiskCapture, members))
+    pub fn storage(&mut self) -> Option<(&mut dyn DiskCapture, Vec<&mut dyn Vmm>)> {
+        let disks = self.disks.as_mut()?;
+        let vms = self.members.iter_mut().map(|member| member.vm.vm_mut()).collect();
+        Some((&mut **disks as &mut dyn DiskCapture, vms))
     }
 
     /// Returns whether the VMs are a group.
@@ -484,8 +485,8 @@ impl PauseSteps for Machines {
         // Last, since what it waits for lasts a moment only.
         let ready = ready.and_then(|()| {
             let rested = self.members.iter_mut().try_for_each(|m| m.vm.prepare_pause());
-            if let (Err(_), Some((disks, vms))) = (&rested, self.storage()) {
-                let _ = disks.resumed(vms);
+            if let (Err(_), Some((disks, mut vms))) = (&rested, self.storage()) {
+                let _ = disks.resumed(&mut vms);
             }
             rested
         });
@@ -503,7 +504,7 @@ impl PauseSteps for Machines {
         });
         let stopped = self.all(results);
         let cut = if stopped.is_ok() {
-            self.storage().map_or(Ok(()), |(disks, vms)| disks.cut(vms))
+            self.storage().map_or(Ok(()), |(disks, mut vms)| disks.cut(&mut vms))
         } else {
             Ok(())
         };
@@ -565,7 +566,7 @@ impl PauseSteps for Machines {
             Some(stopped) => member.vm.finish_pause(stopped),
             None => Ok(PauseVerdict::Undisturbed),
         });
-        let exported = self.storage().map_or(Ok(()), |(disks, vms)| disks.resumed(vms));
+        let exported = self.storage().map_or(Ok(()), |(disks, mut vms)| disks.resumed(&mut vms));
         let by = self.all(by)?;
         exported?;
         Ok(if by.contains(&PauseVerdict::RanMeanwhile) {

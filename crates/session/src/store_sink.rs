@@ -1,12 +1,12 @@
 //! The store as the checkpoint cycle's sink.
 
-use super::disk_capture::DiskCut;
 use super::error::Result;
 use super::faults::{Fault, FaultKind};
 use super::recording::Position;
 use super::rehearsal::Rehearsal;
 use super::session_vm::SessionVm;
 use keyframe_capture::{BoxError, CapturedCheckpoint, CheckpointSink, PausedFind};
+use keyframe_disk_capture::DiskCut;
 use keyframe_qemu::AuditFinding;
 use keyframe_store::{
     DiskState, MachineMeta, MemberMeta, PausePhases, ProcessingPhases, Recorded, Run, SealRequest,

@@ -1,8 +1,9 @@
 //! What `run` and `attach` have in common: when checkpoints are taken, and how.
 
 use crate::words::StderrWords;
+use keyframe_disk_capture::{DiskMethod, ExcludedDisks};
 use keyframe_session::control::{OnExit, Strategy, TrackerKind};
-use keyframe_session::{DiskMethod, ExcludedDisks, LanChoice, SessionOptions};
+use keyframe_session::{LanChoice, SessionOptions};
 use keyframe_store::Durability;
 use std::path::PathBuf;
 use std::time::Duration;

@@ -20,13 +20,14 @@ How a VM that cannot be checkpointed is refused: [the audit](architecture.md). T
 ";
 
 /// The crates with golden texts, in the order of the page, each with the heading of its section.
-const SECTIONS: [(&str, &str); 24] = [
+const SECTIONS: [(&str, &str); 25] = [
     ("session", "Running VMs"),
     ("qemu", "QEMU"),
     ("qemu-cmdline", "QEMU's command line"),
     ("qemu-stream", "QEMU's device state"),
     ("firecracker", "Firecracker"),
     ("capture", "Capture of RAM"),
+    ("disk-capture", "Disks in checkpoints"),
     ("vm-disks", "Disks of VMs"),
     ("disk", "Disk images and their server"),
     ("net", "Networks between VMs"),

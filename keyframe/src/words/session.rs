@@ -4,6 +4,7 @@ use super::Importance;
 use crate::failure::{chain, paths};
 use crate::output;
 use Importance::{Always, Detail, Usual};
+use keyframe_disk_capture::DiskStep;
 use keyframe_inspect::entry::Entry;
 use keyframe_session::event::{Helper, SessionStart, Step};
 use keyframe_session::{CheckpointError, Event, GuestEnd};
@@ -406,14 +407,9 @@ fn durability_ignored(is_remote: bool) -> String {
 
 fn step_name(step: Step) -> &'static str {
     match step {
+        Step::Disks(step) => disk_step_name(step),
         Step::RepeatWrites => "resume the VM that was stopped for want of space",
         Step::FinishGuestEnd => "have QEMU do what its command line says for the guest's end",
-        Step::KeepImages => "an image must be put back, or no checkpoint of this run restores",
-        Step::GiveBackBlocks => "give the blocks of a failed checkpoint to the next one",
-        Step::ReleaseBlocks => "release the blocks of a checkpoint",
-        Step::RestartDisks => "begin a complete capture of the VM's disks",
-        Step::DropBitmap => "drop the bitmap of a sealed checkpoint",
-        Step::CloseExports => "remove the exports by which a disk was read",
         Step::CountInstructions => "count the guest's instructions",
         Step::TellReady => "tell the program that waits for it that the VM is ready",
         Step::VolunteerAsVictim => "have the kernel end keyframe first if memory runs out",
@@ -423,11 +419,23 @@ fn step_name(step: Step) -> &'static str {
         Step::SaveSseFlags => {
             "add the SSE exception flags of the guest's processors to checkpoints"
         }
-        Step::DetachDisks => "remove from QEMU what captured the VM's disks",
-        Step::RemoveFile => "remove a file",
         Step::RemoveFormerDisks => "remove what was written to the disks before",
         Step::DescribeDisks => "describe which checkpoint the disks come from",
         Step::AllowRunning => "tell the watchdog that the VM may run",
+        _ => "go on",
+    }
+}
+
+fn disk_step_name(step: DiskStep) -> &'static str {
+    match step {
+        DiskStep::KeepImages => "an image must be put back, or no checkpoint of this run restores",
+        DiskStep::GiveBackBlocks => "give the blocks of a failed checkpoint to the next one",
+        DiskStep::ReleaseBlocks => "release the blocks of a checkpoint",
+        DiskStep::RestartDisks => "begin a complete capture of the VM's disks",
+        DiskStep::DropBitmap => "drop the bitmap of a sealed checkpoint",
+        DiskStep::CloseExports => "remove the exports by which a disk was read",
+        DiskStep::DetachDisks => "remove from QEMU what captured the VM's disks",
+        DiskStep::RemoveFile => "remove a file",
         _ => "go on",
     }
 }

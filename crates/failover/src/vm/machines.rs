@@ -290,7 +290,8 @@ impl CapturedMachines {
         reason: &'static str,
     ) -> Result<std::result::Result<u64, CaptureError>> {
         let Capturing { ram, encoding } = self.capturing.as_mut().ok_or(Error::NotCaptured)?;
-        let cut = self.gated.machines.storage().map(|(disks, vms)| disks.begin(vms)).transpose();
+        let cut =
+            self.gated.machines.storage().map(|(disks, mut vms)| disks.begin(&mut vms)).transpose();
         let cut = cut.map_err(|e| Error::vm("prepare the VM's disks", e))?;
         let checks = self.verify.then(Checks::default);
         self.verifier.checks.clone_from(&checks);
@@ -305,8 +306,8 @@ impl CapturedMachines {
         );
         keyframe_kernel::priority::lower_current_thread();
         let seq = captured.as_ref().ok().copied();
-        if let Some((disks, vms)) = self.gated.machines.storage() {
-            disks.captured(seq, vms);
+        if let Some((disks, mut vms)) = self.gated.machines.storage() {
+            disks.captured(seq, &mut vms);
         }
         Ok(captured)
     }
@@ -367,13 +368,13 @@ impl ProtectedVm for CapturedMachines {
         let Some(generation) = report.generation.checked_sub(own) else { return true };
         match ram.cycle.settle(EncodeReport { generation, ..report }) {
             SettledReport::Sealed { seq, .. } => {
-                if let Some((disks, vms)) = self.gated.machines.storage() {
-                    disks.sealed(seq, vms);
+                if let Some((disks, mut vms)) = self.gated.machines.storage() {
+                    disks.sealed(seq, &mut vms);
                 }
             }
             SettledReport::Failed { lost, .. } => {
-                if let Some((disks, vms)) = self.gated.machines.storage() {
-                    disks.failed(&lost, vms);
+                if let Some((disks, mut vms)) = self.gated.machines.storage() {
+                    disks.failed(&lost, &mut vms);
                 }
             }
             SettledReport::Stale => return true,
@@ -390,8 +391,8 @@ impl ProtectedVm for CapturedMachines {
             (None, Some(capturing)) => capturing.ram.cycle.give_back(),
             (None, None) => {}
         }
-        if let Some((disks, vms)) = self.gated.machines.storage() {
-            disks.failed(&[seq], vms);
+        if let Some((disks, mut vms)) = self.gated.machines.storage() {
+            disks.failed(&[seq], &mut vms);
         }
     }
 

@@ -16,8 +16,8 @@
 
 use super::{Arc, Engine, Event, Instant};
 use crate::control::{FailingCause, VmState};
-use crate::error::DiskError;
 use crate::event::{Step, tell_failed};
+use keyframe_disk_capture::DiskError;
 use std::time::Duration;
 
 /// The time between two looks whether there is space again.
@@ -62,7 +62,8 @@ impl Engine<'_> {
             self.tell(&Event::StoppedByLeftOutDisk { error });
         }
         let is_stopped = self.machines.wait_for_space();
-        let relieved = self.machines.storage().map(|(disks, vms)| disks.relieve(is_stopped, vms));
+        let relieved =
+            self.machines.storage().map(|(disks, mut vms)| disks.relieve(is_stopped, &mut vms));
         if relieved == Some(true) {
             // Once only: the image's own file system may be the full one.
             let resumed = self.machines.repeat_writes();

@@ -82,8 +82,8 @@ impl Engine<'_> {
         // The tracker goes with the cycle: QEMU is on its own again before it is ended or left.
         drop(self.copying);
         let is_attached = self.machines.is_attached();
-        if let Some((disks, vms)) = self.machines.storage() {
-            disks.detach(vms);
+        if let Some((disks, mut vms)) = self.machines.storage() {
+            disks.detach(&mut vms);
         }
         let is_group = self.machines.is_group();
         let vmm = self.machines.vmm();

@@ -36,8 +36,8 @@ impl Engine<'_> {
     pub(super) fn settle(&mut self, report: EncodeReport<Sealed>) {
         match self.copying.cycle.settle(report) {
             SettledReport::Sealed { seq, sealed } => {
-                if let Some((disks, vms)) = self.machines.storage() {
-                    disks.sealed(seq, vms);
+                if let Some((disks, mut vms)) = self.machines.storage() {
+                    disks.sealed(seq, &mut vms);
                 }
                 let entry = self.succeeded(seq, &sealed);
                 match self.takers.remove(&seq) {
@@ -49,8 +49,8 @@ impl Engine<'_> {
                 }
             }
             SettledReport::Failed { lost, error } => {
-                if let Some((disks, vms)) = self.machines.storage() {
-                    disks.failed(&lost, vms);
+                if let Some((disks, mut vms)) = self.machines.storage() {
+                    disks.failed(&lost, &mut vms);
                 }
                 let is_final = is_unrestorable(&error);
                 self.given_up |= is_final;

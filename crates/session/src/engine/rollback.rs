@@ -139,7 +139,7 @@ impl Engine<'_> {
         self.await_idle()?;
         let way = self.way_back(&target, fast)?;
         if let Some(disks) = &mut self.machines.disks {
-            disks.stage(self.store, target.id, &target.meta)?;
+            disks.stage(self.store, target.id, &target.meta).map_err(Error::from)?;
         }
         let hosts = self.ram_hosts(&target.meta.ram);
         let done = self.roll_back_to(&target, &way, hosts, name);

@@ -19,7 +19,6 @@ use super::{CheckpointReason, Engine, EngineInputs, EngineMessage, RunReport};
 use crate::SessionOptions;
 use crate::control::server::Pending;
 use crate::control::{EngineRequest, EngineResponse, OnExit};
-use crate::disk_capture::DiskCapture;
 use crate::error::Result;
 use crate::event::{Event, EventSink};
 use crate::launch::PreparedSession;
@@ -32,6 +31,7 @@ use crate::watchdog_keeper::WatchdogKeeper;
 use keyframe_capture::{
     BoxError, CapturePhase, DirtyTracker, FirstWriteMonitor, PageReader, RamFreezer,
 };
+use keyframe_disk_capture::DiskCapture;
 use keyframe_store::{DiskState, MemberMeta, Store, Tuning};
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, PageSet, RamLayout};
 use keyframe_vmm::fake::{FakeControl, FakeVm};

@@ -1,8 +1,8 @@
 //! The disks of the command lines of VMs that are about to be launched: served, or left out.
 
-use crate::disk_capture::ExcludedDisks;
-use crate::error::{DiskError, Result};
+use crate::error::Result;
 use crate::event::{Event, EventSink};
+use keyframe_disk_capture::{DiskError, ExcludedDisks};
 use keyframe_qemu::{DiskServer, Drive, Invocation, LineDrive, QemuIdentity};
 use keyframe_store::Store;
 use keyframe_vm_disks::overlay_directory::newest_over;

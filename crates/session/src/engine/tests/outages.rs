@@ -3,16 +3,16 @@
 use super::{Bench, Client};
 use crate::control::VmState;
 use crate::control::server::SharedStatus;
-use crate::disk_capture::{DiskCapture, DiskCut};
 use crate::engine::Engine;
 use crate::error::CheckpointError;
 use crate::event::{Event, Helper, SharedEventSink};
-use crate::machines::Member;
 use crate::watchdog_keeper::{StartWatchdog, WatchdogKeeper};
 use keyframe_capture::BoxError;
+use keyframe_disk_capture::{DiskCapture, DiskCut};
 use keyframe_pause_watchdog::{self as pause_watchdog, Watchdog};
 use keyframe_store::DiskMeta;
 use keyframe_vmm::PauseWatchdog;
+use keyframe_vmm::Vmm;
 use keyframe_vmm::fake::Step;
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,11 +36,11 @@ impl DiskCapture for ServedOrNot {
         self.0.lock().unwrap().clone()
     }
 
-    fn begin(&mut self, _: &mut [Member]) -> Result<DiskCut, BoxError> {
+    fn begin(&mut self, _: &mut [&mut dyn Vmm]) -> Result<DiskCut, BoxError> {
         Ok(DiskCut::nothing())
     }
 
-    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+    fn cut(&mut self, _: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         Ok(())
     }
 }

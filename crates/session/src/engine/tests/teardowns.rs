@@ -2,13 +2,13 @@
 
 use super::{Bench, Client};
 use crate::control::OnExit;
-use crate::disk_capture::{DiskCapture, DiskCut};
 use crate::engine::RunEnd;
 use crate::error::{Error, Result};
 use crate::event::Event;
-use crate::machines::Member;
 use keyframe_capture::BoxError;
+use keyframe_disk_capture::{DiskCapture, DiskCut, DiskError};
 use keyframe_store::{DiskMeta, Tuning};
+use keyframe_vmm::Vmm;
 use keyframe_vmm::fake::{Incident, Step};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -38,31 +38,31 @@ impl DiskCapture for FakeDisks {
         &[]
     }
 
-    fn begin(&mut self, _: &mut [Member]) -> Result<DiskCut, BoxError> {
+    fn begin(&mut self, _: &mut [&mut dyn Vmm]) -> Result<DiskCut, BoxError> {
         self.note("begin");
         Ok(DiskCut::nothing())
     }
 
-    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+    fn cut(&mut self, _: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         self.note("cut");
         if self.fails_to_cut { Err("the disks cannot be cut".into()) } else { Ok(()) }
     }
 
-    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+    fn captured(&mut self, seq: Option<u64>, _: &mut [&mut dyn Vmm]) {
         self.note(if seq.is_some() { "captured" } else { "not captured" });
     }
 
-    fn sealed(&mut self, _: u64, _: &mut [Member]) {
+    fn sealed(&mut self, _: u64, _: &mut [&mut dyn Vmm]) {
         self.note("sealed");
     }
 
-    fn detach(&mut self, _: &mut [Member]) {
+    fn detach(&mut self, _: &mut [&mut dyn Vmm]) {
         self.note("detach");
     }
 
-    fn end(self: Box<Self>) -> Result<Option<PathBuf>> {
+    fn end(self: Box<Self>) -> Result<Option<PathBuf>, DiskError> {
         self.note("end");
-        if self.fails_to_end { Err(Error::DisksNotServed) } else { Ok(Some("/writes".into())) }
+        if self.fails_to_end { Err(DiskError::NotServed) } else { Ok(Some("/writes".into())) }
     }
 
     fn keep(self: Box<Self>) -> Option<PathBuf> {

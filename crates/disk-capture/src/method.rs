@@ -10,11 +10,10 @@
 //! Under `run`, `auto` never depends on the file system. A user must know beforehand whether QEMU
 //! writes to the images.
 
-use super::qemu_disk::{QemuDisk, tell};
-use super::{ClonedDiskCapture, DiskCapture, FleecedDiskCapture};
 use crate::error::{CloneObstacle, DiskError, Result};
-use crate::event::SharedEventSink;
-use crate::launch::StartedVm;
+use crate::event::SharedDiskEventSink;
+use crate::qemu_disk::{QemuDisk, tell};
+use crate::{ClonedDiskCapture, DiskCapture, FleecedDiskCapture};
 use keyframe_disk::ImageFormat;
 use keyframe_qemu::{DiskNames, Drive, LibvirtDisk, LineDisk, LineDrive, Vm, fleece};
 use keyframe_store::{BaseMeta, DiskMeta, Store};
@@ -37,6 +36,16 @@ pub enum DiskMethod {
     Bitmap,
     /// QEMU writes to its images. The file system clones them in each pause (btrfs, XFS).
     Reflink,
+}
+
+/// A VM of QEMU that opens its disks' images itself.
+pub struct DiskOwner<'a> {
+    /// Its name, unique among a group's members.
+    pub name: &'a str,
+    /// The working directory of its QEMU.
+    pub directory: &'a Path,
+    /// Its QEMU.
+    pub vm: &'a mut Vm,
 }
 
 /// The names of the disks that checkpoints leave out. The name `all` stands for all disks.
@@ -85,10 +94,10 @@ pub fn for_launch(way: DiskMethod, drives: &[Drive]) -> Result<DiskMethod> {
                 } else if drive.slice.is_some() {
                     Some(CloneObstacle::Slice(drive.name.clone()))
                 } else {
-                    super::image_clones::objection(&drive.image, format_of(drive), false)
+                    crate::image_clones::objection(&drive.image, format_of(drive), false)
                 };
                 if let Some(why) = objection {
-                    return Err(DiskError::NotCloneable(why).into());
+                    return Err(DiskError::NotCloneable(why));
                 }
             }
             Ok(DiskMethod::Reflink)
@@ -107,17 +116,17 @@ fn format_of(drive: &Drive) -> Option<ImageFormat> {
 /// no disk. Error: a disk cannot be captured in this way, with the reason.
 pub fn own(
     (store, name, run_dir): (&Store, &str, &Path),
-    (found, is_group): (&mut [StartedVm], bool),
+    (found, is_group): (&mut [DiskOwner<'_>], bool),
     way: DiskMethod,
     leave_out: &ExcludedDisks,
-    events: &SharedEventSink,
+    events: &SharedDiskEventSink,
 ) -> Result<Option<Box<dyn DiskCapture>>> {
     // An engine that was killed may have left nodes above the disks.
     found.iter_mut().try_for_each(|one| fleece::sweep(one.vm.qmp()).map(drop))?;
     let mut disks = all_disks(found, is_group)?;
     leave(&mut disks, leave_out)?;
     for (member, one) in found.iter_mut().enumerate() {
-        tell(&mut one.vm, member, &disks);
+        tell(one.vm, member, &disks);
     }
     if disks.is_empty() {
         return Ok(None);
@@ -128,7 +137,7 @@ pub fn own(
     }
     for one in found.iter_mut() {
         if let Some(job) = fleece::other_job(one.vm.qmp())? {
-            return Err(DiskError::OtherJob(job).into());
+            return Err(DiskError::OtherJob(job));
         }
     }
     let kept = || disks.iter().filter(|disk| !disk.left_out);
@@ -142,11 +151,11 @@ pub fn own(
         if disk.slice.is_some() {
             return Some(CloneObstacle::Slice(disk.meta.name.clone()));
         }
-        super::image_clones::objection(&disk.image, disk.format, way == DiskMethod::Auto)
+        crate::image_clones::objection(&disk.image, disk.format, way == DiskMethod::Auto)
     });
     match (way, objection) {
-        (DiskMethod::Served, _) => Err(DiskError::AlreadyOpen.into()),
-        (DiskMethod::Reflink, Some(why)) => Err(DiskError::NotCloneable(why).into()),
+        (DiskMethod::Served, _) => Err(DiskError::AlreadyOpen),
+        (DiskMethod::Reflink, Some(why)) => Err(DiskError::NotCloneable(why)),
         (DiskMethod::Reflink | DiskMethod::Auto, None) => {
             cloned(store, name, disks, events).map(Some)
         }
@@ -160,10 +169,10 @@ pub fn own(
 /// if the guests can write to no disk. Error: QEMU does not answer.
 pub fn beside_served(
     (store, name): (&Store, &str),
-    (found, is_group): (&mut [StartedVm], bool),
+    (found, is_group): (&mut [DiskOwner<'_>], bool),
     served: Option<Box<dyn DiskCapture>>,
     leave_out: &ExcludedDisks,
-    events: &SharedEventSink,
+    events: &SharedDiskEventSink,
 ) -> Result<Option<Box<dyn DiskCapture>>> {
     if leave_out.0.is_empty() {
         return Ok(served);
@@ -172,7 +181,7 @@ pub fn beside_served(
     leave(&mut disks, leave_out)?;
     disks.retain(|disk| disk.left_out);
     for (member, one) in found.iter_mut().enumerate() {
-        tell(&mut one.vm, member, &disks);
+        tell(one.vm, member, &disks);
     }
     match served {
         Some(mut served) => {
@@ -184,11 +193,11 @@ pub fn beside_served(
     }
 }
 
-fn all_disks(found: &mut [StartedVm], is_group: bool) -> Result<Vec<QemuDisk>> {
+fn all_disks(found: &mut [DiskOwner<'_>], is_group: bool) -> Result<Vec<QemuDisk>> {
     let mut disks = Vec::new();
     for (member, one) in found.iter_mut().enumerate() {
         let prefix = if is_group { format!("{}/", one.name) } else { String::new() };
-        disks.append(&mut disks_of(&mut one.vm, &one.directory, member, &prefix)?);
+        disks.append(&mut disks_of(one.vm, one.directory, member, &prefix)?);
         for LibvirtDisk { target, device } in one.vm.libvirt_disks()? {
             let is_it = |d: &&mut QemuDisk| d.member == member && d.device_names.contains(&device);
             disks.iter_mut().filter(is_it).for_each(|d| d.device_names.push(target.clone()));
@@ -201,7 +210,7 @@ fn cloned(
     store: &Store,
     name: &str,
     mut disks: Vec<QemuDisk>,
-    events: &SharedEventSink,
+    events: &SharedDiskEventSink,
 ) -> Result<Box<dyn DiskCapture>> {
     for disk in disks.iter_mut().filter(|disk| !disk.left_out) {
         if let Some(format) = disk.format {
@@ -214,8 +223,8 @@ fn cloned(
 fn fleeced(
     (store, run_dir): (&Store, &Path),
     disks: Vec<QemuDisk>,
-    found: &mut [StartedVm],
-    events: &SharedEventSink,
+    found: &mut [DiskOwner<'_>],
+    events: &SharedDiskEventSink,
 ) -> Result<Box<dyn DiskCapture>> {
     for (member, one) in found.iter_mut().enumerate() {
         let kept = disks.iter().filter(|disk| !disk.left_out && disk.member == member);
@@ -223,10 +232,10 @@ fn fleeced(
         if let Some(node) = fleece::fragile_disk(one.vm.qmp(), &nodes)? {
             let disk = disks.iter().find(|disk| disk.node.node == node);
             let name = disk.map_or(node.clone(), |disk| disk.meta.name.clone());
-            return Err(DiskError::ThrottledInIothread(name).into());
+            return Err(DiskError::ThrottledInIothread(name));
         }
     }
-    let mut vms: Vec<&mut Vm> = found.iter_mut().map(|one| &mut one.vm).collect();
+    let mut vms: Vec<&mut Vm> = found.iter_mut().map(|one| &mut *one.vm).collect();
     let fleeced = FleecedDiskCapture::new((store, run_dir), disks, &mut vms, Arc::clone(events))?;
     Ok(Box::new(fleeced))
 }
@@ -293,7 +302,7 @@ fn leave(disks: &mut [QemuDisk], leave_out: &ExcludedDisks) -> Result<()> {
         let which = named(name, disks);
         if which.is_empty() && name != "all" {
             let (name, disks) = (name.clone(), disks.iter().map(QemuDisk::all_names).collect());
-            return Err(DiskError::UnknownDisk { name, disks }.into());
+            return Err(DiskError::UnknownDisk { name, disks });
         }
         for number in which {
             if let Some(disk) = disks.get_mut(number) {

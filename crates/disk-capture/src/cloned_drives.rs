@@ -1,5 +1,5 @@
 //! Drives whose files a VMM other than QEMU opens itself: the files are cloned in each pause
-//! ([`super::image_clones`]).
+//! ([`crate::image_clones`]).
 //!
 //! ```text
 //!   begin: other drives? ─▶ stop ─▶ the VMM saves its devices ─▶ settled: FICLONE ─▶ cont ─▶ the same files?
@@ -10,17 +10,16 @@
 //!
 //! After a drive got another file, the next checkpoint is the first of another run.
 
-use super::drives::{drives_of, require_same};
-use super::image_clones::{ImageClones, Source};
-use super::{DiskCapture, DiskCut};
+use crate::drives::{drives_of, require_same};
 use crate::error::{DiskError, Result};
-use crate::event::SharedEventSink;
-use crate::machines::Member;
+use crate::event::SharedDiskEventSink;
+use crate::image_clones::{ImageClones, Source};
+use crate::{DiskCapture, DiskCut};
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_store::{DiskMeta, Store};
 use keyframe_vm_disks::base_image;
-use keyframe_vmm::WritableDrive;
+use keyframe_vmm::{Vmm, WritableDrive};
 
 /// Captures the drives of a VM by cloning their files, for the engine's thread.
 pub struct ClonedDriveCapture {
@@ -38,7 +37,7 @@ impl ClonedDriveCapture {
         store: &Store,
         vm: &str,
         drives: Vec<WritableDrive>,
-        events: SharedEventSink,
+        events: SharedDiskEventSink,
     ) -> Result<Self> {
         let clones = ImageClones::new(store, vm, sources_of(&drives)?, events)?;
         Ok(Self { metas: metas_of(&drives)?, drives, have_changed: false, clones })
@@ -58,7 +57,7 @@ impl DiskCapture for ClonedDriveCapture {
         self.have_changed = false;
     }
 
-    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
+    fn begin(&mut self, members: &mut [&mut dyn Vmm]) -> Result<DiskCut, BoxError> {
         let now = drives_of(members)?;
         if now != self.drives {
             (self.metas, self.have_changed) = (metas_of(&now)?, true);
@@ -76,7 +75,7 @@ impl DiskCapture for ClonedDriveCapture {
     }
 
     /// Nothing yet: the VMM may still carry out a request of the guest.
-    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+    fn cut(&mut self, _: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         Ok(())
     }
 
@@ -85,19 +84,19 @@ impl DiskCapture for ClonedDriveCapture {
     }
 
     /// The guest must still write to the same files.
-    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn resumed(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         require_same(&self.drives, members)
     }
 
-    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+    fn captured(&mut self, seq: Option<u64>, _: &mut [&mut dyn Vmm]) {
         self.clones.captured(seq);
     }
 
-    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
+    fn sealed(&mut self, seq: u64, _: &mut [&mut dyn Vmm]) {
         self.clones.sealed(seq);
     }
 
-    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
+    fn failed(&mut self, lost: &[u64], _: &mut [&mut dyn Vmm]) {
         self.clones.failed(lost);
     }
 }

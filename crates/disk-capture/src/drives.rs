@@ -8,14 +8,13 @@
 //!
 //! All drives of a VM use the same method.
 
-use super::cloned_drives::ClonedDriveCapture;
-use super::copied_drives::CopiedDriveCapture;
-use super::copy_before_write::CopyBeforeWrite;
-use super::image_clones::objection;
-use super::{DiskCapture, DiskMethod};
+use crate::cloned_drives::ClonedDriveCapture;
+use crate::copied_drives::CopiedDriveCapture;
+use crate::copy_before_write::CopyBeforeWrite;
 use crate::error::{CloneObstacle, DiskError, Result};
-use crate::event::{Event, SharedEventSink};
-use crate::machines::Member;
+use crate::event::{DiskEvent, SharedDiskEventSink};
+use crate::image_clones::objection;
+use crate::{DiskCapture, DiskMethod};
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_store::Store;
@@ -40,7 +39,7 @@ impl DrivePlan {
         for (at, drive) in drives.iter().enumerate() {
             if let Some(twin) = drives[..at].iter().find(|one| one.identity == drive.identity) {
                 let (first, second) = (twin.name.clone(), drive.name.clone());
-                return Err(DiskError::SameFile { first, second }.into());
+                return Err(DiskError::SameFile { first, second });
             }
         }
         let obstacle = drives.iter().find_map(|drive| {
@@ -55,13 +54,11 @@ impl DrivePlan {
             None if drives.is_empty() => Ok(Self::None),
             None => Ok(Self::Cloned),
             Some((name, why)) if method == DiskMethod::Reflink => {
-                Err(DiskError::DriveNotCloneable { name, why }.into())
+                Err(DiskError::DriveNotCloneable { name, why })
             }
             Some((name, why)) => match record_writes(drives) {
                 Ok(copies) => Ok(Self::Copied(copies)),
-                Err(other) => {
-                    Err(DiskError::DriveNotCaptured { name, why, other: other.into() }.into())
-                }
+                Err(other) => Err(DiskError::DriveNotCaptured { name, why, other: other.into() }),
             },
         }
     }
@@ -74,13 +71,13 @@ impl DrivePlan {
         (store, name): (&Store, &str),
         (vm, were_open): (&mut dyn Vmm, bool),
         drives: Vec<WritableDrive>,
-        events: SharedEventSink,
+        events: SharedDiskEventSink,
     ) -> Result<Option<Box<dyn DiskCapture>>> {
         match self {
             Self::None => Ok(None),
             Self::Cloned => {
                 for warning in warnings(&drives) {
-                    events.event(&Event::AuditWarning(warning));
+                    events.event(&DiskEvent::AuditWarning(warning));
                 }
                 let capture = ClonedDriveCapture::new(store, name, drives, events)?;
                 Ok(Some(Box::new(capture)))
@@ -96,25 +93,25 @@ impl DrivePlan {
 }
 
 /// Begins to record the writes to `drives`. Error: the kernel does not report them.
-pub(super) fn record_writes(drives: &[WritableDrive]) -> Result<CopyBeforeWrite, DiskError> {
+pub(crate) fn record_writes(drives: &[WritableDrive]) -> Result<CopyBeforeWrite, DiskError> {
     let paths: Vec<(&Path, u64)> =
         drives.iter().map(|drive| (&*drive.path, drive.disk_bytes)).collect();
     CopyBeforeWrite::over(&paths)
 }
 
 /// Returns the drives of the VMs now. Error: a VMM does not answer.
-pub(super) fn drives_of(members: &mut [Member]) -> Result<Vec<WritableDrive>, BoxError> {
+pub(crate) fn drives_of(members: &mut [&mut dyn Vmm]) -> Result<Vec<WritableDrive>, BoxError> {
     let mut drives = Vec::new();
     for member in members {
-        drives.append(&mut member.vm.vm_mut().writable_drives()?);
+        drives.append(&mut member.writable_drives()?);
     }
     Ok(drives)
 }
 
 /// Checks that the VMs have `drives` still. Error: they have others; a VMM does not answer.
-pub(super) fn require_same(
+pub(crate) fn require_same(
     drives: &[WritableDrive],
-    members: &mut [Member],
+    members: &mut [&mut dyn Vmm],
 ) -> Result<(), BoxError> {
     if drives_of(members)? == drives { Ok(()) } else { Err(DiskError::DrivesChanged.into()) }
 }

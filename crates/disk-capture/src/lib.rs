@@ -1,10 +1,10 @@
-//! The disks of a session, and the methods by which they get into checkpoints.
+//! The disks of running VMs, and the methods by which they get into checkpoints.
 //!
 //! ```text
-//!   served    the line names a server of ours; its overlay is cut                     run              disk_capture/served.rs
-//!   cloned    QEMU has its image; the file is cloned in the pause (FICLONE)           run, attach      disk_capture/clones.rs
-//!   drives    another VMM has its file: cloned in the pause after the device state, or copied      run, attach    disk_capture/drives.rs
-//!   fleeced   QEMU has its image; dirty bitmaps, what changed is read after the pause   run, attach    disk_capture/fleece.rs
+//!   served    the line names a server of ours; its overlay is cut                           run           served.rs
+//!   cloned    QEMU has its image; the file is cloned in the pause (FICLONE)                 run, attach   clones.rs
+//!   drives    another VMM has its file: cloned in the pause after the device state, or copied   run, attach   drives.rs
+//!   fleeced   QEMU has its image; dirty bitmaps, what changed is read after the pause       run, attach   fleece.rs
 //!
 //!   engine    begin ─▶ before_stop ─▶ stop ─▶ cut ─▶ ... ─▶ settled ─▶ cont ─▶ resumed ─▶ captured ─▶ sealed | failed
 //!   encoder                                     └─ the label's DiskCut ─▶ put ─▶ seal
@@ -12,12 +12,17 @@
 //!
 //! Invariant: all disks of a session use the same method, and are cut while all of its VMs are
 //! paused.
+//!
+//! The crate prints nothing: it returns [`DiskError`]s and sends [`DiskEvent`]s to the session's
+//! sink. A capture gets the VMs of the session as `members`, in the order of the session.
 
 mod cloned_drives;
 mod clones;
 mod copied_drives;
 mod copy_before_write;
 mod drives;
+mod error;
+mod event;
 mod fleece;
 mod image_clones;
 pub mod method;
@@ -26,11 +31,11 @@ pub mod served;
 
 pub use clones::ClonedDiskCapture;
 pub use drives::DrivePlan;
+pub use error::{CloneObstacle, DiskError, Result};
+pub use event::{DiskEvent, DiskStep, SharedDiskEventSink, SharedError};
 pub use fleece::FleecedDiskCapture;
-pub use method::{DiskMethod, ExcludedDisks};
+pub use method::{DiskMethod, DiskOwner, ExcludedDisks};
 
-use super::machines::Member;
-use crate::error::{DiskError, Result, RollbackError};
 use copy_before_write::CopiedCut;
 use fleece::FleecedCut;
 use image_clones::ClonedCut;
@@ -38,6 +43,7 @@ use keyframe_capture::BoxError;
 use keyframe_qemu::Vm;
 use keyframe_store::{CheckpointId, DiskMeta, Meta, Run, Store};
 use keyframe_vm_disks::staged::StagedDisks;
+use keyframe_vmm::Vmm;
 use served::{BlockSink, ServedDiskCapture, ServedDiskReader};
 use std::path::PathBuf;
 
@@ -83,10 +89,9 @@ impl DiskCut {
     }
 }
 
-#[cfg(test)]
 impl DiskCut {
-    /// A cut of no disk.
-    pub(crate) fn nothing() -> Self {
+    /// Returns a cut of no disk.
+    pub fn nothing() -> Self {
         Self::Cloned(ClonedCut::nothing())
     }
 }
@@ -158,14 +163,14 @@ pub trait DiskCapture: Send {
     /// Gives up the capture that is being read if the guests' next writes would fail for want of
     /// space. `is_stopped` tells that QEMU has stopped a guest for such a write. Returns true if
     /// the guest may have space now, because a capture's files are gone.
-    fn relieve(&mut self, is_stopped: bool, members: &mut [Member]) -> bool {
+    fn relieve(&mut self, is_stopped: bool, members: &mut [&mut dyn Vmm]) -> bool {
         let _ = (is_stopped, members);
         false
     }
 
     /// Begins a capture, while the guests run. Error: the server of the disks, or QEMU, has failed;
     /// the capture then fails.
-    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError>;
+    fn begin(&mut self, members: &mut [&mut dyn Vmm]) -> Result<DiskCut, BoxError>;
 
     /// Returns true while [`DiskCapture::begin`] fails because the disks have other sizes than in the
     /// present run, or one was unplugged. [`DiskCapture::metas`] has the present disks then.
@@ -184,7 +189,7 @@ pub trait DiskCapture: Send {
 
     /// Cuts the disks, while all VMs are paused. Error: the server of the disks, or QEMU, has
     /// failed; the capture then fails.
-    fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError>;
+    fn cut(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError>;
 
     /// Completes the cut, just before the VMs run again. Error: the server of the disks, or QEMU,
     /// has failed; the capture then fails.
@@ -194,24 +199,24 @@ pub trait DiskCapture: Send {
 
     /// Called when the VMs run again, or after a capture that never paused them. Error: the server
     /// of the disks, or QEMU, has failed; the capture then fails.
-    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn resumed(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         let _ = members;
         Ok(())
     }
 
     /// Called when the capture has ended: it has number `seq`, or failed if `seq` is `None`.
-    fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
+    fn captured(&mut self, seq: Option<u64>, members: &mut [&mut dyn Vmm]) {
         let _ = (seq, members);
     }
 
     /// Called when the checkpoint of capture `seq` is sealed.
-    fn sealed(&mut self, seq: u64, members: &mut [Member]) {
+    fn sealed(&mut self, seq: u64, members: &mut [&mut dyn Vmm]) {
         let _ = (seq, members);
     }
 
     /// Called when the checkpoints of the captures `lost` are lost: the next cut covers their
     /// blocks again.
-    fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
+    fn failed(&mut self, lost: &[u64], members: &mut [&mut dyn Vmm]) {
         let _ = (lost, members);
     }
 
@@ -219,7 +224,7 @@ pub trait DiskCapture: Send {
     /// Errors: the checkpoint cannot be read; the server of the disks has failed.
     fn stage(&mut self, store: &Store, id: CheckpointId, meta: &Meta) -> Result<()> {
         let _ = (store, id, meta);
-        Err(RollbackError::OwnDisks.into())
+        Err(DiskError::OwnDisks)
     }
 
     /// Returns what another process needs to end a rollback to checkpoint `id`, before the disks
@@ -249,7 +254,7 @@ pub trait DiskCapture: Send {
     }
 
     /// Removes everything of the capture from the VMM, after the last checkpoint.
-    fn detach(&mut self, members: &mut [Member]) {
+    fn detach(&mut self, members: &mut [&mut dyn Vmm]) {
         let _ = members;
     }
 
@@ -300,7 +305,7 @@ impl DiskCapture for ServedDiskCapture {
         true
     }
 
-    fn begin(&mut self, _: &mut [Member]) -> Result<DiskCut, BoxError> {
+    fn begin(&mut self, _: &mut [&mut dyn Vmm]) -> Result<DiskCut, BoxError> {
         Ok(DiskCut::Served(Self::for_sink(self), Self::begin(self)?))
     }
 
@@ -308,7 +313,7 @@ impl DiskCapture for ServedDiskCapture {
         Self::before_stop(self)
     }
 
-    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+    fn cut(&mut self, _: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         Self::cut(self)
     }
 
@@ -316,20 +321,20 @@ impl DiskCapture for ServedDiskCapture {
         Self::settled(self)
     }
 
-    fn resumed(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+    fn resumed(&mut self, _: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         Self::resumed(self);
         Ok(())
     }
 
-    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+    fn captured(&mut self, seq: Option<u64>, _: &mut [&mut dyn Vmm]) {
         Self::captured(self, seq);
     }
 
-    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
+    fn sealed(&mut self, seq: u64, _: &mut [&mut dyn Vmm]) {
         Self::sealed(self, seq);
     }
 
-    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
+    fn failed(&mut self, lost: &[u64], _: &mut [&mut dyn Vmm]) {
         Self::failed(self, lost);
     }
 
@@ -375,7 +380,7 @@ impl DiskCapture for ClonedDiskCapture {
         Self::began_run(self);
     }
 
-    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
+    fn begin(&mut self, members: &mut [&mut dyn Vmm]) -> Result<DiskCut, BoxError> {
         Self::begin(self, members).map(DiskCut::Cloned)
     }
 
@@ -383,23 +388,23 @@ impl DiskCapture for ClonedDiskCapture {
         self.clones().sync()
     }
 
-    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+    fn cut(&mut self, _: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         self.clones().cut()
     }
 
-    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn resumed(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         Self::require_same(self, members)
     }
 
-    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+    fn captured(&mut self, seq: Option<u64>, _: &mut [&mut dyn Vmm]) {
         self.clones().captured(seq);
     }
 
-    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
+    fn sealed(&mut self, seq: u64, _: &mut [&mut dyn Vmm]) {
         self.clones().sealed(seq);
     }
 
-    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
+    fn failed(&mut self, lost: &[u64], _: &mut [&mut dyn Vmm]) {
         self.clones().failed(lost);
     }
 }
@@ -417,7 +422,7 @@ impl DiskCapture for FleecedDiskCapture {
         true
     }
 
-    fn relieve(&mut self, is_stopped: bool, members: &mut [Member]) -> bool {
+    fn relieve(&mut self, is_stopped: bool, members: &mut [&mut dyn Vmm]) -> bool {
         Self::relieve(self, is_stopped, members)
     }
 
@@ -429,31 +434,31 @@ impl DiskCapture for FleecedDiskCapture {
         Self::began_run(self);
     }
 
-    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
+    fn begin(&mut self, members: &mut [&mut dyn Vmm]) -> Result<DiskCut, BoxError> {
         Self::begin(self, members).map(DiskCut::Fleeced)
     }
 
-    fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn cut(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         Self::cut(self, members)
     }
 
-    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn resumed(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         Self::resumed(self, members)
     }
 
-    fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
+    fn captured(&mut self, seq: Option<u64>, members: &mut [&mut dyn Vmm]) {
         Self::captured(self, seq, members);
     }
 
-    fn sealed(&mut self, seq: u64, members: &mut [Member]) {
+    fn sealed(&mut self, seq: u64, members: &mut [&mut dyn Vmm]) {
         Self::sealed(self, seq, members);
     }
 
-    fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
+    fn failed(&mut self, lost: &[u64], members: &mut [&mut dyn Vmm]) {
         Self::failed(self, lost, members);
     }
 
-    fn detach(&mut self, members: &mut [Member]) {
+    fn detach(&mut self, members: &mut [&mut dyn Vmm]) {
         Self::detach(self, members);
     }
 

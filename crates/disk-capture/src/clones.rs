@@ -1,4 +1,4 @@
-//! Disks of QEMU whose image files are cloned in each pause ([`super::image_clones`]).
+//! Disks of QEMU whose image files are cloned in each pause ([`crate::image_clones`]).
 //!
 //! ```text
 //!   begin: other disks? ─▶ stop (QEMU drains and flushes) ─▶ FICLONE ─▶ cont ─▶ still the same images?
@@ -7,13 +7,13 @@
 //! After a disk's size was changed, and if a disk was unplugged or plugged in again, the next
 //! checkpoint is the first of another run.
 
-use super::image_clones::{ClonedCut, ImageClones, Source};
-use super::qemu_disk::{DiskChanges, OtherImages, QemuDisk, QemuDisks, require_same};
 use crate::error::{DiskError, Result};
-use crate::event::SharedEventSink;
-use crate::machines::Member;
+use crate::event::SharedDiskEventSink;
+use crate::image_clones::{ClonedCut, ImageClones, Source};
+use crate::qemu_disk::{DiskChanges, OtherImages, QemuDisk, QemuDisks, require_same};
 use keyframe_capture::BoxError;
 use keyframe_store::{DiskMeta, Store};
+use keyframe_vmm::Vmm;
 
 /// Captures disks by cloning their image files in the pause, for the engine's thread. The encoder
 /// takes the clones through a [`ClonedCut`].
@@ -34,7 +34,7 @@ impl ClonedDiskCapture {
         store: &Store,
         vm: &str,
         disks: Vec<QemuDisk>,
-        events: SharedEventSink,
+        events: SharedDiskEventSink,
     ) -> Result<Self> {
         let clones = ImageClones::new(store, vm, sources_of(&disks)?, events)?;
         let disks = QemuDisks::new(disks);
@@ -49,13 +49,13 @@ impl ClonedDiskCapture {
     }
 
     /// Returns the clones.
-    pub(super) fn clones(&mut self) -> &mut ImageClones {
+    pub(crate) fn clones(&mut self) -> &mut ImageClones {
         &mut self.clones
     }
 
     /// Begins a capture. Errors: the disks have changed, so that another run has to begin; QEMU does
     /// not answer; those of [`ImageClones::begin`].
-    pub fn begin(&mut self, members: &mut [Member]) -> Result<ClonedCut, BoxError> {
+    pub fn begin(&mut self, members: &mut [&mut dyn Vmm]) -> Result<ClonedCut, BoxError> {
         self.follow(members)?;
         require_same(&self.disks.present, members)?;
         self.clones.begin()
@@ -63,7 +63,7 @@ impl ClonedDiskCapture {
 
     /// Follows disks of other sizes, or unplugged ones. Error: another run has to begin; QEMU does
     /// not answer.
-    fn follow(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn follow(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         let changes = self.disks.follow(members, OtherImages::Refused)?;
         if changes != DiskChanges::default() {
             self.changes = self.changes.and(changes);
@@ -89,7 +89,7 @@ impl ClonedDiskCapture {
 
     /// Checks that the guests still write to the same images. Error: an image was exchanged, or
     /// QEMU does not answer.
-    pub fn require_same(&self, members: &mut [Member]) -> Result<(), BoxError> {
+    pub fn require_same(&self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         require_same(&self.disks.present, members).map(drop)
     }
 }

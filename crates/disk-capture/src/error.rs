@@ -1,13 +1,43 @@
-//! Why disks that QEMU opens itself cannot be captured.
+//! The errors of this crate: each names the disk or file and the operation, and knows what the user
+//! can do about it.
 
 use keyframe_capture::BoxError;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// An error of the disks whose images QEMU opens itself.
+/// The result of this crate's functions.
+pub type Result<T, E = DiskError> = std::result::Result<T, E>;
+
+/// An error of the disks of a running VM.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum DiskError {
+    /// An error of QEMU.
+    #[error(transparent)]
+    Qemu(#[from] keyframe_qemu::Error),
+    /// An error of the VMM that runs the VM.
+    #[error(transparent)]
+    Vmm(#[from] keyframe_vmm::VmmError),
+    /// An error of the process that serves disks, or of the image of a disk.
+    #[error(transparent)]
+    VmDisks(#[from] keyframe_vm_disks::Error),
+    /// An error of the store.
+    #[error("{source}")]
+    Store {
+        /// The store's directory or address.
+        store: PathBuf,
+        /// What failed.
+        source: keyframe_store::Error,
+    },
+    /// The process that served the disks has ended.
+    #[error("the disks are not served any more")]
+    NotServed,
+    /// The VM opens its disk images itself, so they cannot be exchanged while it runs.
+    #[error("the VM opens its disk images itself; they cannot go back while it runs")]
+    OwnDisks,
+    /// The operation exists in QEMU alone.
+    #[error("only QEMU can do this, and another VMM runs this VM")]
+    NotQemu,
     /// The file system refused an operation.
     #[error("{operation} {}", path.display())]
     Io {
@@ -270,9 +300,18 @@ fn unsupported(source: &io::Error) -> &'static str {
 }
 
 impl DiskError {
+    /// Creates an error of `store`.
+    pub(crate) fn store(store: &Path, source: keyframe_store::Error) -> Self {
+        Self::Store { store: store.to_owned(), source }
+    }
+
     /// Returns what the user can do about the error; `None` if that is not known.
     pub fn fix(&self) -> Option<String> {
         Some(match self {
+            Self::Qemu(error) => return error.fix(),
+            Self::Vmm(error) => return error.fix().map(str::to_owned),
+            Self::VmDisks(error) => return error.fix(),
+            Self::Store { source, .. } => return source.fix(),
             Self::NotCloneable(_) => "put the image on btrfs or XFS, or leave --disk out: another \
                                       way is chosen then"
                 .into(),
@@ -335,3 +374,6 @@ impl DiskError {
         })
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -10,13 +10,13 @@
 //! between `before_stop` and `resumed` the encoder asks the server nothing, so that
 //! the pause does not wait for it.
 
-use crate::error::{DiskError, Error, Result, error_chain};
-use crate::event::{Event, Helper, SharedEventSink, Step, tell_failed};
+use crate::error::{DiskError, Result};
+use crate::event::{DiskEvent, DiskStep, SharedDiskEventSink, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_disk::{DiskBlock, DiskEpoch, Extent, ServerEvent, ServerObserver};
 use keyframe_locks::IgnorePoison;
 use keyframe_store::{DiskMeta, Meta, Run, Store};
-use keyframe_units::{CheckpointId, PAGE_BYTES, Page};
+use keyframe_units::{CheckpointId, PAGE_BYTES, Page, error_chain};
 use keyframe_vm_disks::ServedDisks;
 use keyframe_vm_disks::base_image::require_unchanged;
 use keyframe_vm_disks::staged::StagedDisks;
@@ -56,7 +56,7 @@ impl Shared {
         ask: impl FnOnce(&mut keyframe_disk::Disks) -> keyframe_disk::Result<T>,
     ) -> Result<T, BoxError> {
         let mut state = self.lock();
-        let served = state.served.as_mut().ok_or(Error::DisksNotServed)?;
+        let served = state.served.as_mut().ok_or(DiskError::NotServed)?;
         Ok(ask(&mut served.disks)?)
     }
 
@@ -67,7 +67,7 @@ impl Shared {
     ) -> Result<T, BoxError> {
         let waited = self.idle.wait_timeout_while(self.lock(), PAUSE_WAIT, |state| state.pausing);
         let (mut state, _) = waited.ignore_poison();
-        let served = state.served.as_mut().ok_or(Error::DisksNotServed)?;
+        let served = state.served.as_mut().ok_or(DiskError::NotServed)?;
         Ok(ask(&mut served.disks)?)
     }
 }
@@ -78,7 +78,7 @@ pub struct ServedDiskCapture {
     shared: Arc<Shared>,
     metas: Vec<DiskMeta>,
     pause_limit: Duration,
-    events: SharedEventSink,
+    events: SharedDiskEventSink,
     current: Option<ServedCut>,
     in_flight: BTreeMap<u64, Vec<DiskEpoch>>,
     /// True once the user was told that another program has changed an image beneath a disk.
@@ -92,7 +92,7 @@ pub struct ServedDiskReader(Arc<Shared>);
 impl ServedDiskCapture {
     /// Makes the capture of served disks. The disks' server ends a pause after `pause_limit`.
     /// `events` learns when the server was started again, and when that failed.
-    pub fn new(served: ServedDisks, pause_limit: Duration, events: SharedEventSink) -> Self {
+    pub fn new(served: ServedDisks, pause_limit: Duration, events: SharedDiskEventSink) -> Self {
         let metas = served.metas.clone();
         let state = Mutex::new(State { served: Some(served), pausing: false });
         let shared = Arc::new(Shared { state, idle: Condvar::new(), outage: Mutex::default() });
@@ -228,7 +228,7 @@ impl ServedDiskCapture {
     pub fn sealed(&mut self, seq: u64) {
         if let Some(epochs) = self.in_flight.remove(&seq) {
             let released = self.shared.ask_idle(|disks| disks.release(&epochs));
-            tell_failed(&*self.events, Step::ReleaseBlocks, released);
+            tell_failed(&*self.events, DiskStep::ReleaseBlocks, released);
         }
         self.look_at_images();
     }
@@ -242,7 +242,7 @@ impl ServedDiskCapture {
         let mut ours = self.metas.iter().filter(|disk| !disk.left_out);
         let unchanged = ours.try_for_each(|disk| require_unchanged(&disk.base));
         self.has_told_of_image = unchanged.is_err();
-        tell_failed(&*self.events, Step::KeepImages, unchanged);
+        tell_failed(&*self.events, DiskStep::KeepImages, unchanged);
     }
 
     /// Tells the server that the checkpoints of the captures `lost` are lost: the next cut covers
@@ -290,12 +290,12 @@ impl ServedDiskCapture {
         ask: impl FnOnce(&mut ServedDisks) -> Result<T, keyframe_vm_disks::Error>,
     ) -> Result<T> {
         let mut state = self.shared.lock();
-        Ok(ask(state.served.as_mut().ok_or(Error::DisksNotServed)?)?)
+        Ok(ask(state.served.as_mut().ok_or(DiskError::NotServed)?)?)
     }
 
     fn give_back(&self, epochs: &[DiskEpoch]) {
         let given = self.shared.ask_idle(|disks| disks.give_back(epochs));
-        tell_failed(&*self.events, Step::GiveBackBlocks, given);
+        tell_failed(&*self.events, DiskStep::GiveBackBlocks, given);
     }
 
     /// Ends the server after the VMs have ended. Returns the directory of the guests' writes, if
@@ -314,22 +314,21 @@ impl ServedDiskCapture {
 }
 
 /// Notes and tells what happens to the process that serves the disks.
-fn observer(shared: &Arc<Shared>, events: &SharedEventSink) -> ServerObserver {
+fn observer(shared: &Arc<Shared>, events: &SharedDiskEventSink) -> ServerObserver {
     let (shared, events) = (Arc::downgrade(shared), Arc::clone(events));
     Arc::new(move |event| {
         let Some(shared) = shared.upgrade() else { return };
-        let helper = Helper::DiskServer;
         match event {
             ServerEvent::Restarted { pid, .. } => {
                 *shared.outage.lock().ignore_poison() = None;
-                events.event(&Event::HelperRestarted { helper, pid });
+                events.event(&DiskEvent::ServerRestarted { pid });
             }
             ServerEvent::NotRestarted { error, .. } => {
                 let text = error_chain(&error);
                 let before = shared.outage.lock().ignore_poison().replace(text.clone());
                 if before.is_none_or(|before| before != text) {
                     let error = Arc::new(error);
-                    events.event(&Event::HelperNotRestarted { helper, error });
+                    events.event(&DiskEvent::ServerNotRestarted { error });
                 }
             }
         }

@@ -21,10 +21,9 @@
 //! Invariants: a bitmap is dropped only once the checkpoint that has its blocks is sealed; with no
 //! complete checkpoint sealed or under way, the next one is complete.
 
-use super::qemu_disk::{DiskChanges, OtherImages, QemuDisk, QemuDisks, require_same};
-use crate::error::{DiskError, Error, Result};
-use crate::event::{SharedEventSink, Step, tell_failed};
-use crate::machines::Member;
+use crate::error::{DiskError, Result};
+use crate::event::{DiskStep, SharedDiskEventSink, tell_failed};
+use crate::qemu_disk::{DiskChanges, OtherImages, QemuDisk, QemuDisks, qemu, require_same};
 use keyframe_capture::BoxError;
 use keyframe_disk::nbd::client::Client;
 use keyframe_locks::IgnorePoison;
@@ -33,6 +32,7 @@ use keyframe_qemu::{Qmp, Vm};
 use keyframe_store::{DiskMeta, Run, Store};
 use keyframe_units::PAGE_BYTES;
 use keyframe_vm_disks::overlay_directory::SCRATCH_PREFIX;
+use keyframe_vmm::Vmm;
 use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
@@ -118,7 +118,7 @@ pub struct FleecedDiskCapture {
     /// Whether the newest capture's scratch files are gone.
     has_closed: bool,
     in_flight: BTreeMap<u64, Pending>,
-    events: SharedEventSink,
+    events: SharedDiskEventSink,
 }
 
 impl FleecedDiskCapture {
@@ -128,10 +128,15 @@ impl FleecedDiskCapture {
         (store, run_dir): (&Store, &Path),
         disks: Vec<QemuDisk>,
         vms: &mut [&mut Vm],
-        events: SharedEventSink,
+        events: SharedDiskEventSink,
     ) -> Result<Self> {
-        let folder = store.local_folder().map_err(|e| Error::store(store.path(), e))?.join("disks");
-        std::fs::create_dir_all(&folder).map_err(|e| Error::file("make", &folder, e))?;
+        let folder =
+            store.local_folder().map_err(|e| DiskError::store(store.path(), e))?.join("disks");
+        std::fs::create_dir_all(&folder).map_err(|e| DiskError::Io {
+            operation: "make",
+            path: folder.clone(),
+            source: e,
+        })?;
         remove_left_over(&folder);
         let sockets: Vec<PathBuf> =
             (0..vms.len()).map(|n| run_dir.join(fleece::socket_name(n))).collect();
@@ -167,7 +172,7 @@ impl FleecedDiskCapture {
 
     fn start(vm: &mut Vm, socket: &Path) -> Result<()> {
         let pid = vm.pid();
-        Ok(fleece::start_server(vm.qmp(), pid, socket).map_err(DiskError::NbdServer)?)
+        fleece::start_server(vm.qmp(), pid, socket).map_err(DiskError::NbdServer)
     }
 
     /// Returns the descriptions of the disks.
@@ -182,7 +187,7 @@ impl FleecedDiskCapture {
 
     /// Begins a capture: makes scratch files, and nodes over them in QEMU. Error: QEMU refuses or
     /// does not answer, or a file cannot be made.
-    pub fn begin(&mut self, members: &mut [Member]) -> Result<FleecedCut, BoxError> {
+    pub fn begin(&mut self, members: &mut [&mut dyn Vmm]) -> Result<FleecedCut, BoxError> {
         self.close_when_read(members)?;
         self.follow(members)?;
         self.have_snapshots = require_same(&self.disks.present, members)?.have_snapshots;
@@ -199,7 +204,7 @@ impl FleecedDiskCapture {
 
     /// Follows disks over other images, of other sizes, or unplugged: the next checkpoint is
     /// complete. Error: another run has to begin; QEMU does not answer.
-    fn follow(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn follow(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         let changes = self.disks.follow(members, OtherImages::Followed)?;
         if changes == DiskChanges::default() {
             return Ok(self.changes.require_same_run()?);
@@ -247,7 +252,7 @@ impl FleecedDiskCapture {
     /// any room left, or if QEMU has stopped a guest for want of room. The encoder's next read
     /// fails then, and with it the checkpoint; its blocks are owed. Returns true, once for each
     /// capture, if a guest is stopped and the capture's scratch files are gone.
-    pub fn relieve(&mut self, is_stopped: bool, members: &mut [Member]) -> bool {
+    pub fn relieve(&mut self, is_stopped: bool, members: &mut [&mut dyn Vmm]) -> bool {
         let needed = (self.disk_bytes() / 4).min(RELIEVED_BYTES);
         let is_short = || self.free_bytes().is_ok_and(|free| free < needed);
         if self.open.is_some() && (is_stopped || is_short()) {
@@ -256,7 +261,7 @@ impl FleecedDiskCapture {
         is_stopped && std::mem::take(&mut self.has_closed)
     }
 
-    fn add_scratch(&self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn add_scratch(&self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         for (number, disk) in self.captured_disks() {
             let file = tempfile::Builder::new().prefix(SCRATCH_PREFIX).tempdir_in(&self.folder)?;
             let path = file.path().join("scratch.qcow2");
@@ -270,7 +275,7 @@ impl FleecedDiskCapture {
     /// Cuts the disks, while all VMs are paused: begins new dirty bitmaps, and has QEMU save old
     /// content before the guests overwrite it. Error: a monitor fails; then the next checkpoint is
     /// complete.
-    pub fn cut(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    pub fn cut(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         let begun = (!self.have_snapshots).then_some(self.next);
         let complete = !self.based || self.present.is_none();
         let pending = Pending { frozen: self.present, complete };
@@ -288,7 +293,7 @@ impl FleecedDiskCapture {
             if points.is_empty() {
                 continue;
             }
-            if let Err(error) = fleece::cut(members[member].vm.qemu()?.qmp(), &points) {
+            if let Err(error) = fleece::cut(qemu(members[member])?.qmp(), &points) {
                 // Of a group, the members before are a bitmap ahead: what they froze is lost to the
                 // count, so all is owed.
                 self.start_anew(members);
@@ -305,7 +310,7 @@ impl FleecedDiskCapture {
 
     /// Lets the encoder read the cut blocks, now that the VMs run again. Error: QEMU refuses or
     /// does not answer, or a file cannot be made.
-    pub fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    pub fn resumed(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         let Some(Open { cut, pending: Some(pending) }) = &self.open else { return Ok(()) };
         // A complete checkpoint reads what is allocated, whatever the bitmap says.
         let bitmap = pending.frozen.filter(|_| !pending.complete);
@@ -320,7 +325,7 @@ impl FleecedDiskCapture {
     }
 
     /// Records the end of a capture: it has number `seq`, or failed if `seq` is `None`.
-    pub fn captured(&mut self, seq: Option<u64>, members: &mut [Member]) {
+    pub fn captured(&mut self, seq: Option<u64>, members: &mut [&mut dyn Vmm]) {
         let pending = self.open.as_ref().and_then(|open| open.pending);
         match (seq, pending) {
             (Some(seq), Some(pending)) => {
@@ -337,7 +342,7 @@ impl FleecedDiskCapture {
     }
 
     /// Removes what the sealed checkpoint of capture `seq` no longer needs in QEMU.
-    pub fn sealed(&mut self, seq: u64, members: &mut [Member]) {
+    pub fn sealed(&mut self, seq: u64, members: &mut [&mut dyn Vmm]) {
         if !self.is_busy() {
             self.close(members);
         }
@@ -347,12 +352,12 @@ impl FleecedDiskCapture {
         for (_, disk) in self.captured_disks() {
             let forgot =
                 qmp(members, disk).and_then(|qmp| Ok(fleece::forget(qmp, &disk.node, frozen)?));
-            tell_failed(&*self.events, Step::DropBitmap, forgot);
+            tell_failed(&*self.events, DiskStep::DropBitmap, forgot);
         }
     }
 
     /// Owes the blocks of the captures `lost`, whose checkpoints are lost.
-    pub fn failed(&mut self, lost: &[u64], members: &mut [Member]) {
+    pub fn failed(&mut self, lost: &[u64], members: &mut [&mut dyn Vmm]) {
         self.close(members);
         for pending in lost.iter().filter_map(|seq| self.in_flight.remove(seq)).collect::<Vec<_>>()
         {
@@ -360,7 +365,7 @@ impl FleecedDiskCapture {
         }
     }
 
-    fn give_back(&mut self, pending: Pending, members: &mut [Member]) {
+    fn give_back(&mut self, pending: Pending, members: &mut [&mut dyn Vmm]) {
         if pending.complete {
             self.based = false;
         }
@@ -377,26 +382,26 @@ impl FleecedDiskCapture {
                 // Then all of it.
                 self.based = false;
             }
-            tell_failed(&*self.events, Step::GiveBackBlocks, given);
+            tell_failed(&*self.events, DiskStep::GiveBackBlocks, given);
         }
     }
 
     /// Drops all that is noted: the next checkpoint is complete.
-    fn start_anew(&mut self, members: &mut [Member]) {
+    fn start_anew(&mut self, members: &mut [&mut dyn Vmm]) {
         self.based = false;
         self.present = None;
         for (number, member) in members.iter_mut().enumerate() {
-            let Ok(vm) = member.vm.qemu() else { continue };
+            let Ok(vm) = qemu(*member) else { continue };
             let pid = vm.pid();
             let qmp = vm.qmp();
             let swept = fleece::sweep(qmp).and_then(|found| {
                 if found { fleece::start_server(qmp, pid, &self.sockets[number]) } else { Ok(()) }
             });
-            tell_failed(&*self.events, Step::RestartDisks, swept);
+            tell_failed(&*self.events, DiskStep::RestartDisks, swept);
         }
     }
 
-    fn close_when_read(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn close_when_read(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         let began = Instant::now();
         while self.is_busy() {
             if began.elapsed() > READ_TIMEOUT {
@@ -409,29 +414,29 @@ impl FleecedDiskCapture {
     }
 
     /// Takes away what QEMU has open for reading.
-    fn close(&mut self, members: &mut [Member]) {
+    fn close(&mut self, members: &mut [&mut dyn Vmm]) {
         if self.open.take().is_none() {
             return;
         }
         self.has_closed = true;
         for member in members {
-            let Ok(vm) = member.vm.qemu() else { continue };
+            let Ok(vm) = qemu(*member) else { continue };
             let taken = fleece::take_away(vm.qmp());
-            tell_failed(&*self.events, Step::CloseExports, taken);
+            tell_failed(&*self.events, DiskStep::CloseExports, taken);
         }
     }
 
     /// Removes everything that Keyframe has added to QEMU's block layer.
-    pub fn detach(&mut self, members: &mut [Member]) {
+    pub fn detach(&mut self, members: &mut [&mut dyn Vmm]) {
         self.open = None;
         for member in members {
-            let Ok(vm) = member.vm.qemu() else { continue };
+            let Ok(vm) = qemu(*member) else { continue };
             let qmp = vm.qmp();
             let before = qmp.set_timeout(DETACH_TIMEOUT);
             let swept = fleece::sweep(qmp).and_then(|_| fleece::stop_server(qmp));
             qmp.set_timeout(before);
             if !matches!(swept, Err(keyframe_qemu::Error::Gone { .. })) {
-                tell_failed(&*self.events, Step::DetachDisks, swept);
+                tell_failed(&*self.events, DiskStep::DetachDisks, swept);
             }
         }
     }
@@ -458,9 +463,9 @@ fn remove_left_over(folder: &Path) {
     }
 }
 
-fn qmp<'a>(members: &'a mut [Member], disk: &QemuDisk) -> Result<&'a mut Qmp, BoxError> {
+fn qmp<'a>(members: &'a mut [&mut dyn Vmm], disk: &QemuDisk) -> Result<&'a mut Qmp, BoxError> {
     let member = members.get_mut(disk.member).ok_or(DiskError::NoVm)?;
-    Ok(member.vm.qemu()?.qmp())
+    Ok(qemu(*member)?.qmp())
 }
 
 impl FleecedCut {

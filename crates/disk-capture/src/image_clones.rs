@@ -12,8 +12,8 @@
 //! Invariant: a checkpoint names its clone only when the clone is durable, and no clone that a
 //! checkpoint of this store names is removed.
 
-use crate::error::{CloneObstacle, DiskError, Error, Result};
-use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
+use crate::error::{CloneObstacle, DiskError, Result};
+use crate::event::{DiskEvent, DiskStep, EventSink, SharedDiskEventSink, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_disk::chain::image_files;
@@ -47,7 +47,7 @@ struct Made {
 pub struct ClonedCut(Arc<OnceLock<Vec<Made>>>);
 
 /// An image that is cloned.
-pub(super) struct Source {
+pub(crate) struct Source {
     /// The number of its disk in the checkpoints.
     pub disk: usize,
     /// Its path.
@@ -68,11 +68,11 @@ impl Source {
 
 /// The clones of some images, for the engine's thread. The encoder takes them through a
 /// [`ClonedCut`].
-pub(super) struct ImageClones {
+pub(crate) struct ImageClones {
     sources: Vec<Source>,
     /// Whose clones they are, in their names.
     owner: String,
-    events: SharedEventSink,
+    events: SharedDiskEventSink,
     next: u64,
     prepared: Vec<(Made, File)>,
     current: Option<ClonedCut>,
@@ -86,9 +86,10 @@ impl ImageClones {
         store: &Store,
         vm: &str,
         sources: Vec<Source>,
-        events: SharedEventSink,
+        events: SharedDiskEventSink,
     ) -> Result<Self> {
-        let owner = format!("keyframe-{:.8}-{}", store.id(), crate::run_dir::name_from(vm));
+        let owner =
+            format!("keyframe-{:.8}-{}", store.id(), keyframe_vm_disks::vm_name::name_from(vm));
         let next = remove_left_over(store, &sources, &owner, &*events)? + 1;
         let (prepared, in_flight) = (Vec::new(), BTreeMap::new());
         Ok(Self { sources, owner, events, next, prepared, current: None, in_flight })
@@ -195,19 +196,18 @@ impl ClonedCut {
                 File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
             };
             durable().map_err(|e| io_error("sync", path, e))?;
-            let base = base_image::describe(path, made.format).map_err(Error::from)?;
+            let base = base_image::describe(path, made.format).map_err(DiskError::from)?;
             run.set_base(made.disk, base)?;
         }
         Ok(())
     }
 
-    /// A cut of no disk.
-    #[cfg(test)]
-    pub(super) fn nothing() -> Self {
+    /// Returns a cut of no disk.
+    pub(crate) fn nothing() -> Self {
         Self(Arc::new(OnceLock::from(Vec::new())))
     }
 
-    fn discard(&self, events: &dyn EventSink<Event>) {
+    fn discard(&self, events: &dyn EventSink<DiskEvent>) {
         self.0.get().into_iter().flatten().for_each(|made| discard(&made.path, events));
     }
 }
@@ -312,7 +312,7 @@ fn remove_left_over(
     store: &Store,
     sources: &[Source],
     owner: &str,
-    events: &dyn EventSink<Event>,
+    events: &dyn EventSink<DiskEvent>,
 ) -> Result<u64> {
     let mut highest = 0;
     let mut found = Vec::new();
@@ -331,7 +331,7 @@ fn remove_left_over(
         return Ok(0);
     }
     // After the folders, so that no checkpoint is missing whose clone was found.
-    let listing = store.checkpoints().map_err(|e| Error::store(store.path(), e))?;
+    let listing = store.checkpoints().map_err(|e| DiskError::store(store.path(), e))?;
     if !listing.unreadable.is_empty() {
         // What an unreadable checkpoint names is not known.
         return Ok(highest);
@@ -351,10 +351,10 @@ fn number_of(name: &str, image: &Path, owner: &str) -> Option<u64> {
     number.bytes().all(|byte| byte.is_ascii_digit()).then(|| number.parse().ok()).flatten()
 }
 
-fn discard(path: &Path, events: &dyn EventSink<Event>) {
+fn discard(path: &Path, events: &dyn EventSink<DiskEvent>) {
     match std::fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => {
-            tell_failed(events, Step::RemoveFile, Err(io_error("remove", path, e)));
+            tell_failed(events, DiskStep::RemoveFile, Err(io_error("remove", path, e)));
         }
         _ => {}
     }

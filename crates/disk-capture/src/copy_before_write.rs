@@ -23,8 +23,8 @@
 //! The kernel lets all writes go on if this process dies. While this process is stopped (SIGSTOP),
 //! they wait.
 
-use super::served::BlockSink;
 use crate::error::DiskError;
+use crate::served::BlockSink;
 use keyframe_capture::BoxError;
 use keyframe_kernel::access_gate::AccessGate;
 use keyframe_locks::IgnorePoison;
@@ -54,10 +54,10 @@ pub struct CopyBeforeWrite {
 
 /// The blocks of a cut, for each file.
 #[derive(Debug)]
-pub(super) struct CutBlocks(Vec<PageSet>);
+pub(crate) struct CutBlocks(Vec<PageSet>);
 
 /// A cut that has been begun, for the engine: it gets its number in the pause.
-pub(super) type CutNumber = Arc<OnceLock<u64>>;
+pub(crate) type CutNumber = Arc<OnceLock<u64>>;
 
 /// A cut, for the encoder. Dropping all copies ends the cut.
 #[derive(Clone)]
@@ -176,25 +176,25 @@ impl CopyBeforeWrite {
     }
 
     /// Returns true if writes are reported no longer.
-    pub(super) fn is_broken(&self) -> bool {
+    pub(crate) fn is_broken(&self) -> bool {
         self.shared.state.lock().ignore_poison().is_broken
     }
 
     /// Returns true until the newest cut is read or has ended.
-    pub(super) fn is_read(&self) -> bool {
+    pub(crate) fn is_read(&self) -> bool {
         !self.shared.state.lock().ignore_poison().is_open
     }
 
     /// Returns a cut to come, for the encoder, and its number to be, for [`Self::cut`]. With
     /// `puts_zeroes` blocks without content are put as zeros; without, they are left out.
-    pub(super) fn begin(&self, puts_zeroes: bool) -> (CopiedCut, CutNumber) {
+    pub(crate) fn begin(&self, puts_zeroes: bool) -> (CopiedCut, CutNumber) {
         let number = CutNumber::default();
         let shared = Arc::clone(&self.shared);
         (CopiedCut(Arc::new(Cut { shared, number: Arc::clone(&number), puts_zeroes })), number)
     }
 
     /// Flushes the files. Error: a file cannot be flushed.
-    pub(super) fn sync(&self) -> Result<(), DiskError> {
+    pub(crate) fn sync(&self) -> Result<(), DiskError> {
         for (number, watched) in self.shared.files.iter().enumerate() {
             let reader = self.shared.gate.reader(number).ok_or(DiskError::NotCut)?;
             reader.sync_data().map_err(|e| io_error("sync", &watched.path, e))?;
@@ -204,7 +204,7 @@ impl CopyBeforeWrite {
 
     /// Cuts the files, while no write to them is under way. Returns the blocks of the cut. Errors:
     /// writes are not reported; the cut before this one is still open; a file cannot be looked at.
-    pub(super) fn cut(&self, number: &CutNumber) -> Result<CutBlocks, BoxError> {
+    pub(crate) fn cut(&self, number: &CutNumber) -> Result<CutBlocks, BoxError> {
         let mut state = self.shared.state.lock().ignore_poison();
         let state = &mut *state;
         if let Some(why) = state.broken_by.take() {
@@ -236,13 +236,13 @@ impl CopyBeforeWrite {
     }
 
     /// Ends the newest cut, if it is open.
-    pub(super) fn end_cut(&self) {
+    pub(crate) fn end_cut(&self) {
         let newest = self.shared.state.lock().ignore_poison().newest;
         self.shared.end(newest);
     }
 
     /// Adds the blocks of a lost cut to the next one.
-    pub(super) fn owe(&self, blocks: &CutBlocks) {
+    pub(crate) fn owe(&self, blocks: &CutBlocks) {
         let mut state = self.shared.state.lock().ignore_poison();
         for (file, lost) in state.files.iter_mut().zip(&blocks.0) {
             file.written.union_with(lost);
@@ -451,7 +451,7 @@ impl CopiedCut {
     /// Writes the blocks of the cut to `sink`. File number n is disk number n. Calls `fault` before
     /// each part. Errors: that of `fault` and of `sink`; the disks were not cut; the cut was given
     /// up.
-    pub(super) fn put(
+    pub(crate) fn put(
         &self,
         sink: &mut impl BlockSink,
         fault: &mut dyn FnMut() -> Result<(), BoxError>,

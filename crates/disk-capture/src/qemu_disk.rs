@@ -1,12 +1,12 @@
 //! Disks whose images QEMU opens itself.
 
 use crate::error::DiskError;
-use crate::machines::Member;
 use keyframe_capture::BoxError;
 use keyframe_disk::ImageFormat;
 use keyframe_qemu::cmdline::{CommandLineError, Slice};
 use keyframe_qemu::{Vm, WritableNode};
 use keyframe_store::DiskMeta;
+use keyframe_vmm::Vmm;
 use std::path::PathBuf;
 
 /// A disk whose image QEMU opens itself.
@@ -135,14 +135,14 @@ impl QemuDisks {
     /// Error: QEMU does not answer. Nothing has changed then.
     pub fn follow(
         &mut self,
-        members: &mut [Member],
+        members: &mut [&mut dyn Vmm],
         images: OtherImages,
     ) -> Result<DiskChanges, BoxError> {
         // All questions come first: after a failed one nothing has changed, and the next look finds
         // the same changes.
         let mut looks = Vec::new();
         for (number, member) in members.iter_mut().enumerate() {
-            looks.push(self.look(number, member.vm.qemu()?, images)?);
+            looks.push(self.look(number, qemu(*member)?, images)?);
         }
         let mut changes = DiskChanges::default();
         for (number, (look, member)) in looks.iter().zip(members).enumerate() {
@@ -172,7 +172,7 @@ impl QemuDisks {
                 disk.meta.disk_bytes = now.disk_bytes;
             }
             if changes != before {
-                tell(member.vm.qemu()?, number, &self.present);
+                tell(qemu(*member)?, number, &self.present);
             }
         }
         Ok(changes)
@@ -231,6 +231,11 @@ impl QemuDisks {
     }
 }
 
+/// Returns the VM as QEMU's own type. Error: [`DiskError::NotQemu`] if another VMM runs it.
+pub fn qemu(member: &mut dyn Vmm) -> Result<&mut Vm, DiskError> {
+    member.as_any_mut().downcast_mut().ok_or(DiskError::NotQemu)
+}
+
 /// Tells VM `number` which of `disks` belong to it, and which of these the user left out of
 /// checkpoints.
 pub fn tell(vm: &mut Vm, number: usize, disks: &[QemuDisk]) {
@@ -274,10 +279,13 @@ fn other_state<'a>(
 /// those that the guest sees. Returns the present state of the captured disks.
 ///
 /// Errors: a VM has another disk, or lacks one; QEMU does not answer.
-pub fn require_same(disks: &[QemuDisk], members: &mut [Member]) -> Result<DisksNow, BoxError> {
+pub fn require_same(
+    disks: &[QemuDisk],
+    members: &mut [&mut dyn Vmm],
+) -> Result<DisksNow, BoxError> {
     let mut have_snapshots = false;
     for (number, member) in members.iter_mut().enumerate() {
-        let nodes = member.vm.qemu()?.writable_nodes()?;
+        let nodes = qemu(*member)?.writable_nodes()?;
         let captured = |node: &&WritableNode| {
             disks
                 .iter()

@@ -1,6 +1,6 @@
 //! Drives whose files a VMM other than QEMU opens itself, on a file system that does not clone
 //! files: what was written since the last checkpoint is read after the pause, as it was in it
-//! ([`super::copy_before_write`]).
+//! ([`crate::copy_before_write`]).
 //!
 //! ```text
 //!   begin: other drives? ─▶ stop ─▶ the VMM saves its devices ─▶ settled: cut ─▶ cont ─▶ the same files?
@@ -11,14 +11,13 @@
 //! were not reported, or a drive got another file, the VMM opens the files anew, and the next
 //! checkpoint has all blocks. After another file it is the first of another run.
 
-use super::copy_before_write::{CopyBeforeWrite, CutBlocks, CutNumber};
-use super::drives::{drives_of, record_writes, require_same};
-use super::{DiskCapture, DiskCut};
+use crate::copy_before_write::{CopyBeforeWrite, CutBlocks, CutNumber};
+use crate::drives::{drives_of, record_writes, require_same};
 use crate::error::DiskError;
-use crate::machines::Member;
+use crate::{DiskCapture, DiskCut};
 use keyframe_capture::BoxError;
 use keyframe_store::{BaseMeta, DiskMeta};
-use keyframe_vmm::WritableDrive;
+use keyframe_vmm::{Vmm, WritableDrive};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -61,7 +60,7 @@ impl CopiedDriveCapture {
     fn record_anew(
         &mut self,
         drives: Vec<WritableDrive>,
-        members: &mut [Member],
+        members: &mut [&mut dyn Vmm],
     ) -> Result<(), BoxError> {
         self.copies = record_writes(&drives)?;
         self.in_flight.clear();
@@ -70,7 +69,7 @@ impl CopiedDriveCapture {
             self.drives = drives;
         }
         for member in members {
-            member.vm.vm_mut().reopen_drives(&self.drives)?;
+            member.reopen_drives(&self.drives)?;
         }
         Ok(())
     }
@@ -93,7 +92,7 @@ impl DiskCapture for CopiedDriveCapture {
         (self.have_changed, self.has_captured) = (false, false);
     }
 
-    fn begin(&mut self, members: &mut [Member]) -> Result<DiskCut, BoxError> {
+    fn begin(&mut self, members: &mut [&mut dyn Vmm]) -> Result<DiskCut, BoxError> {
         let now = drives_of(members)?;
         if now != self.drives || self.copies.is_broken() {
             self.record_anew(now, members)?;
@@ -120,7 +119,7 @@ impl DiskCapture for CopiedDriveCapture {
     }
 
     /// Nothing yet: the VMM may still carry out a request of the guest.
-    fn cut(&mut self, _: &mut [Member]) -> Result<(), BoxError> {
+    fn cut(&mut self, _: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         Ok(())
     }
 
@@ -131,11 +130,11 @@ impl DiskCapture for CopiedDriveCapture {
     }
 
     /// The guest must still write to the same files.
-    fn resumed(&mut self, members: &mut [Member]) -> Result<(), BoxError> {
+    fn resumed(&mut self, members: &mut [&mut dyn Vmm]) -> Result<(), BoxError> {
         require_same(&self.drives, members)
     }
 
-    fn captured(&mut self, seq: Option<u64>, _: &mut [Member]) {
+    fn captured(&mut self, seq: Option<u64>, _: &mut [&mut dyn Vmm]) {
         self.number = None;
         let Some(blocks) = self.cut.take() else { return };
         if let Some(seq) = seq {
@@ -147,11 +146,11 @@ impl DiskCapture for CopiedDriveCapture {
         }
     }
 
-    fn sealed(&mut self, seq: u64, _: &mut [Member]) {
+    fn sealed(&mut self, seq: u64, _: &mut [&mut dyn Vmm]) {
         self.in_flight.remove(&seq);
     }
 
-    fn failed(&mut self, lost: &[u64], _: &mut [Member]) {
+    fn failed(&mut self, lost: &[u64], _: &mut [&mut dyn Vmm]) {
         for blocks in lost.iter().filter_map(|seq| self.in_flight.remove(seq)) {
             self.copies.owe(&blocks);
         }
