@@ -1,5 +1,8 @@
 //! The loop of the VM's thread, on a VM that exists only here.
 
+mod changed_machines;
+mod intervals;
+
 use super::epochs::{LOOK_EVERY, LoopParts, VmLoop};
 use super::*;
 use crate::error::PageHashesError;
@@ -7,8 +10,7 @@ use crate::event::{FailoverEvent, FailoverEventSink};
 use crate::sending::SharedWire;
 use keyframe_capture::EncodeError;
 use keyframe_scheduling::replication::{
-    AcknowledgedEpoch, EpochReason, FixedInterval, ReplicationDecision, ReplicationScheduler,
-    VmObservation,
+    AcknowledgedEpoch, EpochReason, ReplicationDecision, ReplicationScheduler, VmObservation,
 };
 use std::collections::VecDeque;
 use std::os::unix::process::ExitStatusExt;
@@ -461,80 +463,6 @@ fn the_policy_takes_epochs_only_while_it_may() {
     assert_eq!(test.told(), ["captured 1"]);
 }
 
-/// A VM under fixed intervals of 100 ms, whose captures take 30 ms.
-struct Fixed(Test);
-
-impl Fixed {
-    const MS: u64 = 1_000_000;
-
-    fn new() -> Self {
-        let policy = Box::new(FixedInterval::every(100 * Self::MS));
-        let mut test = Test::with(FakeVm::default(), Script::default(), policy);
-        test.vm.state().capture_takes = Some((Arc::clone(&test.clock), 30 * Self::MS));
-        test.step(VmAction::MayCapture(true));
-        Self(test)
-    }
-
-    /// Lets time pass until `ms`, as the loop's waits do.
-    fn until(&mut self, ms: u64) {
-        while self.0.clock.load(Ordering::Relaxed) < ms * Self::MS {
-            let wait = self.0.vm_loop.step(None).as_nanos() as u64;
-            let left = (ms * Self::MS).saturating_sub(self.0.clock.load(Ordering::Relaxed));
-            self.0.clock.fetch_add(wait.min(left), Ordering::Relaxed);
-        }
-        self.0.vm_loop.step(None);
-    }
-
-    /// The standby has the `seq`th capture.
-    fn acknowledge(&mut self, seq: u64) {
-        self.0.step(sent(seq));
-        self.0.step(VmAction::Acknowledged { epoch: Epoch(seq) });
-    }
-
-    fn captures(&self) -> u64 {
-        self.0.vm.state().captures
-    }
-}
-
-#[test]
-fn a_fixed_interval_counts_from_the_start_of_a_capture() {
-    let mut fixed = Fixed::new();
-    for n in 1..=5 {
-        fixed.until(n * 100 - 1);
-        assert_eq!(fixed.captures(), n - 1, "before {n}00 ms");
-        fixed.until(n * 100);
-        assert_eq!(fixed.captures(), n, "at {n}00 ms");
-        fixed.acknowledge(n);
-    }
-}
-
-#[test]
-fn an_overdue_interval_is_taken_at_the_acknowledgement_and_the_next_counts_from_there() {
-    let mut fixed = Fixed::new();
-    fixed.until(100);
-    fixed.until(350);
-    assert_eq!(fixed.captures(), 1, "one is in flight");
-    fixed.acknowledge(1);
-    assert_eq!(fixed.captures(), 2);
-    fixed.acknowledge(2);
-    fixed.until(449);
-    assert_eq!(fixed.captures(), 2);
-    fixed.until(450);
-    assert_eq!(fixed.captures(), 3);
-}
-
-#[test]
-fn a_failed_capture_begins_no_interval() {
-    let mut fixed = Fixed::new();
-    fixed.until(99);
-    fixed.0.vm.state().capture = CaptureResult::Failed;
-    fixed.until(100);
-    assert_eq!((fixed.captures(), fixed.0.told()), (0, vec!["failed: pause the VM".into()]));
-    fixed.0.vm.state().capture = CaptureResult::Captured;
-    fixed.0.vm_loop.step(None);
-    assert_eq!(fixed.captures(), 1, "it is still due");
-}
-
 #[test]
 fn a_session_begins_once_the_standbys_pages_are_known() {
     let mut test = Test::new();
@@ -587,78 +515,4 @@ fn the_thread_gives_the_vm_back_at_its_end() {
     let back = vm_loop.run(&inbox);
     assert!(Arc::ptr_eq(&back.0, &vm.0));
     assert_eq!(vm.calls(), [Call::Pause]);
-}
-
-/// Lets a blocked VM be looked at again.
-fn pass_a_look(test: &mut Test) {
-    test.clock.fetch_add(2_000_000_000, Ordering::Relaxed);
-    test.vm_loop.step(None);
-}
-
-#[test]
-fn a_vm_whose_capture_cannot_begin_runs_on_and_is_tried_again() {
-    let vm = FakeVm::default();
-    vm.state().outdated = Some("not begun");
-    vm.state().fails_renewal = Some("no process can be started");
-    let mut test = Test::of(vm);
-    test.vm_loop.step(None);
-    assert_eq!(test.told(), ["blocked: no process can be started"]);
-    pass_a_look(&mut test);
-    assert!(test.told().is_empty(), "told once");
-    // What a standby wants waits.
-    test.step(VmAction::PageHashes { session: 7, first: u64::MAX, hashes: vec![1] });
-    test.step(VmAction::Sync { session: 7 });
-    test.step(VmAction::MayCapture(true));
-    test.step(CAPTURE);
-    assert_eq!(test.vm.calls(), [Call::Renew, Call::Renew]);
-    test.vm.state().fails_renewal = None;
-    pass_a_look(&mut test);
-    assert_eq!(test.told(), ["unblocked", "captured 1"]);
-    let begin = [Call::BeginSession { is_blank: true }, Call::CopyDisks, Call::Capture(1)];
-    assert_eq!(test.vm.calls(), [&[Call::Renew][..], &begin].concat());
-}
-
-#[test]
-fn a_changed_machine_ends_its_session_and_is_captured_anew() {
-    let mut test = Test::new();
-    test.step(VmAction::MayCapture(true));
-    test.step(CAPTURE);
-    test.step(sent(1));
-    test.vm.state().outdated = Some("r1 was plugged in");
-    let spec = MachineSpec::default();
-    let ram = RamLayout::new(Vec::new()).unwrap();
-    test.vm.state().changed = Some(MachineDescription { spec, ram });
-    test.step(VmAction::Acknowledged { epoch: Epoch(1) });
-    test.vm.calls();
-    test.step(CAPTURE);
-    let told = test.told();
-    assert_eq!(told[..2], ["captured 1", "done 1"]);
-    assert!(told[2].starts_with("blocked: r1 was plugged in"), "{told:?}");
-    assert_eq!(told[3], "unblocked, changed");
-    assert_eq!(test.vm.calls(), [Call::Capture(2), Call::Renew]);
-    // Nothing of it gets to the standby of the machine before.
-    test.decide(ReplicationDecision::Checkpoint(EpochReason::Due));
-    test.step(VmAction::Owe { after: None });
-    test.step(CAPTURE);
-    assert!(test.told().is_empty());
-    test.step(VmAction::PageHashes { session: 8, first: u64::MAX, hashes: vec![1] });
-    test.step(VmAction::Sync { session: 8 });
-    assert_eq!(test.told(), ["captured 2"]);
-}
-
-#[test]
-fn a_change_that_no_standby_can_follow_blocks_captures_until_it_is_undone() {
-    let mut test = Test::new();
-    test.vm.state().outdated = Some("b1 was plugged in");
-    test.vm.state().fails_renewal = Some("b1 was plugged in; unplug it");
-    test.step(CAPTURE);
-    assert_eq!(test.told(), ["blocked: b1 was plugged in; unplug it"]);
-    test.step(CAPTURE);
-    test.decide(ReplicationDecision::Checkpoint(EpochReason::Due));
-    test.step(VmAction::MayCapture(true));
-    assert!(test.told().is_empty());
-    assert_eq!(test.vm.calls(), [Call::Capture(1), Call::Renew]);
-    test.vm.state().fails_renewal = None;
-    pass_a_look(&mut test);
-    assert_eq!(test.told()[0], "unblocked");
 }
