@@ -8,7 +8,7 @@
 //! Invariant: no content of the directory is an error. A file that cannot be read as a spill of
 //! this store is removed.
 
-use super::spill::{Bond, Spill, SpillWriter, TEMPORARY, memory_bytes};
+use crate::spill::{Bond, Spill, SpillWriter, TEMPORARY, memory_bytes};
 use keyframe_bytes::hex::to_hex;
 use keyframe_store_format::pack::PackSeal;
 use std::io;

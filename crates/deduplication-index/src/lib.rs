@@ -18,8 +18,8 @@
 //! budget: a third for the table, which takes half as much more while it grows, two fifths for the
 //! spills, the rest for merging.
 //!
-//! Not here: proving a derived record, and the choice of packs to read again
-//! ([`crate::pack_writer`]).
+//! Not here: proving a derived record, and the choice of packs to read again. Both are the work of
+//! the writer of a store.
 
 mod filter;
 mod folder;

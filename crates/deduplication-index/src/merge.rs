@@ -3,10 +3,10 @@
 //! Invariant: the new spill has only entries that the index would return: none of packs that have
 //! gone, and no derived record if these are not used. So no entry comes back.
 
-use super::folder::Folder;
-use super::spill::Spill;
-use super::table::Slot;
-use super::value::{UNPROVEN, is_derived, place};
+use crate::folder::Folder;
+use crate::spill::Spill;
+use crate::table::Slot;
+use crate::value::{UNPROVEN, is_derived, place};
 use keyframe_store_format::pack::PackSeal;
 use keyframe_store_format::page_hash::PageHash;
 use rustc_hash::FxHashSet;

@@ -7,7 +7,7 @@
 //!   bucket   21 entries of 24 (of the last one: what is left, then zeros)    504  8 XXH3-64 of these, seed = salt + its number
 //!   entry    0 16 hash    16  8 pack number (24 bits), kind (2), zero (2), offset (36); encrypted stores: masked
 //!   fences   8 for each bucket: the first word of its first hash
-//!   filter   32 for each block ([`super::filter`])
+//!   filter   32 for each block ([`crate::filter`])
 //!   packs    24 for each pack whose records are all here, or in other spills: 8 number, 16 its trailer's checksum
 //!   footer   0  8 entries    8  8 buckets    16  8 blocks of the filter    24  8 packs
 //!           32 32 BLAKE3 of header, fences, filter, packs and bytes 0..32 of the footer
@@ -20,8 +20,8 @@
 //! another file, which a crash may have left in their place. Any damage is an [`io::Error`], after
 //! which the file is not used.
 
-use super::filter::{self, Filter};
-use super::table::Slot;
+use crate::filter::{self, Filter};
+use crate::table::Slot;
 use keyframe_store_format::pack::PackSeal;
 use keyframe_store_format::page_hash::PageHash;
 use keyframe_store_format::page_ref::PACK_NUMBER_MAX;

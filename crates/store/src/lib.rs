@@ -22,7 +22,7 @@
 //!
 //! ```text
 //!   error, config, secret, files, local, medium      keys and files
-//!   index, chain, bases, sectors              structures in memory
+//!   chain, bases, sectors                     structures in memory; the index is keyframe-deduplication-index
 //!   pack_file, open_store                     open packs; the state that all handles share
 //!   folders, metadata, moves, quarantine, lock_holder, writers   the other files of a store
 //!   assemble, references, pack_walk, parallel, fill, hold, pack_shape        reading records
@@ -58,7 +58,6 @@ mod forget;
 #[doc(hidden)]
 pub mod fuzzing;
 mod hold;
-mod index;
 mod listing;
 mod loaded;
 mod local;
@@ -103,7 +102,7 @@ pub use disks::{BlockContent, LoadedDisks};
 pub use durability::TornCheckpoint;
 pub use durability_kind::Durability;
 pub use error::{Error, Result};
-pub use index::IndexUse;
+pub use keyframe_deduplication_index::IndexUse;
 /// The backends.
 pub use keyframe_store_backend as backend;
 pub use keyframe_store_format::disk_meta::{

@@ -10,12 +10,12 @@
 //! Invariant: this writer refers to no record that another process may still lose, cut or remove,
 //! except a prune, which asks first.
 
-use crate::index::Index;
 use crate::open_store::OpenStore;
 use crate::pack_file::PackEnding;
 use crate::pack_writer::writer::PackWriter;
 use crate::tuning::Tuning;
 use crate::{Error, Result};
+use keyframe_deduplication_index::Index;
 use keyframe_store_backend::layout;
 use keyframe_store_format::moves::Moves;
 use keyframe_store_format::pack::{PackEntry, PackSeal};

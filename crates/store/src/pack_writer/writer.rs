@@ -2,7 +2,6 @@
 
 use crate::bases::Bases;
 use crate::durability_kind::Durability;
-use crate::index::{Found, Index};
 use crate::medium;
 use crate::open_store::OpenStore;
 use crate::pack_writer::encode::Scratch;
@@ -12,6 +11,7 @@ use crate::sectors::SectorFinder;
 use crate::tuning::Tuning;
 use crate::writers::WriterState;
 use crate::{Error, IndexUse, Result};
+use keyframe_deduplication_index::{Found, Index};
 use keyframe_store_backend::{is_remote, layout};
 use keyframe_store_format::codec::PageCompressor;
 use keyframe_store_format::dictionary::DenseCompressor;
