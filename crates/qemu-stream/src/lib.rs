@@ -17,6 +17,7 @@
 //! | `format` | marks of the stream; checks a device state from outside |
 //! | `writer`, `export`, `delta_stream` | write a stream: for a restore, a whole VM, some pages |
 //! | `migration_reader` | reads a whole stream that QEMU wrote |
+//! | `snapshot_image` | writes the image in which a running QEMU takes a stream |
 //! | `sections`, `section_bodies` | find a device's section, and the fields of the known ones |
 //! | `comparison` | compares two device states, section by section |
 //! | `processors`, `display` | registers of the processors and of the display |
@@ -51,6 +52,7 @@ mod processors;
 mod run_state;
 mod section_bodies;
 mod sections;
+pub mod snapshot_image;
 mod sse_flags;
 mod user_network;
 mod writer;

@@ -13,12 +13,12 @@
 
 mod device_words;
 
-use crate::audit::{self, PLUGGED, name_and_kind};
 use crate::blocknodes::drive_on_line;
 use crate::hotplug::{self, is_memory};
 use crate::machine_shape::{CapturedDisks, get};
 use crate::{Qmp, Result, Vm};
 use device_words::{Wanted, words_of};
+use keyframe_qemu_audit::{PLUGGED, name_and_kind};
 use keyframe_qemu_cmdline::{
     LineDevice, LineEdits, MediumEdit, Object, ReadOnlyMedium, anonymous_devices, medium_of_line,
     options::{self, Argument, value_of},
@@ -144,7 +144,7 @@ impl ChangedLine<'_> {
             used_drives: BTreeSet::new(),
         };
         for device in present.iter().filter(|d| d.is_hotplugged && !is_memory(&d.kind)) {
-            if let Some(finding) = audit::device_finding(&device.id, &device.kind) {
+            if let Some(finding) = keyframe_qemu_audit::device_finding(&device.id, &device.kind) {
                 self.findings.push(finding);
                 continue;
             }
@@ -352,7 +352,7 @@ impl PresentDrive {
         Self {
             device: text(block, "device"),
             qdev: text(block, "qdev"),
-            name: audit::drive_key(block),
+            name: keyframe_qemu_audit::drive_key(block),
             file: inserted.map(|inserted| text(inserted, "file")),
             format: inserted.map_or_else(String::new, |inserted| text(inserted, "drv")),
             is_writable: inserted.is_some_and(|inserted| !is(inserted, "ro")),

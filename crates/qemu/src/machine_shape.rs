@@ -11,11 +11,11 @@
 //!
 //! Left out: backends that no device uses; they are not part of the machine.
 
-use crate::audit::{self, name_and_kind};
 use crate::blocknodes::WritableNode;
 use crate::deletions::Deletions;
 use crate::hotplug::{self, is_memory};
 use crate::{Qmp, Result, Vm, ramblock};
+use keyframe_qemu_audit::{self as rules, name_and_kind};
 use keyframe_qemu_cmdline::is_served;
 use keyframe_qemu_cmdline::options::{Argument, Object, escape};
 use keyframe_units::RamLayout;
@@ -170,7 +170,7 @@ impl MachineShape {
     fn of_answers(qmp: &Qmp, answers: &[Value; 5], captured: &CapturedDisks) -> Result<Self> {
         let [with_id, without_id, blocks, processors, migration] = answers;
         let mut shape = Self { deletions: qmp.deletions().clone(), ..Self::default() };
-        for (folder, answer) in audit::PLUGGED.iter().zip([with_id, without_id]) {
+        for (folder, answer) in rules::PLUGGED.iter().zip([with_id, without_id]) {
             let children = answer.as_array().ok_or_else(|| qmp.unexpected("qom-list", answer))?;
             for (name, kind) in children.iter().filter_map(name_and_kind) {
                 shape.devices.insert(format!("{folder}/{name}"), kind.to_owned());
@@ -180,13 +180,13 @@ impl MachineShape {
         shape.media = blocks.iter().map(|block| medium(block, captured)).collect();
         let all = processors.as_array();
         shape.processors = all.ok_or_else(|| qmp.unexpected("query-cpus-fast", processors))?.len();
-        shape.blockers = audit::blocked_reasons(migration).map(str::to_owned).collect();
+        shape.blockers = rules::blocked_reasons(migration).map(str::to_owned).collect();
         Ok(shape)
     }
 
     /// Returns true if a device discards guest RAM, from the start or plugged in since.
     pub fn discards_ram(&self) -> bool {
-        self.devices.values().any(|kind| audit::discards_ram(kind))
+        self.devices.values().any(|kind| rules::discards_ram(kind))
     }
 
     /// Returns the reasons, in QEMU's words, why it cannot save the machine's whole state.
@@ -210,7 +210,7 @@ impl MachineShape {
     /// Returns the changes from `before` to this shape.
     pub fn changes_since(&self, before: &Self) -> Vec<MachineChange> {
         let name = |path: &String| {
-            let id = path.strip_prefix(audit::PLUGGED[0]).and_then(|id| id.strip_prefix('/'));
+            let id = path.strip_prefix(rules::PLUGGED[0]).and_then(|id| id.strip_prefix('/'));
             id.unwrap_or(path).to_owned()
         };
         let differs =
@@ -257,14 +257,14 @@ impl MachineShape {
 
 /// The questions whose answers make a shape.
 fn questions() -> [(&'static str, Value); 5] {
-    let [with_id, without_id] = audit::PLUGGED.map(|path| ("qom-list", json!({ "path": path })));
+    let [with_id, without_id] = rules::PLUGGED.map(|path| ("qom-list", json!({ "path": path })));
     let plain = |command| (command, json!({}));
     [with_id, without_id, plain("query-block"), plain("query-cpus-fast"), plain("query-migrate")]
 }
 
 /// A drive of `query-block`, and its medium.
 fn medium(block: &Value, captured: &CapturedDisks) -> (String, Medium) {
-    let drive = audit::drive_key(block);
+    let drive = rules::drive_key(block);
     let Some(inserted) = block.get("inserted") else {
         return (drive, Medium::default());
     };
@@ -352,7 +352,7 @@ fn device_words(
     line: &[Argument],
 ) -> Result<Option<String>> {
     let is_path = device.starts_with('/');
-    let path = if is_path { device.to_owned() } else { format!("{}/{device}", audit::PLUGGED[0]) };
+    let path = if is_path { device.to_owned() } else { format!("{}/{device}", rules::PLUGGED[0]) };
     let properties = qmp.execute("device-list-properties", Some(json!({ "typename": kind })))?;
     let Some(properties) = properties.as_array() else {
         return Err(qmp.unexpected("device-list-properties", &properties));

@@ -20,7 +20,6 @@
 
 mod binary_choice;
 mod crossing;
-mod fill;
 mod host_probe;
 pub mod lazy;
 mod machine;
@@ -48,14 +47,14 @@ use crate::statefile::StateFile;
 use crate::stream::{self, StreamBlock};
 use crate::thread_affinity::{self, LogRole, SingleCore};
 use crate::vm::{Origin, Vm, inherited_path, memfd, monitor_config, socket_config};
-use crate::{Error, Qmp, Result, RunStatus, accelerator_check, audit, eventfd_coalesce};
+use crate::{Error, Qmp, Result, RunStatus, accelerator_check, eventfd_coalesce};
 use crossing::Crossing;
-use fill::Memory;
 use keyframe_machine::read_ascending;
 use keyframe_qemu_cmdline::{
     Argument, CommandLineError, LineWord, backend_object, isolated_tap, lineage_mark,
     private_backend_object, with_tap_descriptors,
 };
+use keyframe_ram_loading::Memory;
 use keyframe_units::elapsed_ns;
 use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageRange};
 use lazy::{Lazy, SharedSource};
@@ -182,7 +181,7 @@ pub fn start_lazy(mut plan: Plan, ram: SharedSource, device_state: &[u8]) -> Res
 
 /// True if the VM could not be checkpointed with shared RAM ([`private_ram`]).
 fn needs_private(plan: &Plan) -> bool {
-    plan.replays.is_none() && audit::line_discards(&plan.arguments)
+    plan.replays.is_none() && keyframe_qemu_audit::line_discards(&plan.arguments)
 }
 
 /// True if the kernel does not let this process look into QEMU's memory.
@@ -266,15 +265,12 @@ struct Starting {
 
 impl Starting {
     fn new(plan: &Plan, ram: &Ram<'_>, started: Instant) -> Result<Self> {
-        let layout = &plan.source.ram;
-        let of_backend =
-            layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
         let memories = match ram {
             Ram::Shared(shared, _) => shared.memories(plan)?,
             Ram::Private(_) | Ram::LazyPrivate(_) => Vec::new(),
-            Ram::Eager(_) | Ram::Lazy(_) => of_backend
-                .map(|(number, block)| Memory::new(block, number, layout.pages_of(number)))
-                .collect::<Result<Vec<_>>>()?,
+            Ram::Eager(_) | Ram::Lazy(_) => {
+                Memory::of_backends(&plan.source.ram, rustix::fs::MemfdFlags::CLOEXEC)?
+            }
         };
         let is_shared = !matches!(ram, Ram::Shared(..));
         let (monitor, incoming) = (SocketPair::new()?, SocketPair::new()?);

@@ -32,7 +32,6 @@
 //! they are loaded. A reset may write to further pages of RAM. The caller compares RAM with the
 //! checkpoint.
 
-mod image;
 mod load_plan;
 mod migration_settings;
 mod obstacle;
@@ -44,7 +43,7 @@ mod stand;
 pub use obstacle::RollbackObstacle;
 
 use crate::standstill::stood_still;
-use crate::stream::{self, DeltaPages, FlashActivity, MigrationHead};
+use crate::stream::{self, DeltaPages, FlashActivity, MigrationHead, snapshot_image};
 use crate::{Error, Qmp, Result, Vm};
 use keyframe_units::PAGE_BYTES;
 use keyframe_vmm::{RollbackStep, TellStep};
@@ -118,7 +117,8 @@ impl Vm {
         let reset = Reset::before_load(self.qmp().status()?.name(), target.device_state);
         let devices = self.loadable(target.device_state, reset.as_ref())?;
         let about_bytes = (devices.len() + target.pages.len() * (PAGE_BYTES + 8)) as u64;
-        image::write(&mut file, about_bytes, |out| {
+        let failed = |e| Error::io("write the machine's state to a temporary image")(e);
+        snapshot_image::write(&mut file, about_bytes, failed, |out| {
             let delta = DeltaPages { layout: target.layout, pages: target.pages, ram: target.ram };
             Ok(stream::write_delta(head, &devices, delta, out)?)
         })?;
@@ -211,7 +211,7 @@ fn reset_and_load(qmp: &mut Qmp, plan: &LoadPlan, tell: TellStep<'_>) -> Result<
 }
 
 fn start_job(qmp: &mut Qmp) -> Result<()> {
-    let job = json!({ "job-id": JOB, "tag": image::SNAPSHOT, "vmstate": NODE, "devices": [NODE] });
+    let job = json!({ "job-id": JOB, "tag": snapshot_image::SNAPSHOT, "vmstate": NODE, "devices": [NODE] });
     qmp.execute("snapshot-load", Some(job)).map(drop)
 }
 

@@ -336,14 +336,16 @@ impl Vm {
     pub fn audit(&mut self) -> Result<Vec<AuditFinding>> {
         let (processor, machine_type) = (self.processor()?, self.machine_type()?);
         let disks = match (&self.origin, &self.server) {
-            (Origin::Launched { disks, .. }, _) => audit::Disks::Launched(disks.as_deref()),
-            (_, server) => audit::Disks::of_server(server.as_deref()),
+            (Origin::Launched { disks, .. }, _) => {
+                keyframe_qemu_audit::Disks::Launched(disks.as_deref())
+            }
+            (_, server) => keyframe_qemu_audit::Disks::of_server(server.as_deref()),
         };
         let minded: Vec<String> = self.minded.iter().map(|disk| disk.node.clone()).collect();
         let machine = (processor, &*machine_type);
         let mut found = audit::audit(&mut self.qmp, machine, (disks, &minded))?;
         found.extend(audit::blockers(&mut self.qmp)?);
-        found.extend(audit::of_line(&hotplug::arguments(&self.full_command)));
+        found.extend(keyframe_qemu_audit::of_line(&hotplug::arguments(&self.full_command)));
         if let Err(changes) = self.lines_now()? {
             // The audit tells more about a disk that is not captured.
             let is_new = |f: &AuditFinding| !f.subject.starts_with("drive ");

@@ -30,6 +30,16 @@ pub enum Error {
         /// Why not.
         source: io::Error,
     },
+    /// A RAM block could not be found in the memory of its VMM.
+    #[error("find RAM block {block} in the memory of process {pid}: {problem}")]
+    NotMapped {
+        /// The block.
+        block: String,
+        /// The process of the VMM.
+        pid: u32,
+        /// The reason why not.
+        problem: String,
+    },
     /// An interface of the kernel failed.
     #[error(transparent)]
     Kernel(#[from] keyframe_kernel::Error),

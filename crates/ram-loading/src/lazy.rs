@@ -19,7 +19,8 @@
 //! Left out: zero pages are not placed before they are touched; small blocks (ROMs) come with the
 //! device stream.
 
-use crate::{Error, PageRun, Result, check_within, pieces};
+use crate::{Error, Memory, PageRun, Result, check_within, pieces};
+use keyframe_kernel::Process;
 use keyframe_kernel::missing_pages::MissingPages;
 use keyframe_kernel::priority;
 use keyframe_locks::IgnorePoison;
@@ -103,6 +104,30 @@ enum Job {
 }
 
 impl Lazy {
+    /// Marks the RAM of a VMM as missing, and starts the server that provides its pages from
+    /// `source`. The VMM is process `pid`, a child that this thread started at `started`, with the
+    /// empty `memories` as its RAM: memfds, or memory of its own. Error: the kernel does not let
+    /// this process serve the VMM's memory.
+    pub fn attach(
+        pid: u32,
+        memories: &[Memory],
+        source: SharedRamSource,
+        started: Instant,
+    ) -> Result<Self> {
+        let process = Process::open(pid)?;
+        let places = memories.iter().map(|m| m.place(&process)).collect::<Result<Vec<_>>>()?;
+        let mut missing = MissingPages::inject(&process)?;
+        for place in &places {
+            missing.register(place.host)?;
+        }
+        // The VMM may have touched pages before they were marked as missing.
+        memories.iter().filter(|memory| !memory.is_of_process()).try_for_each(Memory::clear)?;
+        if memories.iter().any(Memory::is_of_process) {
+            missing.discard()?;
+        }
+        Self::start(missing, places, source, started)
+    }
+
     /// Serves the pages of `places` from `source`. `missing` has these places registered, and no page
     /// of them is present. `started` is the time from which the loading is measured. Error: a thread
     /// cannot be started.

@@ -10,15 +10,14 @@
 //!
 //! Invariant: dropping it ends QEMU; nothing but [`Prepared::activate`] lets the guest run.
 
-use super::{
-    Memory, Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, send, wait_until_loaded,
-};
+use super::{Plan, Ram, RamSource, Restored, Starting, WHILE_LOADING, send, wait_until_loaded};
 use crate::lifetime::Lifetime;
 use crate::spawn;
 use crate::statefile::StateFile;
 use crate::vm::machine_type;
 use crate::vm::{Origin, Vm};
 use crate::{Error, Qmp, Result, audit, stream};
+use keyframe_ram_loading::Memory;
 use keyframe_units::elapsed_ns;
 use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange};
 use keyframe_vmm::{AuditFinding, Severity};
@@ -55,7 +54,7 @@ impl Drop for Prepared {
 /// Errors: those of [`super::start`]. After an error no process is left.
 pub fn prepare(plan: Plan) -> Result<Prepared> {
     // A second start would find the gate before the network taken: it serves one QEMU.
-    if audit::line_discards(&plan.arguments) {
+    if keyframe_qemu_audit::line_discards(&plan.arguments) {
         return start_waiting(plan, &Ram::Private(&Nothing));
     }
     let mut prepared = start_waiting(plan, &Ram::Eager(&Nothing))?;
@@ -157,7 +156,7 @@ impl Prepared {
         let machine_type = machine_type(qmp)?;
         let processor = self.plan.as_ref().map(|plan| plan.source.machine.processor);
         let machine = (processor.unwrap_or_default(), &*machine_type);
-        let disks = audit::Disks::of_server(disks);
+        let disks = keyframe_qemu_audit::Disks::of_server(disks);
         let mut found = audit::audit(qmp, machine, (disks, &[]))?;
         found.retain(|finding| finding.severity != Severity::Warning);
         Ok(found)

@@ -4,12 +4,10 @@
 //! A machine with a device that discards RAM (balloon, virtio-mem) gets such RAM, because the
 //! kernel does not report a discard of shared memory: the VM could not be checkpointed again.
 
-use super::fill::Memory;
 use crate::{Error, Qmp, Result, find_ram_blocks};
-use keyframe_kernel::{Process, own_pages};
-use keyframe_units::{BlockKind, HostRange, HostVirt, PAGE_BYTES, RamLayout, ZERO_PAGE};
+use keyframe_ram_loading::Memory;
+use keyframe_units::{BlockKind, RamLayout};
 use std::fs::File;
-use std::os::unix::fs::FileExt;
 
 /// Returns the main RAM of the QEMU with process id `pid`, whose machine has the RAM blocks of
 /// `layout`. Errors: QEMU does not answer; a block is not in its memory.
@@ -32,19 +30,4 @@ pub(super) fn memories(qmp: &mut Qmp, pid: u32, layout: &RamLayout) -> Result<Ve
         Ok(Memory { file, offset, block: number, pages, name: block.name.clone() })
     })
     .collect()
-}
-
-/// Makes the pages of `memory` zeros that QEMU, process `pid`, has written as it started. Returns
-/// their addresses. Errors: the kernel does not tell; the memory cannot be written.
-pub(super) fn zero_written(pid: u32, memory: &Memory) -> Result<Vec<HostRange>> {
-    let start = HostVirt(memory.offset);
-    let all = HostRange { start, len_bytes: memory.pages.len_bytes() };
-    let written = own_pages(&Process::open(pid)?, all)?;
-    let failed = || Error::io(format!("write the memory of RAM block {}", memory.name));
-    for range in &written {
-        for at in (range.start.0..range.end().0).step_by(PAGE_BYTES) {
-            memory.file.write_all_at(&ZERO_PAGE, at).map_err(failed())?;
-        }
-    }
-    Ok(written)
 }

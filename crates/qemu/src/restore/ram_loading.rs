@@ -8,9 +8,10 @@
 //!   Lazy             a server gives each page when it is touched
 //! ```
 
-use super::lazy::{self, Lazy};
-use super::{Crossing, Memory, Plan, Ram, RamSource, Starting, fill, private_ram, shared};
+use super::lazy::Lazy;
+use super::{Crossing, Plan, Ram, RamSource, Starting, shared};
 use crate::{Qmp, Result};
+use keyframe_ram_loading::{Memory, fill};
 use std::process::Child;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,7 +32,7 @@ impl Starting {
             Ram::Eager(source) if is_loaded_at_start => {
                 let qmp = self.meet(plan, child, crossing)?;
                 self.memories.iter().try_for_each(Memory::clear)?;
-                let filled_ns = fill::fill(&self.memories, *source, &AtomicBool::new(false))?;
+                let filled_ns = fill(&self.memories, *source, &AtomicBool::new(false))?;
                 (qmp, None, Some(filled_ns))
             }
             Ram::Eager(source) => {
@@ -42,9 +43,9 @@ impl Starting {
                 let mut qmp = self.meet(plan, child, crossing)?;
                 let memories = self.main_ram(plan, &mut qmp, pid)?;
                 for memory in memories.iter().filter(|_| is_loaded_at_start) {
-                    private_ram::zero_written(pid, memory)?;
+                    memory.zero_written(pid)?;
                 }
-                let filled_ns = fill::fill(&memories, *source, &AtomicBool::new(false))?;
+                let filled_ns = fill(&memories, *source, &AtomicBool::new(false))?;
                 (qmp, None, Some(filled_ns))
             }
             Ram::Shared(_, source) => {
@@ -58,7 +59,7 @@ impl Starting {
                 let mut qmp = self.meet(plan, child, crossing)?;
                 let memories = self.main_ram(plan, &mut qmp, pid)?;
                 // Before anything is loaded: devices touch RAM as they come to life.
-                let lazy = lazy::attach(pid, &memories, Arc::clone(source), self.started)?;
+                let lazy = Lazy::attach(pid, &memories, Arc::clone(source), self.started)?;
                 (qmp, Some(lazy), None)
             }
         })
@@ -75,13 +76,13 @@ impl Starting {
         let cancelled = AtomicBool::new(false);
         std::thread::scope(|scope| {
             let memories = &self.memories;
-            let filling = scope.spawn(|| fill::fill(memories, ram, &cancelled));
+            let filling = scope.spawn(|| fill(memories, ram, &cancelled));
             let qmp = self.meet(plan, child, crossing);
             if qmp.is_err() {
                 cancelled.store(true, Ordering::Relaxed);
             }
             let filled = filling.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-            qmp.and_then(|qmp| filled.map(|filled_ns| (qmp, filled_ns)))
+            qmp.and_then(|qmp| Ok((qmp, filled?)))
         })
     }
 }

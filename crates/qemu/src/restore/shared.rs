@@ -12,13 +12,12 @@
 //!
 //! Left out: small blocks (ROMs, video memory). Each QEMU gets its own with the device stream.
 
-use super::fill::{self, Memory};
 use super::private_ram;
 use super::{Plan, Ram, RamSource, Restored, start_with};
 use crate::{Error, Qmp, Result};
 use keyframe_machine::read_ascending;
-use keyframe_units::{BlockKind, PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
-use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
+use keyframe_ram_loading::{Memory, fill_sealed};
+use keyframe_units::{PAGE_BYTES, Page, PageIndex, PageRange, RamLayout};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 
@@ -36,20 +35,7 @@ impl SharedRam {
         source: &dyn RamSource,
         cancelled: &AtomicBool,
     ) -> Result<Self> {
-        let of_backend =
-            layout.blocks().iter().enumerate().filter(|(_, b)| b.kind == BlockKind::Backend);
-        let memories = of_backend
-            .map(|(number, block)| {
-                let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-                Memory::with_flags(block, number, layout.pages_of(number), flags)
-            })
-            .collect::<Result<Vec<_>>>()?;
-        fill::fill_and_unmap(&memories, source, cancelled)?;
-        for memory in &memories {
-            let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-            fcntl_add_seals(&memory.file, seals)
-                .map_err(Error::io(format!("seal the memory of RAM block {}", memory.name)))?;
-        }
+        let memories = fill_sealed(layout, source, cancelled)?;
         Ok(Self { memories, layout: layout.clone() })
     }
 
@@ -74,7 +60,7 @@ pub(super) fn undo_writes(
 ) -> Result<()> {
     for memory in private_ram::memories(qmp, pid, &plan.source.ram)? {
         let failed = || Error::io(format!("write the memory of RAM block {}", memory.name));
-        for written in private_ram::zero_written(pid, &memory)? {
+        for written in memory.zero_written(pid)? {
             let start = written.start.0;
             let first = memory.pages.first.0 + (start - memory.offset) / PAGE_BYTES as u64;
             let pages = PageRange::new(PageIndex(first), written.len_bytes / PAGE_BYTES as u64);

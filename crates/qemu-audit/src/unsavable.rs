@@ -9,9 +9,9 @@ use crate::device_table;
 
 const TABLE: &str = include_str!("unsavable_devices.tsv");
 
-/// How QEMU ends if it saves a device of type `kind`. `None` if it survives that, as far as is
-/// known.
-pub(crate) fn how_qemu_ends(kind: &str) -> Option<&'static str> {
+/// Returns how QEMU ends if it saves a device of type `kind`. `None` if it survives that, as far as
+/// is known.
+pub fn how_qemu_ends(kind: &str) -> Option<&'static str> {
     device_table::text_of(TABLE, kind)
 }
 

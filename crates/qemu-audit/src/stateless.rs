@@ -10,7 +10,7 @@ use crate::device_table;
 const TABLE: &str = include_str!("stateless_devices.tsv");
 
 /// Returns what a restore loses of a device of type `kind`; `None` for nothing, as far as is known.
-pub(crate) fn lost_of(kind: &str) -> Option<&'static str> {
+pub fn lost_of(kind: &str) -> Option<&'static str> {
     device_table::text_of(TABLE, kind).filter(|lost| *lost != "-")
 }
 

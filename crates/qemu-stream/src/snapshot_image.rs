@@ -12,7 +12,6 @@
 //! The state lies behind the (empty) disk of one cluster, as qcow2 has it: at the second entry of
 //! L1.
 
-use crate::{Error, Result};
 use std::fs::File;
 use std::io::{self, Seek, SeekFrom, Write};
 use std::os::unix::fs::FileExt;
@@ -48,24 +47,24 @@ impl ClusterSize {
 }
 
 /// Writes a qcow2 image with one snapshot into the empty `file`. `state` writes the content of the
-/// snapshot, about `about_bytes`. Errors: those of `state`; [`Error::Io`] if `file` cannot be
-/// written, or if the content is too long: over 512 GiB, or over 512 MiB if `about_bytes` is at
+/// snapshot, about `about_bytes`. Errors: those of `state`; one that `failed` makes if `file` cannot
+/// be written, or if the content is too long: over 512 GiB, or over 512 MiB if `about_bytes` is at
 /// most 256 MiB.
-pub fn write(
+pub fn write<E>(
     file: &mut File,
     about_bytes: u64,
-    state: impl FnOnce(&mut dyn Write) -> Result<()>,
-) -> Result<()> {
+    failed: impl Fn(io::Error) -> E,
+    state: impl FnOnce(&mut dyn Write) -> Result<(), E>,
+) -> Result<(), E> {
     let size = ClusterSize::for_state(about_bytes);
     let head_bytes = HEAD_CLUSTERS * size.bytes();
-    let operation = "write the machine's state to a temporary image";
-    file.seek(SeekFrom::Start(head_bytes)).map_err(Error::io(operation))?;
+    file.seek(SeekFrom::Start(head_bytes)).map_err(&failed)?;
     let mut out = io::BufWriter::with_capacity(1 << 20, &mut *file);
     state(&mut out)?;
-    out.flush().map_err(Error::io(operation))?;
+    out.flush().map_err(&failed)?;
     drop(out);
-    let end = file.stream_position().map_err(Error::io(operation))?;
-    finish(file, size, end - head_bytes).map_err(Error::io(operation))
+    let end = file.stream_position().map_err(&failed)?;
+    finish(file, size, end - head_bytes).map_err(&failed)
 }
 
 fn finish(file: &File, size: ClusterSize, state_bytes: u64) -> io::Result<()> {
@@ -155,8 +154,8 @@ mod tests {
             (small, 40 << 20),
         ] {
             let mut file = tempfile::NamedTempFile::new().unwrap();
-            write(file.as_file_mut(), about_bytes, |out| {
-                out.write_all(&vec![7; state_bytes as usize]).map_err(Error::io("write"))
+            write(file.as_file_mut(), about_bytes, std::convert::identity, |out| {
+                out.write_all(&vec![7; state_bytes as usize])
             })
             .unwrap();
             let qemu_img = |args: &[&str]| {

@@ -5,21 +5,21 @@
 //!                                                                                  └─▶ pwrite   where one is
 //! ```
 //!
-//! A new memfd reads as zeros, so only nonzero pages are copied. QEMU has mapped the file already,
+//! A new memfd reads as zeros, so only nonzero pages are copied. The VMM has mapped the file already,
 //! and may have touched pages during its start: those are overwritten. If the kernel cannot place
 //! pages (`keyframe_kernel::memfd_filler`), all pages are written, by one thread at a time for each
 //! file.
 
-use super::RamSource;
+use crate::memory::Memory;
+use crate::page_run::{PageRun, check_within, pieces};
 use crate::{Error, Result};
 use keyframe_kernel::memfd_filler::MemfdFiller;
-use keyframe_ram_loading::{PageRun, check_within, pieces};
+use keyframe_machine::RamSource;
 use keyframe_units::elapsed_ns;
-use keyframe_units::{PAGE_BYTES, PageRange, RamBlock};
-use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat};
-use std::fs::File;
+use keyframe_units::{PAGE_BYTES, PageRange, RamLayout};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals};
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Instant;
@@ -28,70 +28,6 @@ use std::time::Instant;
 const PIECE_PAGES: u64 = 4096;
 /// The largest number of filling threads; there is one for each core.
 const THREADS_MAX: usize = 16;
-
-/// The memory of a RAM block, to be filled for QEMU.
-pub struct Memory {
-    /// A memfd that is as long as the block, or the memory of QEMU's process.
-    pub file: File,
-    /// The offset of the block's first byte in `file`: 0 in a memfd, the block's address in a
-    /// process.
-    pub offset: u64,
-    /// The block's number in the layout.
-    pub block: usize,
-    /// The block's pages in the layout.
-    pub pages: PageRange,
-    /// The block's name.
-    pub name: String,
-}
-
-impl Memory {
-    /// Creates zeroed memory for the RAM block `block`, which has number `number` and the pages
-    /// `pages` of the page space. Error: the memory cannot be allocated.
-    pub fn new(block: &RamBlock, number: usize, pages: PageRange) -> Result<Self> {
-        Self::with_flags(block, number, pages, MemfdFlags::CLOEXEC)
-    }
-
-    /// Returns true if the block is in memory of QEMU's process, and no file holds it.
-    pub fn is_of_process(&self) -> bool {
-        self.offset != 0
-    }
-
-    /// Returns the same memory with a descriptor of its own. Error: there are too many descriptors.
-    pub fn try_clone(&self) -> io::Result<Self> {
-        let Self { offset, block, pages, .. } = *self;
-        Ok(Self { file: self.file.try_clone()?, offset, block, pages, name: self.name.clone() })
-    }
-
-    /// Makes the memory zeros, also what QEMU has written there. It is a memfd. Error: the kernel
-    /// cannot discard its pages.
-    pub fn clear(&self) -> Result<()> {
-        let operation = || format!("empty the memory of RAM block {}", self.name);
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        fallocate(&self.file, flags, 0, self.pages.len_bytes()).map_err(Error::io(operation()))?;
-        let blocks = fstat(&self.file).map_err(Error::io(operation()))?.st_blocks;
-        if blocks != 0 {
-            let problem = format!("{blocks} blocks of it are still there");
-            return Err(Error::io(operation())(io::Error::other(problem)));
-        }
-        Ok(())
-    }
-
-    /// Creates memory as [`Memory::new`] does, as a memfd with `flags`. Errors: those of
-    /// [`Memory::new`].
-    pub fn with_flags(
-        block: &RamBlock,
-        number: usize,
-        pages: PageRange,
-        flags: MemfdFlags,
-    ) -> Result<Self> {
-        let operation =
-            format!("make {} bytes of memory for RAM block {}", block.total_bytes, block.name);
-        let fd: OwnedFd = rustix::fs::memfd_create("keyframe-ram", flags)
-            .map_err(Error::io(operation.clone()))?;
-        rustix::fs::ftruncate(&fd, block.total_bytes).map_err(Error::io(operation))?;
-        Ok(Self { file: fd.into(), offset: 0, block: number, pages, name: block.name.clone() })
-    }
-}
 
 /// A memory, and the filler that places pages in it. Without a filler they are written.
 struct Target<'a> {
@@ -115,7 +51,7 @@ pub fn fill(memories: &[Memory], source: &dyn RamSource, cancelled: &AtomicBool)
 
 /// Fills memory as [`fill`] does, but leaves no mapping in this process, because a mapped memory
 /// cannot be sealed. Errors: those of [`fill`].
-pub fn fill_and_unmap(
+fn fill_and_unmap(
     memories: &[Memory],
     source: &dyn RamSource,
     cancelled: &AtomicBool,
@@ -123,7 +59,26 @@ pub fn fill_and_unmap(
     fill_all(memories.iter().map(Target::new).collect(), source, cancelled).map(drop)
 }
 
-/// Unmaps the mappings through which the pages were placed.
+/// Fills new memory for the backends of `layout` from `source`, and seals it: from then on no process
+/// can write it. Ends early if `cancelled` is set. Errors: those of [`fill`]; the memory cannot be
+/// allocated or sealed.
+pub fn fill_sealed(
+    layout: &RamLayout,
+    source: &dyn RamSource,
+    cancelled: &AtomicBool,
+) -> Result<Vec<Memory>> {
+    let memories = Memory::of_backends(layout, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    fill_and_unmap(&memories, source, cancelled)?;
+    for memory in &memories {
+        let seals = SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+        fcntl_add_seals(&memory.file, seals)
+            .map_err(Error::io(format!("seal the memory of RAM block {}", memory.name)))?;
+    }
+    Ok(memories)
+}
+
+/// Copies the pages into the memories of `targets`. Returns the mappings through which they were
+/// placed.
 fn fill_all(
     targets: Vec<Target<'_>>,
     source: &dyn RamSource,
@@ -215,7 +170,7 @@ fn fill_piece(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_units::{BlockKind, Page, PageIndex};
+    use keyframe_units::{BlockKind, Page, PageIndex, RamBlock};
     use proptest::prelude::*;
 
     /// Pages by number, told in the order of the list.
