@@ -16,7 +16,7 @@ mod kind;
 pub mod paths;
 
 pub use kind::FailureKind;
-use paths::shell;
+use keyframe_event_text::shell_word;
 use std::fmt;
 use std::path::Path;
 
@@ -57,7 +57,7 @@ pub type Outcome = Result<u8, Failure>;
 
 /// Returns the fix if `path` is not a store.
 fn without_store(path: &Path) -> String {
-    let shown = shell(path);
+    let shown = shell_word(path);
     if path.join("recording.json").is_file() {
         return format!(
             "that is a recording: its checkpoints are listed with --store {shown}/store, and brought up by: keyframe goto {shown}"
@@ -115,10 +115,10 @@ impl Failure {
             ),
             Error::Damaged { .. } => failure.fix(format!(
                 "find out what else is hurt with: keyframe check --read-data --store {}",
-                shell(path)
+                shell_word(path)
             )),
             Error::UnknownTag { .. } => {
-                failure.fix(format!("see what tags there are with: keyframe list --store {}", shell(path)))
+                failure.fix(format!("see what tags there are with: keyframe list --store {}", shell_word(path)))
             }
             Error::Pinned { id } => {
                 failure.fix(format!("unpin it first (keyframe pin --remove {id}), or name it with --force"))
@@ -126,7 +126,7 @@ impl Failure {
             Error::InUse { .. } => failure.fix("keep the newest, or stop the run first (keyframe stop)"),
             Error::UnknownCheckpoint { .. } => failure.fix(format!(
                 "name a number, a tag or `latest`; see what there is with: keyframe list --store {}",
-                shell(path)
+                shell_word(path)
             )),
             _ if error.is_disk_full() => failure.fix("free some space; sealed checkpoints are unharmed"),
             _ => Self { fix: keyframe_store_keys::fix(error).or_else(|| error.fix()), ..failure },

@@ -1,10 +1,6 @@
 //! What `--help` and `keyframe help` show: commands by what they are for, texts that fit the
 //! terminal, topics.
 
-#[cfg(test)]
-mod commands_page;
-#[cfg(test)]
-mod errors_page;
 pub mod topics;
 
 use clap::builder::StyledStr;
@@ -118,6 +114,9 @@ fn paragraphs(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    mod commands_page;
+    mod errors_page;
+
     use super::*;
 
     #[test]

@@ -1,10 +1,10 @@
-//! Turns the events of the crates into lines on standard error.
+//! Prints the events of the crates as lines on standard error.
 
 pub mod failover;
 pub mod profiler;
 pub mod replay;
-pub mod session;
 
+use keyframe_event_text::{Importance, failover as failover_text, session as session_text};
 use keyframe_session::{Event, EventSink};
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ impl StderrWords {
 
 impl EventSink<Event> for StderrWords {
     fn event(&self, event: &Event) {
-        if let Some((importance, text)) = session::line(event) {
+        if let Some((importance, text)) = session_text::line(event) {
             self.print(importance, &text);
         }
     }
@@ -34,7 +34,7 @@ impl EventSink<Event> for StderrWords {
 
 impl keyframe_failover::FailoverEventSink for StderrWords {
     fn failover_event(&self, event: &keyframe_failover::FailoverEvent) {
-        if let Some((importance, text)) = failover::line(event) {
+        if let Some((importance, text)) = failover_text::line(event) {
             self.print(importance, &text);
         }
     }
@@ -52,15 +52,4 @@ impl StderrWords {
             eprintln!("keyframe: {text}");
         }
     }
-}
-
-/// The importance of a line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Importance {
-    /// Shown only with `--verbose`.
-    Detail,
-    /// Shown unless `--quiet` is given.
-    Usual,
-    /// Always shown.
-    Always,
 }

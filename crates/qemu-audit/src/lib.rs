@@ -85,7 +85,9 @@ pub fn findings(
 ) -> Vec<AuditFinding> {
     let MachineAnswers { blocks, nodes, memory_backends, devices, network: networks } = answers;
     let mut found = Vec::new();
-    blocks.iter().for_each(|block| drive(block, (disks, minded), &mut found));
+    for block in blocks {
+        drive(block, (disks, minded), &mut found);
+    }
     found.extend(nodes.iter().filter_map(mapping));
     found.extend(direct_files(nodes).iter().map(|file| direct_io(file)));
     let shared = memory_backends

@@ -1,10 +1,11 @@
 //! `keyframe bundle`: one file with everything that a restore on another machine needs.
 
 use super::{MovedArg, StoreArg, changed_files};
-use crate::failure::{DONE, Failure, Outcome, USAGE, WARNED, paths};
+use crate::failure::{DONE, Failure, Outcome, USAGE, WARNED};
 use crate::output;
 use crate::progress::BundleBar;
 use keyframe_bundle::{BundleReport, BundleRequest};
+use keyframe_event_text::shell_word;
 use keyframe_store::Store;
 use keyframe_store_keys::{BundleKeyArg, fix_of_bundle};
 use keyframe_vm_disks::moved_images;
@@ -119,7 +120,7 @@ impl Bundle {
                 meta.vm,
                 self.output.display(),
                 output::bytes(bundle_bytes),
-                paths::shell(self.output.file_name().unwrap_or_default().as_ref()),
+                shell_word(self.output.file_name().unwrap_or_default().as_ref()),
             );
         }
         for option in &left_behind {

@@ -2,10 +2,11 @@
 
 use super::MovedArg;
 use crate::disk_writing::{NewFormat, Progress, failure};
-use crate::failure::{DONE, Failure, Outcome, chain, paths};
+use crate::failure::{DONE, Failure, Outcome, chain};
 use crate::output;
 use keyframe_disk::ImageFormat;
 use keyframe_disk::commit::{self, Amount, InPlace};
+use keyframe_event_text::shell_word;
 use keyframe_store_keys::KeyArg;
 use keyframe_vm_disks::commit_source::CommitSource;
 use keyframe_vm_disks::dependents::ImageDependents;
@@ -111,7 +112,7 @@ fn refuse_directory_of_overlays(directory: &Path) -> Result<(), Failure> {
         return Ok(());
     }
     overlays.sort();
-    let list = overlays.iter().map(|path| paths::shell(path)).collect::<Vec<_>>().join(", ");
+    let list = overlays.iter().map(|path| shell_word(path)).collect::<Vec<_>>().join(", ");
     let problem = format!("{} holds the overlays of a VM's disks", directory.display());
     Err(Failure::new(problem).fix(format!("name one of them with --overlay: {list}")))
 }

@@ -1,9 +1,10 @@
 //! `keyframe diff`: what differs between two checkpoints.
 
 use super::StoreArg;
-use crate::failure::{DONE, Failure, Outcome, paths};
+use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::progress;
+use keyframe_event_text::shell_word;
 use keyframe_store::{Diff as Found, DiskMeta, RegionDiff};
 use keyframe_units::PAGE_BYTES;
 use keyframe_vm_disks::clone_files::has_clone;
@@ -90,8 +91,8 @@ fn print(diff: &Found, disks: &[Vec<DiskMeta>; 2]) -> Result<(), Failure> {
         output::print_line(&format!(
             "{}: not compared: each checkpoint has a clone of the disk; cmp -l {} {}",
             disk.name,
-            paths::shell(Path::new(first)),
-            paths::shell(Path::new(second))
+            shell_word(Path::new(first)),
+            shell_word(Path::new(second))
         ))?;
     }
     let [first, second] = diff.device_bytes;

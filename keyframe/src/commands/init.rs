@@ -1,7 +1,8 @@
 //! `keyframe init`: makes a store.
 
-use crate::failure::{DONE, Failure, Outcome, USAGE, paths};
+use crate::failure::{DONE, Failure, Outcome, USAGE};
 use crate::output;
+use keyframe_event_text::shell_word;
 use keyframe_store::Store;
 use keyframe_store_keys::KeyArg;
 use std::path::PathBuf;
@@ -56,7 +57,7 @@ impl Init {
         }
         eprintln!(
             "keyframe: checkpoints into it: keyframe run --store {} -- qemu-system-x86_64 ... (or firecracker ...)",
-            paths::shell(&self.store)
+            shell_word(&self.store)
         );
         Ok(DONE)
     }

@@ -3,8 +3,9 @@
 use super::vmms;
 use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED, chain};
+use crate::words::StderrWords;
 use crate::words::failover::failure;
-use crate::words::{Importance, StderrWords};
+use keyframe_event_text::Importance;
 use keyframe_failover::links::StandbyAddresses;
 use keyframe_failover::primary::ProtectionEnding;
 use keyframe_failover::settings::{FailoverSettings, address};

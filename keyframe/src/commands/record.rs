@@ -5,6 +5,7 @@ use crate::failure::paths;
 use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::words::StderrWords;
+use keyframe_event_text::shell_word;
 use keyframe_qemu::{Invocation, Medium};
 use keyframe_replay::log::LogSummary;
 use keyframe_replay::recording::{FORMAT, ImageMeta, OWN_STORE, VERSION};
@@ -188,7 +189,7 @@ impl Record {
                 "keyframe: QEMU was killed: the recording ends with what it wrote until then"
             );
         }
-        let out = paths::shell(&self.out);
+        let out = shell_word(&self.out);
         eprintln!("keyframe: see that it replays exactly: keyframe verify {out}");
     }
 
@@ -224,7 +225,7 @@ impl Record {
         adopt_first_checkpoint(recording, kept, &self.key)?;
         if !has_followed {
             let (out, every) =
-                (paths::shell(&self.out), humantime::format_duration(self.follow_every()));
+                (shell_word(&self.out), humantime::format_duration(self.follow_every()));
             eprintln!(
                 "keyframe: the one that followed has not come to the end: keyframe segment {out} --every {every}"
             );

@@ -6,6 +6,7 @@ use super::vmms;
 use super::{ReadyArg, StoreArg};
 use crate::failure::paths;
 use crate::failure::{FAILED, Failure, Outcome};
+use keyframe_event_text::shell_word;
 use keyframe_machine::VmmKind;
 use keyframe_session::control::OnExit;
 use keyframe_session::{CommandLines, LanChoice};
@@ -86,7 +87,7 @@ impl Run {
         };
         let code = exit_code(report.verdict());
         if !quiet && code != FAILED && report.sealed > 0 {
-            let place = paths::shell(&self.store.store);
+            let place = shell_word(&self.store.store);
             eprintln!(
                 "keyframe: see them: keyframe list --store {place}; bring one back: keyframe restore --store {place} latest"
             );

@@ -1,8 +1,8 @@
 //! The words for the events of a measurement.
 
-use super::session::unguarded;
 use crate::failure::chain;
 use indicatif::ProgressBar;
+use keyframe_event_text::session::unguarded;
 use keyframe_profiler::{EventSink, ProfilerEvent};
 
 /// Moves a progress bar, and prints warnings above it.

@@ -1,14 +1,13 @@
-//! The words for the events of a session.
+//! The lines for the events of a session.
 
-use super::Importance;
-use crate::failure::{chain, paths};
-use crate::output;
-use Importance::{Always, Detail, Usual};
+use crate::Importance::{self, Always, Detail, Usual};
+use crate::shell_word;
 use keyframe_disk_capture::DiskStep;
 use keyframe_inspect::entry::Entry;
 use keyframe_session::event::{Helper, SessionStart, Step};
 use keyframe_session::{CheckpointError, Event, GuestEnd};
 use keyframe_store::CheckpointId;
+use keyframe_units::{error_chain, human_bytes, human_duration};
 use keyframe_vm_disks::overlay_directory::LeftOverlay;
 use std::path::Path;
 use std::sync::Once;
@@ -18,7 +17,7 @@ use std::time::Duration;
 fn rehearsal(event: &Event) -> Option<(Importance, String)> {
     Some(match event {
         Event::Rehearsed { vmm, took_ns } => {
-            let took = output::duration(*took_ns);
+            let took = human_duration(*took_ns);
             (
                 Detail,
                 format!("a restore was rehearsed in {took}: a second {vmm} loaded the checkpoint"),
@@ -31,7 +30,7 @@ fn rehearsal(event: &Event) -> Option<(Importance, String)> {
             let text = format!(
                 "warning: a rehearsal of a restore failed, perhaps for a reason of this host; try \
                  `keyframe restore latest --paused`: {}",
-                chain(&**error)
+                error_chain(&**error)
             );
             (Always, text)
         }
@@ -42,7 +41,7 @@ fn rehearsal(event: &Event) -> Option<(Importance, String)> {
 /// The line about writes of an earlier VM that a run does not use.
 fn left_overlay(overlay: &LeftOverlay) -> String {
     let LeftOverlay { base, directory, vm, began } = overlay;
-    let (overlay, image) = (paths::shell(directory), paths::shell(Path::new(base)));
+    let (overlay, image) = (shell_word(directory), shell_word(Path::new(base)));
     format!(
         "note: VM {vm} (started {began:.0}) has written to {base}, and this run begins with the image as it \
          is, without those writes. To go on from them, end this run and use keyframe restore. To write \
@@ -54,13 +53,13 @@ fn left_overlay(overlay: &LeftOverlay) -> String {
 const NEW_RUN: &str = "RAM was plugged in or out, or a disk was plugged, resized or given another file: a new run begins";
 const PLACE_REGAINED: &str = "the checkpoint server had given this run's place away: a new run begins, with a complete checkpoint";
 
-/// The line for `event`, and its importance. `None` if the event has no line.
+/// Returns the line for `event`, and its importance; `None` if the event has no line.
 pub fn line(event: &Event) -> Option<(Importance, String)> {
     let said = match event {
         Event::Started(start) => (Usual, greeting(start)),
         Event::Sealed(entry) => (Detail, sealed(entry)),
         Event::Late { id, backlog_ns } => {
-            let late = output::duration(*backlog_ns);
+            let late = human_duration(*backlog_ns);
             let text = format!(
                 "checkpoint {id} began {late} late: the one before was still being encoded"
             );
@@ -70,7 +69,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             (Always, format!("{failure} ({owed_pages} pages)"))
         }
         Event::IntervalTuned { interval_ns, why } => {
-            (Usual, format!("a checkpoint every {}: {why}", output::duration(*interval_ns)))
+            (Usual, format!("a checkpoint every {}: {why}", human_duration(*interval_ns)))
         }
         Event::Rehearsed { .. } | Event::NotRehearsed { .. } | Event::RehearsalFailed { .. } => {
             return rehearsal(event);
@@ -89,7 +88,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             let text = format!(
                 "{} has ended and cannot be started again; it is tried again: {}",
                 helper_name(*helper),
-                chain(&**error)
+                error_chain(&**error)
             );
             (Always, text)
         }
@@ -123,7 +122,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
         Event::GuestEnded { vm, end, last } => (Usual, guest_ended(vm, *end, last.as_ref())),
         Event::LogLost => (Always, format!("{}; the VM runs on", CheckpointError::LogLost)),
         Event::NoFinalCheckpoint { error } => {
-            (Always, format!("no checkpoint at the recording's end: {}", chain(&**error)))
+            (Always, format!("no checkpoint at the recording's end: {}", error_chain(&**error)))
         }
         Event::AuditDiffers { id, pages, first } => {
             let text = format!(
@@ -133,7 +132,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             (Always, text)
         }
         Event::AuditFailed { id, error } => {
-            (Always, format!("audit of checkpoint {id}: {}", chain(&**error)))
+            (Always, format!("audit of checkpoint {id}: {}", error_chain(&**error)))
         }
         Event::RolledBack { vm, checkpoint, fast } => {
             let importance = if *fast { Detail } else { Usual };
@@ -149,7 +148,7 @@ pub fn line(event: &Event) -> Option<(Importance, String)> {
             (Always, text)
         }
         Event::RightsKept { error } => {
-            (Always, format!("warning: keeps more rights than it needs: {}", chain(&**error)))
+            (Always, format!("warning: keeps more rights than it needs: {}", error_chain(&**error)))
         }
         other => return preparation(other).or_else(|| store(other)).or_else(|| end(other)),
     };
@@ -164,7 +163,7 @@ fn preparation(event: &Event) -> Option<(Importance, String)> {
         }
         Event::HiddenOptions { error } => {
             let fix = error.fix().unwrap_or_default();
-            (Always, format!("note: {}; {fix}", chain(&**error)))
+            (Always, format!("note: {}; {fix}", error_chain(&**error)))
         }
         Event::LeftoverOverlay(overlay) => (Always, left_overlay(overlay)),
         Event::UnguardedAttach { qemu_pid } => return unguarded(*qemu_pid),
@@ -186,7 +185,7 @@ fn preparation(event: &Event) -> Option<(Importance, String)> {
             let text = format!(
                 "note: QEMU reads the guest's read-only media itself ({}), so the guest waits \
                  longer for them",
-                chain(&**error)
+                error_chain(&**error)
             );
             (Usual, text)
         }
@@ -208,7 +207,7 @@ fn store(event: &Event) -> Option<(Importance, String)> {
                  with --keep-within TIME, forget checkpoints, or make room",
                 store.display(),
                 humantime::format_duration(Duration::from_secs(lasts.as_secs())),
-                output::bytes(*free_bytes)
+                human_bytes(*free_bytes)
             );
             (Always, text)
         }
@@ -238,18 +237,18 @@ fn store(event: &Event) -> Option<(Importance, String)> {
             let text = format!(
                 "flight recorder: {}: {}; it is tried again",
                 store.display(),
-                chain(&**error)
+                error_chain(&**error)
             );
             (Always, text)
         }
         Event::RecompressionFailed { store, error } => {
-            (Always, format!("warning: recompress: {}: {}", store.display(), chain(&**error)))
+            (Always, format!("warning: recompress: {}: {}", store.display(), error_chain(&**error)))
         }
         Event::NotRecompressed { bytes } => {
             let text = format!(
                 "{} in packs are not recompressed yet: keyframe prune --recompress makes them \
                  smaller",
-                output::bytes(*bytes)
+                human_bytes(*bytes)
             );
             (Usual, text)
         }
@@ -262,7 +261,7 @@ fn store(event: &Event) -> Option<(Importance, String)> {
 fn end(event: &Event) -> Option<(Importance, String)> {
     let said = match event {
         Event::StepFailed { step, error } => {
-            (Always, format!("warning: {}: {}", step_name(*step), chain(&**error)))
+            (Always, format!("warning: {}: {}", step_name(*step), error_chain(&**error)))
         }
         Event::CountNotReached { count, sealed } => {
             let text = format!(
@@ -334,7 +333,7 @@ fn greeting(start: &SessionStart) -> String {
         None => "checkpoints by `keyframe take`".into(),
     };
     let attached = start.attach_stopped_ns.map_or_else(String::new, |ns| {
-        format!(", whose main thread stood still for {}", output::duration(ns))
+        format!(", whose main thread stood still for {}", human_duration(ns))
     });
     let qemu = |(name, pid): &(String, u32)| {
         let of = if start.is_group { format!(" {name}") } else { String::new() };
@@ -351,8 +350,7 @@ fn greeting(start: &SessionStart) -> String {
 }
 
 fn growth(path: &Path, free_bytes: Option<u64>, keep_within: Option<Duration>) -> String {
-    let free =
-        free_bytes.map_or_else(String::new, |free| format!(" ({} free)", output::bytes(free)));
+    let free = free_bytes.map_or_else(String::new, |free| format!(" ({} free)", human_bytes(free)));
     let store = path.display();
     match keep_within {
         Some(within) => {
@@ -372,15 +370,15 @@ fn sealed(entry: &Entry) -> String {
     format!(
         "checkpoint {}: pause {}, {} dirty pages, {} stored",
         entry.id,
-        output::duration(entry.pause_ns),
+        human_duration(entry.pause_ns),
         entry.dirty_pages,
-        output::bytes(entry.stored_bytes)
+        human_bytes(entry.stored_bytes)
     )
 }
 
 /// Returns the warning that QEMU is not guarded, once in the life of this process: an engine
 /// attaches again when RAM is plugged in.
-pub(super) fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
+pub fn unguarded(qemu_pid: u32) -> Option<(Importance, String)> {
     static ONCE: Once = Once::new();
     let mut said = None;
     ONCE.call_once(|| {

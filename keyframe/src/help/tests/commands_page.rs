@@ -1,6 +1,6 @@
 //! The table of all commands, as Markdown: `docs/commands.md`, from the definitions of the help.
 
-use super::GROUPS;
+use crate::help::GROUPS;
 use clap::Command;
 use std::fmt::Write;
 
