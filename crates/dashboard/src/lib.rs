@@ -15,6 +15,7 @@ pub mod actions;
 pub mod details;
 pub mod differences;
 mod error;
+mod growth_figure;
 pub mod listed;
 pub mod recordings;
 pub mod reporting;
@@ -24,6 +25,7 @@ pub mod stores;
 pub mod vms;
 
 pub use error::{Error, Result};
+pub use growth_figure::growth_figure;
 pub use listed::as_shown;
 
 use keyframe_locks::IgnorePoison;

@@ -7,6 +7,7 @@ use keyframe_qemu::stream;
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -95,4 +96,24 @@ impl Write for Watched<'_> {
     fn flush(&mut self) -> io::Result<()> {
         self.out.flush()
     }
+}
+
+/// Makes the file at `path`, whole or not at all: `write` writes a temporary file beside it, which
+/// then gets its name. With `replaces` it takes the place of a file of that name. Errors: those of
+/// `write`; one that `failed` makes if the file cannot be made, or if there is one already.
+pub fn write_whole<E>(
+    path: &Path,
+    replaces: bool,
+    failed: impl Fn(io::Error) -> E,
+    write: impl FnOnce(&File) -> Result<(), E>,
+) -> Result<(), E> {
+    let directory = path.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let temporary = tempfile::Builder::new()
+        .prefix(".keyframe-export-")
+        .tempfile_in(directory)
+        .map_err(&failed)?;
+    write(temporary.as_file())?;
+    temporary.as_file().sync_all().map_err(&failed)?;
+    let kept = if replaces { temporary.persist(path) } else { temporary.persist_noclobber(path) };
+    kept.map(drop).map_err(|e| failed(e.error))
 }

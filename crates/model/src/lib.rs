@@ -27,6 +27,8 @@
 mod constants;
 mod fit;
 mod formula;
+mod prediction_figure;
+mod prediction_table;
 mod range_length;
 mod recommendation;
 pub mod simulation;
@@ -34,5 +36,7 @@ pub mod simulation;
 pub use constants::{Constants, InvalidConstant};
 pub use fit::{SlowdownFit, TimedSimulation, fit_slowdown};
 pub use formula::Formula;
+pub use prediction_figure::prediction_figure;
+pub use prediction_table::prediction_table;
 pub use range_length::{RangeTimes, range_length};
 pub use recommendation::{Prediction, Recommendation, recommend, recommend_nodes};

@@ -34,6 +34,21 @@ pub struct Recommendation {
     pub nodes_missing: f64,
 }
 
+impl Recommendation {
+    /// Returns the reason why the formula of the best prediction holds, as a sentence for users.
+    pub fn why(&self) -> String {
+        let Self { best, nodes_demanded, .. } = self;
+        let Prediction { nodes, length_s, formula, .. } = best;
+        let busy = format!(
+            "at {length_s:.3} s, {nodes_demanded:.1} nodes would be busy before the first is done"
+        );
+        match formula {
+            Formula::Limited => format!("{busy}: {nodes} are too few, and all are busy to the end"),
+            Formula::Enough => format!("{busy}: {nodes} are enough, and no interval waits"),
+        }
+    }
+}
+
 impl Prediction {
     /// Predicts the run time on `nodes` nodes with intervals of `length` seconds, by the formula
     /// that holds for them.

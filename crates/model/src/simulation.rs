@@ -28,6 +28,7 @@ mod equal_intervals;
 mod error;
 mod failure_schedule;
 mod held_checkpoints;
+mod network_rate;
 mod outcome;
 mod planned_run;
 mod server_link;
@@ -41,5 +42,6 @@ pub use cluster::{
 pub use engine::simulate;
 pub use equal_intervals::equal_intervals;
 pub use error::SimulationError;
+pub use network_rate::parse_rate;
 pub use outcome::{IntervalRun, NodeUsage, SimulationOutcome};
 pub use planned_run::{ClusterRun, PlannedRun};

@@ -25,8 +25,10 @@ pub mod disks;
 mod error;
 pub mod files;
 pub mod node;
+mod session;
 pub mod tree;
 
 pub use error::Error;
 pub use files::MountedFiles;
+pub use session::MountedStore;
 pub use tree::CheckpointTree;

@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use keyframe_capture::group::split_device_states;
 use keyframe_net::InFlight;
 use keyframe_qemu::cmdline::replace_lan;
-use keyframe_qemu::restore::RamSource;
 use keyframe_qemu::restore::lazy::SharedSource;
+use keyframe_qemu::restore::{self, Plan, RamSource, Restored};
 use keyframe_store::{MachineMeta, MemberMeta, Meta};
 use keyframe_units::{CheckpointId, Page, PageIndex, PageRange, RamLayout};
 use std::io;
@@ -125,6 +125,73 @@ impl MovedLans {
             replace_lan(&line, directory, from, &to.display().to_string())
         };
         self.0.iter().fold(machine.user_command.clone(), lead)
+    }
+}
+
+/// A member of a group that could not be started.
+#[derive(Debug, thiserror::Error)]
+#[error("VM {name}: {source}")]
+pub struct FailedMember {
+    /// The member's name.
+    pub name: String,
+    /// The reason.
+    pub source: keyframe_qemu::Error,
+}
+
+/// Starts `members` by `plans`, which are in the same order. With `lazy` their RAM is loaded while
+/// they run. If one fails, the others are ended: a group without a member is useless. Error: that of
+/// the first member that failed.
+pub fn start_members(
+    members: &[GroupMember<'_>],
+    plans: Vec<Plan>,
+    lazy: bool,
+) -> Result<Vec<Restored>, FailedMember> {
+    let start = |(member, plan): (&GroupMember<'_>, Plan)| {
+        let started = if lazy {
+            restore::start_lazy(plan, Arc::clone(&member.source) as _, member.device_state)
+        } else {
+            restore::start(plan, &*member.source, member.device_state)
+        };
+        started.map_err(|source| FailedMember { name: member.meta.name.clone(), source })
+    };
+    let all = members.iter().zip(plans);
+    if lazy {
+        // A VM whose RAM is not there yet ends with the thread that started it.
+        return all_or_none(all.map(start).collect());
+    }
+    all_or_none(std::thread::scope(|scope| {
+        let start = &start;
+        let threads: Vec<_> = all.map(|one| scope.spawn(move || start(one))).collect();
+        threads
+            .into_iter()
+            .map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    }))
+}
+
+fn all_or_none(
+    results: Vec<Result<Restored, FailedMember>>,
+) -> Result<Vec<Restored>, FailedMember> {
+    let (mut members, mut failure) = (Vec::with_capacity(results.len()), None);
+    for result in results {
+        match result {
+            Ok(member) => members.push(member),
+            Err(error) => failure = failure.or(Some(error)),
+        }
+    }
+    match failure {
+        None => Ok(members),
+        Some(failure) => {
+            end_members(&mut members);
+            Err(failure)
+        }
+    }
+}
+
+/// Ends `members` after an error. Further errors are ignored: the user gets the first one.
+pub fn end_members(members: &mut [Restored]) {
+    for member in members {
+        let _ = member.kill();
     }
 }
 

@@ -21,6 +21,7 @@ mod any_vmm;
 pub mod attach;
 pub mod audit;
 pub mod budget;
+pub mod console;
 pub mod control;
 pub mod cycle_observer;
 pub mod encoder_thread;

@@ -166,6 +166,20 @@ pub fn of_overlay(directory: &Path) -> Option<(PathBuf, OverlayInfo)> {
     Some((keyframe_store::store_of_folder(place.parent()?.parent()?), info(place)?))
 }
 
+/// Returns the overlays directly within `directory`, in the order of their names; none if `directory`
+/// is itself an overlay, or cannot be read.
+pub fn overlays_within(directory: &Path) -> Vec<PathBuf> {
+    let is_overlay = |path: &Path| path.join("journal").is_file();
+    if is_overlay(directory) {
+        return Vec::new();
+    }
+    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let mut overlays: Vec<PathBuf> =
+        entries.map(|entry| entry.path()).filter(|path| is_overlay(path)).collect();
+    overlays.sort();
+    overlays
+}
+
 /// Returns all overlay directories of a store, sorted by path.
 pub fn all(store: &Store) -> Vec<(PathBuf, OverlayInfo)> {
     let Ok(folder) = store.local_folder() else { return Vec::new() };

@@ -10,6 +10,7 @@ use keyframe_event_text::shell_word;
 use keyframe_store_keys::KeyArg;
 use keyframe_vm_disks::commit_source::CommitSource;
 use keyframe_vm_disks::dependents::ImageDependents;
+use keyframe_vm_disks::overlay_directory::overlays_within;
 use serde::Serialize;
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -101,17 +102,10 @@ struct Planned<'a> {
 /// Fails if `directory` holds the overlays of a VM's disks, which is the directory that a run names at
 /// its end.
 fn refuse_directory_of_overlays(directory: &Path) -> Result<(), Failure> {
-    let is_overlay = |path: &Path| path.join("journal").is_file();
-    if is_overlay(directory) {
-        return Ok(());
-    }
-    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut overlays: Vec<PathBuf> =
-        entries.map(|entry| entry.path()).filter(|path| is_overlay(path)).collect();
+    let overlays = overlays_within(directory);
     if overlays.is_empty() {
         return Ok(());
     }
-    overlays.sort();
     let list = overlays.iter().map(|path| shell_word(path)).collect::<Vec<_>>().join(", ");
     let problem = format!("{} holds the overlays of a VM's disks", directory.display());
     Err(Failure::new(problem).fix(format!("name one of them with --overlay: {list}")))

@@ -10,24 +10,13 @@
 use crate::failure::{DONE, Failure, Outcome};
 use keyframe_machine::VmmKind;
 use keyframe_replay_driver::jobs;
+use keyframe_session::console::{RawTerminal, forward};
 use keyframe_session::run_dir;
 use keyframe_session::run_dir::{About, RunKind};
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::Errno;
-use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
-use std::io::{self, IsTerminal, Read, Stdin, Write};
+use std::io::{self, IsTerminal};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
-/// Ctrl-].
-const ESCAPE: u8 = 0x1d;
-/// The time between two looks whether a signal has come.
-const LOOK_EVERY: Duration = Duration::from_millis(200);
-/// How long the guest must be silent after the end of an input that is no terminal.
-const SILENCE: Duration = Duration::from_secs(1);
-const CHUNK_BYTES: usize = 4096;
 /// Sockets of a clone that are no consoles.
 const NO_CONSOLES: [&str; 2] = ["qmp", "disks"];
 
@@ -78,7 +67,10 @@ impl Console {
         }
         let terminal = RawTerminal::of(&input).map_err(failed)?;
         let ended = forward(&connection, &input, terminal.is_some(), &interrupted);
-        drop(terminal);
+        if terminal.is_some() {
+            drop(terminal);
+            eprintln!();
+        }
         ended.map_err(failed)?;
         Ok(DONE)
     }
@@ -131,81 +123,4 @@ impl Console {
 
 fn failed(error: impl Into<io::Error>) -> Failure {
     Failure::new(format!("the connection to the console: {}", error.into()))
-}
-
-/// Passes the input to `connection`, and what comes from there to standard output, until either ends.
-fn forward(
-    mut connection: &UnixStream,
-    input: &Stdin,
-    is_terminal: bool,
-    interrupted: &AtomicBool,
-) -> io::Result<()> {
-    let (mut output, mut chunk) = (io::stdout().lock(), [0; CHUNK_BYTES]);
-    let (mut has_input, mut last) = (true, Instant::now());
-    while !interrupted.load(Ordering::Relaxed) {
-        if !has_input && last.elapsed() > SILENCE {
-            break;
-        }
-        let mut fds = vec![PollFd::new(&connection, PollFlags::IN)];
-        if has_input {
-            fds.push(PollFd::new(input, PollFlags::IN));
-        }
-        let limit = Timespec::try_from(LOOK_EVERY).map_err(io::Error::other)?;
-        match poll(&mut fds, Some(&limit)) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-        let is_ready = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
-        let (answers, types) = (is_ready(0), is_ready(1));
-        drop(fds);
-        if answers {
-            let count = connection.read(&mut chunk)?;
-            if count == 0 {
-                break;
-            }
-            output.write_all(chunk.get(..count).unwrap_or_default())?;
-            output.flush()?;
-            last = Instant::now();
-        }
-        if types {
-            // Unbuffered: what a buffer holds is not seen by `poll`.
-            let count = rustix::io::read(input, &mut chunk)?;
-            let typed = chunk.get(..count).unwrap_or_default();
-            let end = typed.iter().position(|byte| is_terminal && *byte == ESCAPE);
-            connection.write_all(typed.get(..end.unwrap_or(count)).unwrap_or_default())?;
-            if end.is_some() {
-                break;
-            }
-            has_input = count > 0;
-            last = Instant::now();
-        }
-    }
-    Ok(())
-}
-
-/// A terminal that passes each key on at once. Dropping this makes it what it was.
-struct RawTerminal<'a> {
-    terminal: &'a Stdin,
-    before: Termios,
-}
-
-impl<'a> RawTerminal<'a> {
-    /// Returns `None` if `input` is no terminal.
-    fn of(input: &'a Stdin) -> Result<Option<Self>, Errno> {
-        if !input.is_terminal() {
-            return Ok(None);
-        }
-        let before = tcgetattr(input)?;
-        let mut raw = before.clone();
-        raw.make_raw();
-        tcsetattr(input, OptionalActions::Flush, &raw)?;
-        Ok(Some(Self { terminal: input, before }))
-    }
-}
-
-impl Drop for RawTerminal<'_> {
-    fn drop(&mut self) {
-        let _ = tcsetattr(self.terminal, OptionalActions::Flush, &self.before);
-        eprintln!();
-    }
 }

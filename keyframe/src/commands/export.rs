@@ -9,7 +9,7 @@ use keyframe_disk::{ImageFormat, Readable, commit};
 use keyframe_image::Image;
 use keyframe_inspect::display_picture as screens;
 use keyframe_inspect::guest_memory::{Guest, StoredPages};
-use keyframe_inspect::ram_export::RamExport;
+use keyframe_inspect::ram_export::{RamExport, write_whole};
 use keyframe_store::{LoadedCheckpoint, Store};
 use keyframe_units::CheckpointId;
 use keyframe_vm_disks::stored::StoredDisk;
@@ -218,19 +218,6 @@ impl Export {
     fn whole(&self, write: impl FnOnce(&File) -> Result<(), Failure>) -> Result<(), Failure> {
         let name = self.output.display();
         let fail = |e: io::Error| Failure::new(format!("write {name}: {e}"));
-        let directory =
-            self.output.parent().filter(|d| !d.as_os_str().is_empty()).unwrap_or(Path::new("."));
-        let temporary = tempfile::Builder::new()
-            .prefix(".keyframe-export-")
-            .tempfile_in(directory)
-            .map_err(fail)?;
-        write(temporary.as_file())?;
-        temporary.as_file().sync_all().map_err(fail)?;
-        let kept = if self.force {
-            temporary.persist(&self.output)
-        } else {
-            temporary.persist_noclobber(&self.output)
-        };
-        kept.map(drop).map_err(|e| fail(e.error))
+        write_whole(&self.output, self.force, fail, write)
     }
 }

@@ -7,7 +7,9 @@ use crate::progress::instructions_bar;
 use crate::words::replay::ReplayWords;
 use keyframe_analysis::tools;
 use keyframe_replay::interval::Interval;
-use keyframe_replay_driver::{Analysis, AnalysisHeader, AnalysisSubject, jobs};
+use keyframe_replay_driver::{
+    Analysis, AnalysisHeader, AnalysisSubject, FoundWrite, WatchedMemory, found_writes, jobs,
+};
 use serde::Serialize;
 
 /// The number of attempts at an interval.
@@ -76,21 +78,7 @@ struct Report {
     /// Instructions that were looked through.
     instructions: u64,
     wall_ns: u64,
-    writes: Vec<Write>,
-}
-
-/// A write.
-#[derive(Serialize)]
-struct Write {
-    /// Instructions before the one that wrote.
-    icount: u64,
-    pc: String,
-    vaddr: String,
-    /// Empty if it is not known.
-    paddr: String,
-    bytes: u64,
-    value: String,
-    symbol: String,
+    writes: Vec<FoundWrite>,
 }
 
 impl Find {
@@ -98,11 +86,9 @@ impl Find {
     pub fn run(&self) -> Outcome {
         let source = self.recorded.open()?;
         let subject = AnalysisSubject::Recorded(&source);
-        let mut arguments = vec![
-            format!("addr={:#x}", self.writes),
-            format!("len={}", self.len),
-            format!("space={}", if self.physical { "physical" } else { "virtual" }),
-        ];
+        let watched =
+            WatchedMemory { address: self.writes, len_bytes: self.len, is_physical: self.physical };
+        let mut arguments = watched.tool_arguments();
         arguments.extend(self.tool_arg.iter().cloned());
         let tool = tools::by_name("watch", &arguments).map_err(|e| Failure::analysis(&e))?;
         let (head, range) = (
@@ -123,12 +109,7 @@ impl Find {
         bar.finish_and_clear();
         made?;
         let summary = analysis.merge(analysis.collect(&ReplayWords::default())?)?;
-        let mut writes = Vec::new();
-        for file in &summary.files {
-            let text = std::fs::read_to_string(file)
-                .map_err(|e| Failure::new(format!("read {}: {e}", file.display())))?;
-            writes.extend(text.lines().skip(1).filter_map(write));
-        }
+        let mut writes = found_writes(&summary.files)?;
         if self.last {
             writes = writes.pop().into_iter().collect();
         }
@@ -171,16 +152,4 @@ impl Find {
         }
         Ok(if report.writes.is_empty() { FAILED } else { DONE })
     }
-}
-
-/// A line of the tool's result: `icount,pc,vaddr,paddr,bytes,value,symbol`.
-fn write(line: &str) -> Option<Write> {
-    let mut cells = line.splitn(7, ',');
-    let icount = cells.next()?.parse().ok()?;
-    let mut text = || cells.next().map(str::to_owned);
-    let (pc, vaddr, paddr) = (text()?, text()?, text()?);
-    let bytes = text()?.parse().ok()?;
-    let (value, symbol) = (text()?, text()?);
-    let symbol = symbol.trim_matches('"').replace("\"\"", "\"");
-    Some(Write { icount, pc, vaddr, paddr, bytes, value, symbol })
 }

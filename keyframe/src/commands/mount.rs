@@ -2,17 +2,13 @@
 
 use super::StoreArg;
 use crate::failure::{DONE, Failure, Outcome, chain};
-use fuser::{BackgroundSession, Config, MountOption};
-use keyframe_mount::{CheckpointTree, MountedFiles};
+use keyframe_mount::{CheckpointTree, MountedStore};
 use rustix::io::Errno;
-use rustix::mount::{UnmountFlags, unmount};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-/// Threads that answer the kernel.
-const THREADS: usize = 2;
 const POLL: Duration = Duration::from_millis(50);
 
 /// Show every checkpoint as files under a directory, until Ctrl-C or umount
@@ -51,20 +47,8 @@ impl Mount {
         let path = store.path().to_path_buf();
         let dir = check_directory(&self.dir)?;
         let interrupted = keyframe_session::interrupt::interruption()?;
-        let mut config = Config::default();
-        config.mount_options = vec![
-            MountOption::FSName("keyframe".into()),
-            MountOption::Subtype("keyframe".into()),
-            MountOption::RO,
-            MountOption::NoExec,
-            MountOption::NoSuid,
-            MountOption::NoDev,
-            MountOption::DefaultPermissions,
-        ];
-        config.n_threads = Some(THREADS);
-        let files = MountedFiles::new(CheckpointTree::new(store, Box::new(report)));
-        let session =
-            fuser::spawn_mount(files, &dir, &config).map_err(|e| cannot_mount(&dir, &e))?;
+        let tree = CheckpointTree::new(store, Box::new(report));
+        let mounted = MountedStore::mount(tree, &dir).map_err(|e| cannot_mount(&dir, &e))?;
         if !self.quiet {
             eprintln!(
                 "keyframe: the checkpoints of {} are in {}; Ctrl-C or umount ends it",
@@ -72,14 +56,14 @@ impl Mount {
                 dir.display()
             );
         }
-        while !session.guard.is_finished() {
+        while !mounted.has_ended() {
             if interrupted.load(Ordering::Relaxed) {
-                return end(session, &dir);
+                return end(mounted, &dir);
             }
             std::thread::sleep(POLL);
         }
         // Unmounted by somebody else.
-        session.join().map_err(|e| Failure::new(format!("serve {}: {e}", dir.display())))?;
+        mounted.join().map_err(|e| Failure::new(format!("serve {}: {e}", dir.display())))?;
         Ok(DONE)
     }
 }
@@ -90,19 +74,11 @@ fn report(error: &keyframe_mount::Error) {
 }
 
 /// Unmounts the store, even if programs still use it: they get errors.
-fn end(session: BackgroundSession, dir: &Path) -> Outcome {
-    let fail = |e: io::Error| Failure::new(format!("unmount {}: {e}", dir.display()));
-    match unmount(dir, UnmountFlags::empty()) {
-        // Unmounted, or already not there any more: the threads end by themselves.
-        Ok(()) | Err(Errno::INVAL) => session.join().map_err(fail)?,
-        // Not allowed to us: the library knows whom to ask.
-        Err(Errno::PERM) => session.umount_and_join().map_err(fail)?,
-        Err(Errno::BUSY) => {
-            eprintln!("keyframe: {} was still in use; those who use it get errors", dir.display());
-            unmount(dir, UnmountFlags::DETACH).map_err(|e| fail(e.into()))?;
-        }
-        Err(e) => return Err(fail(e.into())),
-    }
+fn end(mounted: MountedStore, dir: &Path) -> Outcome {
+    let note_use =
+        || eprintln!("keyframe: {} was still in use; those who use it get errors", dir.display());
+    let ended = mounted.unmount(note_use);
+    ended.map_err(|e| Failure::new(format!("unmount {}: {e}", dir.display())))?;
     Ok(DONE)
 }
 

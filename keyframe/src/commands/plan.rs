@@ -1,6 +1,5 @@
 //! `keyframe plan`: how many nodes and how long intervals a parallel simulation wants.
 
-mod chart;
 mod measured;
 mod options;
 mod simulated;
@@ -8,16 +7,15 @@ mod simulated;
 use crate::failure::{DONE, Failure, Outcome};
 use crate::output;
 use crate::words::replay::ReplayWords;
-use keyframe_model::{Constants, Formula, Prediction, Recommendation, recommend, recommend_nodes};
-use keyframe_replay_driver::RecordingMeasurements;
+use keyframe_model::{
+    Constants, Formula, Prediction, Recommendation, prediction_figure, prediction_table, recommend,
+    recommend_nodes,
+};
+use keyframe_replay_driver::{RecordingMeasurements, SimulatedClusters};
 use keyframe_store_keys::KeyArg;
 use options::ClusterArgs;
 use serde::Serialize;
-use simulated::Simulated;
 use std::path::PathBuf;
-
-/// Interval lengths of the table, in seconds.
-const LENGTHS: [f64; 10] = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0];
 
 /// Predict a parallel simulation; recommend nodes and intervals
 #[derive(clap::Args, Debug)]
@@ -109,7 +107,7 @@ struct Report {
     with_nodes: Vec<Recommendation>,
     table: Vec<Prediction>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    simulated: Option<Simulated>,
+    simulated: Option<SimulatedClusters>,
 }
 
 impl Plan {
@@ -124,15 +122,15 @@ impl Plan {
         let with_nodes: Vec<Recommendation> =
             self.nodes.iter().map(|nodes| recommend(&constants, *nodes)).collect();
         let chosen = with_nodes.last().copied().unwrap_or(enough);
-        let table = table(&constants, enough.best.nodes, &self.nodes);
+        let table = prediction_table(&constants, enough.best.nodes, &self.nodes);
         let simulated = self
             .cluster
             .simulate
-            .then(|| Simulated::of(&self.cluster, &constants, measured.as_ref(), &self.nodes))
+            .then(|| simulated::simulate(&self.cluster, &constants, measured.as_ref(), &self.nodes))
             .transpose()?;
         if let Some(path) = &self.plot {
             let rows = simulated.as_ref().map_or(&[][..], |simulated| &simulated.table);
-            let figure = chart::figure(&constants, enough.best.nodes, &self.nodes, rows);
+            let figure = prediction_figure(&constants, enough.best.nodes, &self.nodes, rows);
             figure.write(path).map_err(|e| Failure::new(crate::failure::chain(&e)))?;
         }
         let report = Report {
@@ -144,7 +142,7 @@ impl Plan {
             speed_up: chosen.best.speed_up,
             formula: chosen.best.formula,
             equation: chosen.best.formula.equation(),
-            why: why(&chosen),
+            why: chosen.why(),
             enough,
             with_nodes,
             table,
@@ -201,47 +199,6 @@ impl Plan {
     }
 }
 
-/// Powers of two up to the nodes that are enough, these, and those that there are; with each
-/// length.
-fn table(constants: &Constants, enough: u64, nodes: &[u64]) -> Vec<Prediction> {
-    let columns = columns(enough, nodes);
-    let longest = constants.s_log * constants.t_vm;
-    let lengths = LENGTHS.iter().filter(|length| **length <= longest);
-    lengths
-        .flat_map(|length| columns.iter().map(|nodes| Prediction::at(constants, *nodes, *length)))
-        .collect()
-}
-
-/// The most columns of the table.
-const COLUMNS_MAX: usize = 8;
-
-fn columns(enough: u64, nodes: &[u64]) -> Vec<u64> {
-    let powers =
-        std::iter::successors(Some(1_u64), |n| n.checked_mul(2)).take_while(|n| *n < enough);
-    let mut all: Vec<u64> = powers.collect();
-    if let Some(more) = all.len().checked_sub(COLUMNS_MAX).filter(|more| *more > 0) {
-        // One node stays, and the largest.
-        all.drain(1..=more);
-    }
-    all.push(enough);
-    all.extend(nodes);
-    all.sort_unstable();
-    all.dedup();
-    all
-}
-
-fn why(plan: &Recommendation) -> String {
-    let Recommendation { best, nodes_demanded, .. } = plan;
-    let Prediction { nodes, length_s, formula, .. } = best;
-    let busy = format!(
-        "at {length_s:.3} s, {nodes_demanded:.1} nodes would be busy before the first is done"
-    );
-    match formula {
-        Formula::Limited => format!("{busy}: {nodes} are too few, and all are busy to the end"),
-        Formula::Enough => format!("{busy}: {nodes} are enough, and no interval waits"),
-    }
-}
-
 fn tell(report: &Report) -> Result<(), Failure> {
     let Constants { t_vm, s_sim, s_log, t_c, t_i, s_cp } = report.constants;
     if let Some(measured) = &report.measured {
@@ -257,7 +214,7 @@ fn tell(report: &Report) -> Result<(), Failure> {
         format!(
             "N {nodes}, L {length_s:.3} s: {run_time_s:.1} s, {speed_up:.2} times as fast (equation {}: {})",
             formula.equation(),
-            why(plan)
+            plan.why()
         )
     };
     output::print_line(&format!("best:  {}", line(&report.enough)))?;
@@ -287,22 +244,5 @@ fn tell(report: &Report) -> Result<(), Failure> {
     output::print_line("")?;
     output::print_line(output::table(&header, &rows).trim_end())?;
     output::print_line("* nodes enough (equation 2.1); the others by equation 3.5")?;
-    report.simulated.as_ref().map_or(Ok(()), Simulated::tell)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn columns_are_few_and_have_what_was_asked_for() {
-        assert_eq!(columns(1, &[]), [1]);
-        assert_eq!(columns(90, &[4]), [1, 2, 4, 8, 16, 32, 64, 90]);
-        assert_eq!(columns(90, &[5]), [1, 2, 4, 5, 8, 16, 32, 64, 90]);
-        let many = columns(u64::MAX, &[7]);
-        assert!(
-            many.len() <= COLUMNS_MAX + 2 && many.contains(&1) && many.contains(&7),
-            "{many:?}"
-        );
-    }
+    report.simulated.as_ref().map_or(Ok(()), simulated::tell)
 }

@@ -6,11 +6,12 @@ use crate::failure::{DONE, FAILED, Failure, Outcome, WARNED};
 use crate::output;
 use crate::words::StderrWords;
 use keyframe_event_text::shell_word;
-use keyframe_qemu::{Invocation, Medium};
 use keyframe_replay::log::LogSummary;
-use keyframe_replay::recording::{FORMAT, ImageMeta, OWN_STORE, VERSION};
+use keyframe_replay::recording::OWN_STORE;
 use keyframe_replay::{LogTimeRecorder, Recording, RecordingEnding, RecordingMeta};
-use keyframe_replay_driver::{FollowerProcess, adopt_first_checkpoint, checkpoints_in, jobs};
+use keyframe_replay_driver::{
+    FollowerProcess, adopt_first_checkpoint, checkpoints_in, jobs, new_recording, recorded_images,
+};
 use keyframe_session::control::OnExit;
 use keyframe_session::{CommandLines, RecordingOptions, SessionOptions};
 use keyframe_store::Store;
@@ -125,7 +126,7 @@ impl Record {
             let _ = std::fs::remove_dir_all(recording.path());
             return ran.and(Err(Failure::new("QEMU ended before it wrote a log")));
         }
-        recording.meta.images = images(store, &id)?;
+        recording.meta.images = recorded_images(store, &id)?;
         if let Some(bytes) = log_seen.full_at {
             recording.cut_log(bytes).map_err(|e| Failure::recording(&e))?;
             eprintln!(
@@ -238,52 +239,10 @@ impl Record {
     }
 
     fn meta(&self) -> Result<RecordingMeta, Failure> {
-        let invocation = Invocation::parse(self.command.clone()).map_err(|e| Failure::qemu(&e))?;
-        // Before anything is made or opened.
-        invocation.clone().record(Path::new("log")).map_err(|e| Failure::qemu(&e))?;
-        let identity = invocation.identity().map_err(|e| Failure::qemu(&e))?;
-        let directory = std::env::current_dir()
-            .map_err(|e| Failure::new(format!("find the working directory: {e}")))?;
         let store = match &self.store {
             None => OWN_STORE.into(),
             Some(place) => paths::absolute_store(place)?.to_string_lossy().into_owned(),
         };
-        // Of what is not there, QEMU tells.
-        let medium =
-            |medium: Medium| ImageMeta::of(&medium.name, &directory.join(&medium.image)).ok();
-        let media = invocation.media().into_iter().filter_map(medium).collect();
-        let vm = self.name.as_deref().or(invocation.vm_name()).unwrap_or("vm");
-        Ok(RecordingMeta {
-            format: FORMAT.into(),
-            version: VERSION,
-            id: keyframe_replay::recording::new_id().map_err(|e| Failure::recording(&e))?,
-            vm: keyframe_session::run_dir::name_from(vm),
-            began_at: jiff::Timestamp::now(),
-            duration_ns: 0,
-            ending: RecordingEnding::Recording,
-            instructions: 0,
-            log_bytes: 0,
-            log_version: keyframe_replay_driver::log_version_of(&identity)?,
-            qemu_path: identity.path.to_string_lossy().into_owned(),
-            qemu_version: identity.version,
-            qemu_blake3: identity.blake3,
-            working_directory: directory.to_string_lossy().into_owned(),
-            user_command: invocation.words().to_vec(),
-            images: Vec::new(),
-            media,
-            store,
-        })
+        Ok(new_recording(self.command.clone(), self.name.as_deref(), store)?)
     }
-}
-
-/// The images beneath the disks of the recording's first checkpoint.
-fn images(store: &Store, recording: &str) -> Result<Vec<ImageMeta>, Failure> {
-    let listing = store.checkpoints().map_err(|e| Failure::store(&e, store.path()))?;
-    let first = listing.sealed.iter().find(|sealed| {
-        sealed.meta.machine.recorded.as_ref().is_some_and(|place| place.recording == recording)
-    });
-    let disks = first.map_or(&[][..], |sealed| &sealed.meta.disks);
-    let image =
-        |disk: &keyframe_store::DiskMeta| ImageMeta::of(&disk.name, Path::new(&disk.base.path));
-    disks.iter().map(image).collect::<Result<_, _>>().map_err(|e| Failure::recording(&e))
 }

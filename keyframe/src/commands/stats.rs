@@ -4,8 +4,8 @@ use super::{StoreArg, warn_of_unreadable};
 use crate::checkpoint_tables;
 use crate::failure::{Failure, Outcome, chain};
 use crate::output;
+use keyframe_dashboard::growth_figure;
 use keyframe_inspect::entry::{DiskSums, Entry, PauseQuantiles};
-use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 use keyframe_store::{DedupSectors, Growth, SectorBreakdown, SectorTotal, Sharing};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -66,7 +66,7 @@ impl Stats {
             .map_err(|e| self.store.failure(&e))?;
         let growth = (self.growth || self.plot.is_some()).then(|| Growth::of(&listing.sealed));
         if let (Some(path), Some(growth)) = (&self.plot, &growth) {
-            figure(growth).write(path).map_err(|e| Failure::new(chain(&e)))?;
+            growth_figure(growth).write(path).map_err(|e| Failure::new(chain(&e)))?;
         }
         let growth = growth.filter(|_| self.growth);
         if self.json {
@@ -193,31 +193,6 @@ fn hours(growth: &Growth) -> String {
     };
     let rows: Vec<_> = growth.hours.iter().map(row).collect();
     output::table(&["hour (UTC)", "checkpoints", "dirty", "added"], &rows)
-}
-
-/// Plots the dirty bytes and the stored bytes, summed over time.
-fn figure(growth: &Growth) -> Figure {
-    let first = growth.checkpoints.iter().map(|added| added.taken_at).min();
-    let seconds =
-        |at: jiff::Timestamp| first.map_or(0.0, |first| at.duration_since(first).as_secs_f64());
-    let mut dirty_bytes = 0;
-    let (mut dirty, mut stored) = (Vec::new(), Vec::new());
-    for added in &growth.checkpoints {
-        dirty_bytes += added.dirty_bytes;
-        let point = |y: u64| Point { x: seconds(added.taken_at), y: y as f64, deviation: None };
-        dirty.push(point(dirty_bytes));
-        stored.push(point(added.sum_bytes));
-    }
-    let series = [("dirty", dirty), ("stored", stored)]
-        .map(|(name, points)| Series { name: name.into(), points });
-    let bytes = |value: f64| output::bytes(value as u64);
-    let chart = Chart {
-        title: "Sum over all checkpoints that are left".into(),
-        x: Axis::new("seconds since the first checkpoint", Scale::Linear),
-        y: Axis { write: bytes, ..Axis::new("bytes", Scale::Linear) },
-        series: series.into(),
-    };
-    Figure { title: "How the store grew".into(), charts: vec![chart] }
 }
 
 fn times(ratio: Option<f64>) -> String {

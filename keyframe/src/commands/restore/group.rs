@@ -10,8 +10,10 @@ use crate::rights;
 use keyframe_machine::VmmKind;
 use keyframe_net::InFlight;
 use keyframe_qemu::restore::lazy::SharedSource;
-use keyframe_qemu::restore::{self, Lineage, Plan, Restored};
-use keyframe_session::group_restore::{GroupMember, MovedLans, members};
+use keyframe_qemu::restore::{Lineage, Plan, Restored};
+use keyframe_session::group_restore::{
+    FailedMember, GroupMember, MovedLans, end_members, members, start_members,
+};
 use keyframe_session::lans::Lans;
 use keyframe_store::{MachineMeta, Meta};
 use keyframe_units::CheckpointId;
@@ -54,7 +56,10 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
         .collect::<Result<Vec<_>, _>>()?;
     // Before the VMs: they connect as they start.
     let mut lans = network(&in_flight, &moves)?;
-    let mut restored = all_or_none(start(command, group, &members, plans))?;
+    let started = start_members(&members, plans, command.lazy);
+    let mut restored = started.map_err(|FailedMember { name, source }| {
+        command.failure(&source, &group.ram.source, false).about(&name)
+    })?;
     rights::trace_only();
     let pids: Vec<_> =
         members.iter().zip(&restored).map(|(m, fresh)| (m.meta.pid, fresh.pid())).collect();
@@ -64,7 +69,7 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
         .map_err(Failure::from)
         .and_then(|()| if command.paused { Ok(()) } else { run_all(&mut restored) });
     if let Err(failure) = runs {
-        kill(&mut restored);
+        end_members(&mut restored);
         return Err(failure);
     }
     if let Some(lans) = &mut lans {
@@ -125,40 +130,6 @@ fn network(in_flight: &InFlight, moves: &MovedLans) -> Result<Option<Lans>, Fail
     started.map(Some)
 }
 
-/// Starts all members, paused.
-fn start(
-    command: &Restore,
-    group: &Kept<'_>,
-    members: &[GroupMember<'_>],
-    plans: Vec<Plan>,
-) -> Vec<Result<Restored, Failure>> {
-    let failure = |error: &keyframe_qemu::Error, member: &GroupMember<'_>| {
-        command.failure(error, &group.ram.source, false).about(&member.meta.name)
-    };
-    if command.lazy {
-        // A VM whose RAM is not there yet ends with the thread that started it.
-        let lazily = |(member, plan): (&GroupMember<'_>, Plan)| {
-            let source = Arc::clone(&member.source);
-            restore::start_lazy(plan, source, member.device_state).map_err(|e| failure(&e, member))
-        };
-        return members.iter().zip(plans).map(lazily).collect();
-    }
-    std::thread::scope(|scope| {
-        let failure = &failure;
-        let mut threads = Vec::with_capacity(members.len());
-        for (member, plan) in members.iter().zip(plans) {
-            threads.push(scope.spawn(move || {
-                restore::start(plan, &*member.source, member.device_state)
-                    .map_err(|e| failure(&e, member))
-            }));
-        }
-        threads
-            .into_iter()
-            .map(|t| t.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
-            .collect()
-    })
-}
-
 /// Waits until all have ended.
 fn wait(members: &mut [Restored], interrupted: &AtomicBool) -> Outcome {
     loop {
@@ -177,31 +148,6 @@ fn wait(members: &mut [Restored], interrupted: &AtomicBool) -> Outcome {
             return Ok(DONE);
         }
         std::thread::sleep(Duration::from_millis(50));
-    }
-}
-
-/// Ends the other members if one failed: a group without a member is useless.
-fn all_or_none(results: Vec<Result<Restored, Failure>>) -> Result<Vec<Restored>, Failure> {
-    let (mut members, mut failure) = (Vec::with_capacity(results.len()), None);
-    for result in results {
-        match result {
-            Ok(member) => members.push(member),
-            Err(error) => failure = failure.or(Some(error)),
-        }
-    }
-    match failure {
-        None => Ok(members),
-        Some(failure) => {
-            kill(&mut members);
-            Err(failure)
-        }
-    }
-}
-
-fn kill(members: &mut [Restored]) {
-    for member in members {
-        // The user gets the first error.
-        let _ = member.kill();
     }
 }
 

@@ -1,15 +1,17 @@
-//! Speed-up over nodes, each with its best intervals, and over interval length.
+//! A figure of predictions: the speed-up over nodes, each with its best intervals, and over the length
+//! of an interval.
 
-use super::columns;
-use keyframe_model::simulation::ClusterRun;
-use keyframe_model::{Constants, Prediction, recommend};
+use crate::prediction_table::columns;
+use crate::simulation::ClusterRun;
+use crate::{Constants, Prediction, recommend};
 use keyframe_plot::{Axis, Chart, Figure, Point, Scale, Series};
 
 /// Points of a line.
 const STEPS: u32 = 60;
 
-/// The chart; `simulated` is drawn beside the formulas if there is any.
-pub fn figure(
+/// Returns the figure for up to as many nodes as `nodes` has, or as `enough`, the number that is
+/// enough. Runs of a simulated cluster are drawn beside the formulas, if there are any.
+pub fn prediction_figure(
     constants: &Constants,
     enough: u64,
     nodes: &[u64],
