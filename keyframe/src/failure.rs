@@ -15,8 +15,8 @@
 mod kind;
 pub mod paths;
 
-pub use kind::FailureKind;
 use keyframe_event_text::shell_word;
+pub use kind::FailureKind;
 use std::fmt;
 use std::path::Path;
 

@@ -88,7 +88,7 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
             ..group.place.shown(group.id, first.pid())
         };
         if let Err(failure) = group.place.tell(command, group.id, VmmKind::Qemu, shown) {
-            kill(&mut restored);
+            end_members(&mut restored);
             return Err(failure);
         }
     }
