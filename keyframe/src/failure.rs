@@ -72,6 +72,11 @@ impl Failure {
         Self { code: FAILED, kind: FailureKind::Failed, message: message.into(), fix: None }
     }
 
+    /// Wrong usage that the parser of the command line cannot find.
+    pub fn usage(message: impl Into<String>) -> Self {
+        Self { code: USAGE, ..Self::new(message) }
+    }
+
     /// Adds what to do about it.
     #[must_use]
     pub fn fix(mut self, fix: impl Into<String>) -> Self {

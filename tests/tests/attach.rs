@@ -176,6 +176,11 @@ fn what_is_not_that_vm_is_refused_and_no_vm_is_harmed() {
         &["reaches by fat", "read-only", "fix:"],
     );
     env.refused(&["attach", "--store", &env.store(), &pid.to_string()], 2, &["--qmp", "--libvirt"]);
+    env.refused(
+        &["attach", "--store", &env.store(), "nobody"],
+        1,
+        &["no VM named nobody", "--qmp"],
+    );
     assert!(env.list().is_empty());
     vm.assert_unchanged_since(&before);
     assert!(with_disk.is_running());

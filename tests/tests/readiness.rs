@@ -170,9 +170,13 @@ fn restored_vms_and_clones_are_told_with_their_names_and_sockets() {
     // An engine attaches to a clone, and has its name.
     let clone = &one[0];
     let pid = number(clone, "qemu_pid") as u32;
-    let attach = || {
+    let attach = |by_name: bool| {
         let options = ["--interval", "none"];
-        let words = env.attach_args(&["--qmp", text(clone, "monitor")], pid, &options);
+        let mut words = env.attach_args(&["--qmp", text(clone, "monitor")], pid, &options);
+        if by_name {
+            words.retain(|word| word != "--qmp" && *word != text(clone, "monitor"));
+            *words.last_mut().expect("the process id") = "guest-1".into();
+        }
         let process =
             Process::start(env.command(&words.iter().map(String::as_str).collect::<Vec<_>>()));
         wait_until("the engine runs", || {
@@ -182,13 +186,13 @@ fn restored_vms_and_clones_are_told_with_their_names_and_sockets() {
         });
         process
     };
-    let mut engine = attach();
+    let mut engine = attach(true);
     let said = env.run(&["stop", "--name", "guest-1"]);
     assert!(said.status.success());
     let said = String::from_utf8_lossy(&said.stderr).into_owned();
     assert!(said.contains("a clone of that name") && said.contains("--on-exit kill"), "{said}");
     assert!(engine.wait().success() && !is_gone(pid));
-    let mut engine = attach();
+    let mut engine = attach(false);
     env.ok(&["stop", "--name", "guest-1", "--on-exit", "kill"]);
     assert!(engine.wait().success(), "{}", engine.report());
     wait_until("the clone has ended", || is_gone(pid));

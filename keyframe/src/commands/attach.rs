@@ -4,11 +4,12 @@ use super::checkpoints::Checkpoints;
 use super::exit_code;
 use super::vmms;
 use super::{ReadyArg, StoreArg};
-use crate::failure::{Failure, Outcome};
+use crate::failure::{Failure, FailureKind, Outcome};
 use keyframe_machine::VmmKind;
 use keyframe_qemu::{AttachOptions, Monitor};
 use keyframe_session::LanChoice;
 use keyframe_session::control::OnExit;
+use keyframe_session::run_dir::{self, About};
 use keyframe_vmm::Ability;
 use std::path::PathBuf;
 
@@ -28,13 +29,17 @@ that has a dirty bitmap.
 A Firecracker needs the socket of its API (--api-sock), and no change. Other clients may go on to use the API. The files of
 drives to which its guest can write must be on btrfs, XFS, or (with Linux 6.14 or newer) ext4.
 
+A VM that `keyframe branch` or `restore` has started is reached by its name (`keyframe status` lists them). It keeps its name in
+the store.
+
 Examples:
   keyframe attach --store S --qmp /run/vm.sock $(pidof qemu-system-x86_64)
   keyframe attach --store S --api /run/fc.sock $(pidof firecracker)
   keyframe attach --store S --libvirt web --interval 5s --count 10 4711
-  keyframe attach --store S --qmp a.sock --qmp b.sock 4711 4712    # two VMs, at one instant"
+  keyframe attach --store S --qmp a.sock --qmp b.sock 4711 4712    # two VMs, at one instant
+  keyframe attach --store S web-1                                   # a clone of `keyframe branch`"
 )]
-#[group(id = "monitor", required = true, multiple = true)]
+#[group(id = "monitor", multiple = true)]
 pub struct Attach {
     #[command(flatten)]
     store: StoreArg,
@@ -58,50 +63,71 @@ pub struct Attach {
     checkpoints: Checkpoints,
     #[command(flatten)]
     ready: ReadyArg,
-    /// The process id of QEMU or Firecracker. Several VMs are a group: each checkpoint is of all of
-    /// them, at one instant
-    #[arg(value_name = "PID", required = true)]
-    pids: Vec<u32>,
+    /// The process id of QEMU or Firecracker, or the name of a VM that `keyframe branch` or `restore`
+    /// has started. Several VMs are a group: each checkpoint is of all of them, at one instant
+    #[arg(value_name = "PID|NAME", required = true)]
+    vms: Vec<String>,
+}
+
+/// A VM, and the socket of its monitor or API.
+struct Reached {
+    vmm: VmmKind,
+    pid: u32,
+    socket: PathBuf,
 }
 
 impl Attach {
     /// Returns true if the VM is one of Firecracker.
     pub fn is_of_firecracker(&self) -> bool {
-        self.api.is_some()
+        let is_firecracker = |vm: &Reached| vm.vmm == VmmKind::Firecracker;
+        self.api.is_some() || self.named().is_ok_and(|vms| vms.iter().any(is_firecracker))
+    }
+
+    /// The VMs, which are all named; none if a monitor is given.
+    fn named(&self) -> Result<Vec<Reached>, Failure> {
+        if self.api.is_some() || !self.qmp.is_empty() || !self.libvirt.is_empty() {
+            return Ok(Vec::new());
+        }
+        let running = run_dir::without_engine()?;
+        self.vms.iter().map(|name| reached(name, &running)).collect()
+    }
+
+    /// The process ids, of VMs whose monitors are given.
+    fn pids(&self) -> Result<Vec<u32>, Failure> {
+        let pid = |word: &String| {
+            word.parse().map_err(|_| {
+                Failure::usage(format!("{word} is no process id"))
+                    .fix("name a VM without --qmp, --libvirt and --api, or give its process id")
+            })
+        };
+        self.vms.iter().map(pid).collect()
     }
 
     /// Takes checkpoints until asked to end.
     pub fn run(self) -> Outcome {
         let ready = self.ready.take()?;
         let store = self.store.open()?;
-        if let Some(socket) = &self.api {
-            let [pid] = self.pids[..] else {
-                vmms::require(VmmKind::Firecracker, Ability::Groups)?;
-                return Err(Failure::new("several process ids, and one --api SOCKET"));
-            };
-            if self.lan_control.is_some() {
-                vmms::require(VmmKind::Firecracker, Ability::Groups)?;
-            }
+        let named = self.named()?;
+        let pids = if named.is_empty() { self.pids()? } else { Vec::new() };
+        if let Some((pid, socket)) = self.firecracker(&named, &pids)? {
             let mut options = self.checkpoints.options(OnExit::Keep);
             options.events = ready.telling(options.events);
-            let report = vmms::attach_firecracker(&store, pid, socket, options)?;
+            let report = vmms::attach_firecracker(&store, pid, &socket, options)?;
             return Ok(exit_code(report.verdict()));
         }
         let uri = self.connect;
         let libvirt = |domain| Monitor::Libvirt { domain, uri: uri.clone() };
-        let monitors: Vec<Monitor> = self
-            .qmp
-            .into_iter()
-            .map(Monitor::Socket)
-            .chain(self.libvirt.into_iter().map(libvirt))
-            .collect();
-        if monitors.len() != self.pids.len() {
-            let (monitors, pids) = (monitors.len(), self.pids.len());
+        let qmp = self.qmp.into_iter().map(Monitor::Socket);
+        let monitors: Vec<Monitor> = qmp.chain(self.libvirt.into_iter().map(libvirt)).collect();
+        if monitors.len() != pids.len() {
+            let (monitors, pids) = (monitors.len(), pids.len());
             return Err(Failure::new(format!("{pids} process ids, and monitors for {monitors}"))
                 .fix("name one --qmp SOCKET or --libvirt DOMAIN for each PID, in the same order"));
         }
-        let options = monitors.into_iter().map(|monitor| AttachOptions { monitor });
-        let vms: Vec<_> = self.pids.into_iter().zip(options).collect();
+        let given = pids.into_iter().zip(monitors);
+        let named = named.into_iter().map(|vm| (vm.pid, Monitor::Socket(vm.socket)));
+        let vms: Vec<_> =
+            given.chain(named).map(|(pid, monitor)| (pid, AttachOptions { monitor })).collect();
         let mut session = self.checkpoints.options(OnExit::Keep);
         session.events = ready.telling(session.events);
         if let Some(control) = self.lan_control {
@@ -109,4 +135,51 @@ impl Attach {
         }
         Ok(exit_code(keyframe_session::attach(&store, &vms, session)?.verdict()))
     }
+
+    /// The process and the API socket of the one VM of Firecracker; `None` if the VMs are QEMU's. Errors:
+    /// one of several VMs is Firecracker's; a network of several VMs is named.
+    fn firecracker(
+        &self,
+        named: &[Reached],
+        pids: &[u32],
+    ) -> Result<Option<(u32, PathBuf)>, Failure> {
+        let found = match (&self.api, named) {
+            (Some(socket), _) => pids.first().map(|pid| (*pid, socket.clone())),
+            (None, all) => {
+                let one = all.iter().find(|vm| vm.vmm == VmmKind::Firecracker);
+                one.map(|vm| (vm.pid, vm.socket.clone()))
+            }
+        };
+        if found.is_some() && (self.vms.len() > 1 || self.lan_control.is_some()) {
+            vmms::require(VmmKind::Firecracker, Ability::Groups)?;
+            return Err(Failure::new("several process ids, and one --api SOCKET"));
+        }
+        Ok(found)
+    }
+}
+
+/// Finds the VM that `name` names among those that `running` lists.
+fn reached(name: &str, running: &[(PathBuf, About)]) -> Result<Reached, Failure> {
+    let Some((directory, about)) = running.iter().find(|(_, about)| about.vm == name) else {
+        let failure = match name.parse::<u32>() {
+            Ok(pid) => Failure::usage(format!("the monitor of process {pid} is not named")),
+            Err(_) => Failure {
+                kind: FailureKind::NoVm,
+                ..Failure::new(format!(
+                    "keyframe branch and keyframe restore run no VM named {name}"
+                ))
+            },
+        };
+        return Err(failure.fix(
+            "name the VM's monitor: --qmp SOCKET, --libvirt DOMAIN, or --api SOCKET for Firecracker; \
+             `keyframe status` lists the VMs that are found by name",
+        ));
+    };
+    let file = if about.vmm == VmmKind::Firecracker { "api.sock" } else { "qmp.sock" };
+    let (socket, pid) = (directory.join(file), about.qemu_pid);
+    if !socket.exists() {
+        return Err(Failure::new(format!("VM {name} has no monitor of its own"))
+            .fix(format!("name its monitor: --qmp SOCKET {pid}")));
+    }
+    Ok(Reached { vmm: about.vmm, pid, socket })
 }

@@ -64,7 +64,7 @@ Examples:
   keyframe branch --store S latest -n 3
   keyframe branch --store S clean -n 2 --name test -- -netdev tap,id=net0,ifname=tap{number},script=no,downscript=no
   keyframe branch --store S clean -n 2 --tap eth0=tap%d
-  keyframe attach --store S --name test-1 --qmp /run/keyframe/.clones/test-1/qmp.sock PID"
+  keyframe attach --store S test-1                       # checkpoints of a clone"
 )]
 #[expect(clippy::struct_excessive_bools, reason = "they are flags of a command line")]
 pub struct Branch {

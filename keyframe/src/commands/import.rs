@@ -1,7 +1,7 @@
 //! `keyframe import`: a bundle, or a migration stream that QEMU wrote, becomes a checkpoint.
 
 use super::StoreArg;
-use crate::failure::{DONE, Failure, Outcome, USAGE, WARNED};
+use crate::failure::{DONE, Failure, Outcome, WARNED};
 use crate::output;
 use crate::progress::BundleBar;
 use crate::words::StderrWords;
@@ -77,7 +77,7 @@ impl Import {
         match (Bundle::is_bundle(&self.file), self.command.is_empty()) {
             (true, true) => self.bundle(&store),
             (false, false) => self.stream(&store),
-            (true, false) => Err(usage(format!("{} is a bundle", self.file.display()))
+            (true, false) => Err(Failure::usage(format!("{} is a bundle", self.file.display()))
                 .fix("leave out QEMU's command line: the bundle holds it")),
             (false, true) => {
                 let is_file = self.file != Path::new("-");
@@ -86,7 +86,7 @@ impl Import {
                 }
                 let what =
                     if is_file { "this is no bundle" } else { "a bundle is not read from a pipe" };
-                Err(usage(format!("{}: {what}", self.file.display())).fix(
+                Err(Failure::usage(format!("{}: {what}", self.file.display())).fix(
                     "name the file of a bundle; if it is a migration stream, give the command line of the \
                      QEMU that wrote it: -- qemu-system-x86_64 ...",
                 ))
@@ -161,8 +161,4 @@ impl Import {
         };
         Ok(BufReader::with_capacity(BUFFER_BYTES, input))
     }
-}
-
-fn usage(message: String) -> Failure {
-    Failure { code: USAGE, ..Failure::new(message) }
 }
