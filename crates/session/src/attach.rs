@@ -2,9 +2,9 @@
 //! run on meanwhile.
 
 use super::SessionOptions;
+use super::launch::line_disks::disk_owners;
 use super::launch::{
-    PreparedSession, RefusedVms, StartedVm, disk_owners, lock, names, open_lans, prepare,
-    require_kernel,
+    PreparedSession, RefusedVms, StartedVm, lock, names, open_lans, prepare, require_kernel,
 };
 use super::machines::Peripherals;
 use super::memory_guard::GuestMemory;

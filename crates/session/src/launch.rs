@@ -1,6 +1,6 @@
 //! Everything before the guest's first instruction: launch, audit, attach, watchdog, run directory.
 
-mod line_disks;
+pub(crate) mod line_disks;
 
 use super::flight_recorder;
 use super::machines::{Machines, Member, Peripherals};
@@ -21,7 +21,7 @@ use crate::run_dir::{self, RunDir};
 use crate::teardown::Teardown;
 use crate::watchdog_keeper::{StartWatchdog, WatchdogKeeper};
 use keyframe_disk_capture::served::ServedDiskCapture;
-use keyframe_disk_capture::{self as disk_capture, DiskCapture, DiskMethod, DiskOwner};
+use keyframe_disk_capture::{self as disk_capture, DiskCapture, DiskMethod};
 use keyframe_qemu::watchdog;
 use keyframe_qemu::{
     AuditFinding, Invocation, LaunchOptions, MachineShape, QemuIdentity, Severity, Vm,
@@ -30,7 +30,7 @@ use keyframe_store::{DiskState, MachineMeta, MemberMeta, Store, Tuning, Writer};
 use keyframe_vm_disks as disks;
 use keyframe_vm_disks::media::Media;
 use keyframe_vmm::Vmm;
-use line_disks::LineDisks;
+use line_disks::{LineDisks, disk_owners};
 use std::ffi::OsString;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
@@ -76,15 +76,6 @@ pub struct StartedVm {
     pub monitor: Option<PathBuf>,
     /// True if the guest is to run, or runs already.
     pub runs: bool,
-}
-
-/// Returns the VMs `found` as the owners of disks.
-pub fn disk_owners(found: &mut [StartedVm]) -> Vec<DiskOwner<'_>> {
-    let mut owners = Vec::with_capacity(found.len());
-    for StartedVm { name, directory, vm, .. } in found {
-        owners.push(DiskOwner { name, directory, vm });
-    }
-    owners
 }
 
 /// Starts the VMs of `commands` and brings them up to just before their first instruction, with

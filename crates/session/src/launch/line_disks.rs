@@ -1,8 +1,9 @@
 //! The disks of the command lines of VMs that are about to be launched: served, or left out.
 
+use super::StartedVm;
 use crate::error::Result;
 use crate::event::{Event, EventSink};
-use keyframe_disk_capture::{DiskError, ExcludedDisks};
+use keyframe_disk_capture::{DiskError, DiskOwner, ExcludedDisks};
 use keyframe_qemu::{DiskServer, Drive, Invocation, LineDrive, QemuIdentity};
 use keyframe_store::Store;
 use keyframe_vm_disks::overlay_directory::newest_over;
@@ -135,4 +136,13 @@ fn full_name(prefix: &str, disk: &LineDrive) -> String {
         [] => format!("{prefix}{}", disk.name),
         devices => format!("{prefix}{} ({})", disk.name, devices.join(", ")),
     }
+}
+
+/// Returns the VMs `found` as the owners of disks.
+pub fn disk_owners(found: &mut [StartedVm]) -> Vec<DiskOwner<'_>> {
+    let mut owners = Vec::with_capacity(found.len());
+    for StartedVm { name, directory, vm, .. } in found {
+        owners.push(DiskOwner { name, directory, vm });
+    }
+    owners
 }
