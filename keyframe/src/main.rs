@@ -20,6 +20,7 @@ mod words;
 use crate::failure::{Failure, FailureKind, Outcome, USAGE};
 use clap::{ArgMatches, CommandFactory, FromArgMatches, Parser, Subcommand};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 /// Continuous checkpoints for stock QEMU virtual machines
@@ -197,7 +198,11 @@ fn is_for_program(matches: &ArgMatches) -> bool {
 fn exit_for_usage(error: clap::Error) -> ! {
     let error = help::explained(error);
     let mut words = std::env::args_os().take_while(|word| word != "--");
-    if !error.use_stderr() || !words.any(|word| word == "--json" || word == "--ready-fd") {
+    let is_for_program = |word: OsString| {
+        ["--json", "--ready-fd"].iter().any(|option| word == *option)
+            || word.as_encoded_bytes().starts_with(b"--ready-fd=")
+    };
+    if !error.use_stderr() || !words.any(is_for_program) {
         error.exit();
     }
     let text = error.render().to_string();

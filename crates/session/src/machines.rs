@@ -233,6 +233,11 @@ impl Machines {
         }
     }
 
+    /// Returns true if a VM stands because of its disks, or has ended.
+    pub fn are_halted(&self) -> bool {
+        self.members.iter().any(|m| !m.runs && (m.halt.is_some() || m.ended.is_some()))
+    }
+
     /// Returns true if a VM was stopped for want of space for a write of its guest, and still
     /// stands.
     pub fn wait_for_space(&self) -> bool {

@@ -9,7 +9,7 @@
 
 use crate::error::{Error, Result};
 use crate::event::{Event, EventSink, SharedEventSink, Step, tell_failed};
-use keyframe_kernel::inherited_descriptor::inherited_descriptor;
+use keyframe_kernel::inherited_descriptor::take_inherited_descriptor;
 use keyframe_locks::IgnorePoison;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
@@ -40,7 +40,7 @@ impl ReadyNotifier {
     pub fn take(number: Option<u32>) -> Result<Self> {
         let take = |number| {
             let error = |source| Error::ReadyDescriptor { number, source };
-            inherited_descriptor(number).map(File::from).map_err(error)
+            take_inherited_descriptor(number).map(File::from).map_err(error)
         };
         let socket = std::env::var_os("NOTIFY_SOCKET").filter(|socket| !socket.is_empty());
         Ok(Self { descriptor: number.map(take).transpose()?, socket })

@@ -159,7 +159,7 @@ impl RunDir {
     /// Claims the directory of a clone, which has no engine; `keyframe attach` may add one later.
     /// Error: the name is taken, or the directory cannot be made.
     pub fn claim_clone(name: &str) -> Result<Self, RunDirError> {
-        Self::claim_beside(CLONES, name)
+        Self::claim_chosen(CLONES, name)
     }
 
     /// Claims the directory of a clone of VM `vm`, with the first free name of `VM-NUMBER` after
@@ -189,7 +189,16 @@ impl RunDir {
     /// Claims the directory of a restored VM by the name that its user has chosen. Error: the name
     /// is no valid one or is taken, or the directory cannot be made.
     pub fn claim_restored_as(name: &str) -> Result<Self, RunDirError> {
-        Self::claim_beside(RESTORED, name)
+        Self::claim_chosen(RESTORED, name)
+    }
+
+    /// Claims the directory of a VM in `folder` if no other VM has its name: `keyframe stop` ends VMs by
+    /// their names.
+    fn claim_chosen(folder: &str, name: &str) -> Result<Self, RunDirError> {
+        if is_taken(&place::base()?, name) {
+            return Err(RunDirError::NameRuns(name.into()));
+        }
+        Self::claim_beside(folder, name)
     }
 
     /// Claims the directory of a restored VM. If a VM has the name, it becomes `NAME-2`, `NAME-3`,

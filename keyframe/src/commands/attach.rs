@@ -178,8 +178,9 @@ fn reached(name: &str, running: &[(PathBuf, About)]) -> Result<Reached, Failure>
     let file = if about.vmm == VmmKind::Firecracker { "api.sock" } else { "qmp.sock" };
     let (socket, pid) = (directory.join(file), about.qemu_pid);
     if !socket.exists() {
-        return Err(Failure::new(format!("VM {name} has no monitor of its own"))
-            .fix(format!("name its monitor: --qmp SOCKET {pid}")));
+        let option = if about.vmm == VmmKind::Firecracker { "--api" } else { "--qmp" };
+        return Err(Failure::new(format!("no monitor of VM {name} is known"))
+            .fix(format!("name it: {option} SOCKET {pid}")));
     }
     Ok(Reached { vmm: about.vmm, pid, socket })
 }

@@ -211,19 +211,21 @@ impl Restore {
         let mut restored = started.map_err(|e| self.failure(&e, &ram.source, under_kvm))?;
         ram.bar.finish_and_clear();
         let monitor = place.monitor();
+        // A VM whose guest had ended stands.
+        let state = restored.vm().qmp().status();
         let shown = ShownVm {
             monitor: monitor.as_deref().map(shown_vm::text),
             consoles: shown_vm::of_restored(restored.vm().console_sockets().unwrap_or_default()),
             disks: writes.map(shown_vm::text),
+            state: state.as_ref().map_or("running", keyframe_qemu::RunStatus::name).into(),
             ..place.shown(id, restored.pid())
         };
-        if let Err(failure) = place.tell(self, id, VmmKind::Qemu, shown) {
+        if let Err(failure) = place.tell(self, id, VmmKind::Qemu, &shown) {
             // The user gets the first error.
             let _ = restored.kill();
             return Err(failure);
         }
         self.say(|| {
-            let state = restored.vm().qmp().status();
             let state = state.as_ref().map_or("running", keyframe_qemu::RunStatus::name);
             let after = output::duration(before_ns + restored.ready_ns());
             let qemu = restored.pid();
@@ -416,18 +418,17 @@ impl Place {
         command: &Restore,
         id: CheckpointId,
         vmm: VmmKind,
-        shown: ShownVm,
+        shown: &ShownVm,
     ) -> Result<(), Failure> {
         if let Some(directory) = &self.directory {
             let origin = Origin::new(RunKind::Restored, &self.store, id);
             let process = VmmProcess { vmm, pid: shown.qemu_pid };
             let _ = directory.tell(origin, process).inspect_err(warn_unlisted);
         }
-        let shown = shown.paused(command.paused);
         if command.json {
-            output::json(&shown)?;
+            output::json(shown)?;
         }
-        warn_untold(self.ready.take().notify(&shown));
+        warn_untold(self.ready.take().notify(shown));
         Ok(())
     }
 }

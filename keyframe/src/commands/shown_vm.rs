@@ -26,7 +26,8 @@ pub struct ShownVm {
     pub disks: Option<String>,
     /// Where its sockets and consoles are.
     pub directory: Option<String>,
-    pub state: &'static str,
+    /// QEMU's name of its run state, or `running` or `paused`.
+    pub state: String,
     /// The VMs of a group.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub members: Vec<ShownMember>,
@@ -59,7 +60,7 @@ impl ShownVm {
             consoles: BTreeMap::new(),
             disks: None,
             directory: directory.map(|directory| text(directory.path())),
-            state: "running",
+            state: "running".into(),
             members: Vec::new(),
         }
     }
@@ -67,7 +68,7 @@ impl ShownVm {
     /// Says whether it was left paused.
     #[must_use]
     pub fn paused(mut self, is_paused: bool) -> Self {
-        self.state = if is_paused { "paused" } else { "running" };
+        self.state = if is_paused { "paused".into() } else { "running".into() };
         self
     }
 }

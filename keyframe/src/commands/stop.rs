@@ -97,7 +97,21 @@ impl Stop {
         let status = client::ask(engine, &EngineRequest::Status, ANSWER)?;
         let is_its_own =
             matches!(status, EngineResponse::Status(s) if s.qemu_pid == about.qemu_pid);
-        if is_its_own && self.on_exit == Some(OnExit::Kill) {
+        if self.on_exit == Some(OnExit::Kill) {
+            let About { vm, vmm, qemu_pid, .. } = about;
+            if !is_its_own {
+                return Err(Failure::new(format!(
+                    "two VMs are named {vm}: that of an engine, and {vmm} {qemu_pid}"
+                ))
+                .of_kind(FailureKind::SeveralVms)
+                .fix("end the engine alone, without --on-exit; then the name is that of one VM"));
+            }
+            if self.no_wait {
+                return Err(Failure::usage(
+                    "a VM ends after its engine, so --no-wait cannot end both",
+                )
+                .fix("leave --no-wait out"));
+            }
             ask_to_stop(engine, None)?;
             // The engine seals what is in progress, for which it needs the VM.
             while run_dir::lives(engine) {

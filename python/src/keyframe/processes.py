@@ -182,8 +182,11 @@ class GuardedCommand:
         """
         deadline = Deadline(timeout, f"{what} was not there")
         line = b""
+        # `select` knows no descriptor above 1023.
+        poll = select.poll()
+        poll.register(self._ready, select.POLLIN)
         while not line.endswith(b"\n"):
-            readable, _, _ = select.select([self._ready], [], [], deadline.left())
+            readable = poll.poll(1000 * deadline.left())
             chunk = self._ready.read(_READY_BYTES_MAX - len(line)) if readable else b""
             line += chunk
             if readable and not chunk:

@@ -38,7 +38,7 @@ impl Vm {
                 return Err(self.qmp().unexpected("info roms", &Value::String(text)));
             };
             let parts =
-                if files.is_empty() { Vec::new() } else { parts(&files, &self.guest_map()?) };
+                if files.is_empty() { Vec::new() } else { parts(&files, &self.ram_regions()?) };
             self.reset_parts = Some(parts);
         }
         Ok(pages(self.reset_parts.as_deref().unwrap_or_default(), layout))

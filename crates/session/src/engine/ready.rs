@@ -18,9 +18,10 @@ impl Engine<'_> {
     }
 
     /// Whether the session takes a first checkpoint without being asked. If the user keeps the VM
-    /// paused, the session takes none before the VM runs.
+    /// paused, the session takes none before the VM runs. A VM that waits for its disks will run.
     fn awaits_first_checkpoint(&self) -> bool {
-        self.options.recorded.is_some() || (self.cadence.is_some() && self.machines.run())
+        let is_to_run = self.machines.run() || self.machines.are_halted();
+        self.options.recorded.is_some() || (self.cadence.is_some() && is_to_run)
     }
 
     /// Writes into the status whether the VM runs.

@@ -84,7 +84,7 @@ pub fn restore(
         disks: drives.as_ref().map(|drives| shown_vm::text(drives.directory())),
         ..kept.place.shown(kept.id, pid)
     };
-    if let Err(failure) = kept.place.tell(command, kept.id, vmm, shown) {
+    if let Err(failure) = kept.place.tell(command, kept.id, vmm, &shown.paused(command.paused)) {
         // The user gets the first error.
         let _ = restored.vm.end();
         return Err(failure);

@@ -87,7 +87,9 @@ pub fn restore(command: &Restore, group: &Kept<'_>, interrupted: &AtomicBool) ->
             members: members.iter().zip(&restored).map(member).collect(),
             ..group.place.shown(group.id, first.pid())
         };
-        if let Err(failure) = group.place.tell(command, group.id, VmmKind::Qemu, shown) {
+        if let Err(failure) =
+            group.place.tell(command, group.id, VmmKind::Qemu, &shown.paused(command.paused))
+        {
             end_members(&mut restored);
             return Err(failure);
         }

@@ -25,9 +25,11 @@ use keyframe_vmm::RollbackTarget;
 use rustix::fs::{MemfdFlags, memfd_create};
 use std::fs::File;
 
-/// The most changed pages, and the most pages of a reset, that QEMU loads from memory: 64 MiB each. It
-/// loads more from a file on disk.
+/// The most changed pages that QEMU loads from memory: 64 MiB. It loads more from a file on disk.
 const PAGES_IN_MEMORY_MAX: usize = 16 << 10;
+/// The most pages of a reset that are held in memory: 256 MiB, as of an Arm guest with a large initial
+/// RAM disk. Of more, a rollback reads each from the store while the VM stands.
+const RESET_PAGES_MAX: usize = 64 << 10;
 
 /// The copies of a reset's pages that a rollback makes at most: one of the target, one of the state
 /// before, one in the file that QEMU loads.
@@ -63,8 +65,8 @@ impl Engine<'_> {
         let told = self.vm()?.vm_mut().reset_pages(layout).map_err(Error::from)?;
         let pages = in_use(layout, &told);
         let needed_bytes = (pages.len() * PAGE_BYTES) as u64 * RESET_COPIES;
-        let fit_in_memory = pages.len() <= PAGES_IN_MEMORY_MAX
-            && needed_bytes <= memory_limits::remaining(&[]).bytes;
+        let fit_in_memory = pages.len() <= RESET_PAGES_MAX
+            && needed_bytes <= memory_limits::remaining(&[]).bytes / 2;
         let ahead = if fit_in_memory { pages.clone() } else { Vec::new() };
         let read = HeldPages::read(target, ahead);
         let of_target = read.map_err(|e| Error::store(self.store.path(), e))?;
