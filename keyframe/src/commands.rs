@@ -109,11 +109,11 @@ impl TapArg {
     }
 }
 
-/// Who is told that a VM is ready.
+/// The recipients of the message that a VM is ready.
 #[derive(clap::Args, Debug)]
 pub struct ReadyArg {
-    /// Write a line of JSON to this open descriptor when the VM is ready, and close it (see:
-    /// keyframe help scripting). NOTIFY_SOCKET in the environment is told without an option
+    /// Write one line of JSON to this open descriptor when the VM is ready, then close it (see:
+    /// keyframe help scripting). If NOTIFY_SOCKET is set, Keyframe also sends READY=1 there
     #[arg(long, value_name = "FD", value_parser = clap::value_parser!(u32).range(3..))]
     ready_fd: Option<u32>,
 }

@@ -1,8 +1,8 @@
 //! QEMU's own instruction count, by which recordings are numbered.
 //!
 //! A counter that translated code increments before each instruction counts an instruction again
-//! that an exception has interrupted, as it runs again later. QEMU counts it once: it subtracts a
-//! block's instructions as the block begins, and gives back those that did not complete.
+//! that an exception has interrupted, as it runs again later. QEMU counts it once: it adds a block's
+//! instructions as the block begins, and subtracts those that did not complete.
 //!
 //! ```text
 //!   QEMU, at a block's begin   count += instructions of the block

@@ -98,8 +98,8 @@ impl Write for Watched<'_> {
     }
 }
 
-/// Makes the file at `path`, whole or not at all: `write` writes a temporary file beside it, which
-/// then gets its name. With `replaces` it takes the place of a file of that name. Errors: those of
+/// Creates the file at `path` completely or not at all: `write` fills a temporary file beside it, which
+/// is then renamed. With `replaces` it replaces an existing file. Errors: those of
 /// `write`; one that `failed` makes if the file cannot be made, or if there is one already.
 pub fn write_whole<E>(
     path: &Path,

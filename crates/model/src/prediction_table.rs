@@ -5,9 +5,9 @@ use crate::{Constants, Prediction};
 /// Interval lengths of the table, in seconds.
 const LENGTHS: [f64; 10] = [0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0];
 
-/// Returns predictions for each length of an interval from 0.1 s to 100 s that the run is not shorter
-/// than, the shortest length first. For each length there is one prediction for powers of two up to
-/// `enough`, the number of nodes that is enough, one for this number, and one for each of `nodes`.
+/// Returns predictions for the interval lengths from 0.1 s to 100 s that do not exceed the run, the
+/// shortest length first. Each length has a prediction for the powers of two up to `enough`, the number
+/// of nodes that is enough, for `enough` itself, and for each of `nodes`.
 pub fn prediction_table(constants: &Constants, enough: u64, nodes: &[u64]) -> Vec<Prediction> {
     let columns = columns(enough, nodes);
     let longest = constants.s_log * constants.t_vm;

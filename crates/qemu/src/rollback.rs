@@ -28,7 +28,7 @@
 //! The engine tells the watchdog each step before it takes it. If the engine dies, the watchdog
 //! ends the load in the engine's place ([`rescue`]).
 //!
-//! `target` must list the pages that the reset overwrites ([`reset_pages`]): devices may read them as
+//! `target` must list the pages that the reset overwrites ([`Vm::reset_pages`]): devices may read them as
 //! they are loaded. A reset may write to further pages of RAM. The caller compares RAM with the
 //! checkpoint.
 
@@ -37,7 +37,6 @@ mod migration_settings;
 mod obstacle;
 pub(crate) mod rescue;
 mod reset;
-pub(crate) mod reset_pages;
 mod stand;
 
 pub use obstacle::RollbackObstacle;

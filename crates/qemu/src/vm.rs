@@ -25,7 +25,6 @@ use crate::invocation::Invocation;
 use crate::lifetime::Lifetime;
 use crate::machine_shape::CapturedDisks;
 use crate::ramblock::{self, find_ram_blocks};
-use crate::rollback::reset_pages::BlockPart;
 use crate::spawn;
 use crate::sse_flags::SseFlags;
 use crate::statefile::StateFile;
@@ -37,6 +36,7 @@ use crate::{
 };
 use keyframe_machine::{HostBlock, Processor};
 use keyframe_qemu_cmdline::{Argument, options_added_by_wrapper};
+use keyframe_qemu_memory_map::reset_files::BlockPart;
 use keyframe_units::RamLayout;
 use monitor_sockets::prepare_sockets;
 use one_command_pause::OneCommandPause;

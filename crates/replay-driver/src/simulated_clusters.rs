@@ -13,8 +13,8 @@ pub struct SimulatedClusters {
     /// The number of intervals of a recording; `None` if all intervals are equal.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub intervals: Option<u64>,
-    /// The number of those that are not simulated yet, so that the line through the others has their
-    /// time.
+    /// The number of intervals that are not simulated yet. Their time is taken from a line through the
+    /// times of the others.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub estimated: Option<u64>,
     /// The time of the shortest and the longest simulation, in seconds.

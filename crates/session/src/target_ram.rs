@@ -76,7 +76,7 @@ impl HeldPages {
 }
 
 impl<'a> TargetRam<'a> {
-    /// Makes the RAM of `checkpoint`, of which `ahead` was read before.
+    /// Creates the RAM of `checkpoint`; `ahead` holds the pages that were read earlier.
     pub fn new(checkpoint: &'a LoadedCheckpoint, ahead: &'a HeldPages) -> Self {
         Self { checkpoint, ahead, held: HeldPages::default() }
     }

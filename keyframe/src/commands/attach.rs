@@ -96,8 +96,10 @@ impl Attach {
     fn pids(&self) -> Result<Vec<u32>, Failure> {
         let pid = |word: &String| {
             word.parse().map_err(|_| {
-                Failure::usage(format!("{word} is no process id"))
-                    .fix("name a VM without --qmp, --libvirt and --api, or give its process id")
+                Failure::usage(format!("{word} is not a process id")).fix(
+                    "with --qmp, --libvirt or --api, give process ids; to give names of VMs, leave \
+                     these options out",
+                )
             })
         };
         self.vms.iter().map(pid).collect()
@@ -162,11 +164,11 @@ impl Attach {
 fn reached(name: &str, running: &[(PathBuf, About)]) -> Result<Reached, Failure> {
     let Some((directory, about)) = running.iter().find(|(_, about)| about.vm == name) else {
         let failure = match name.parse::<u32>() {
-            Ok(pid) => Failure::usage(format!("the monitor of process {pid} is not named")),
+            Ok(pid) => Failure::usage(format!("no monitor is given for process {pid}")),
             Err(_) => Failure {
                 kind: FailureKind::NoVm,
                 ..Failure::new(format!(
-                    "keyframe branch and keyframe restore run no VM named {name}"
+                    "keyframe branch and keyframe restore have started no VM named {name}"
                 ))
             },
         };

@@ -105,8 +105,8 @@ pub struct Restore {
     /// has it]
     #[arg(long)]
     name: Option<String>,
-    /// Print JSON once the VM is there, as an entry of `branch --json`. The guest's console may be
-    /// in the same output: --ready-fd has no other text
+    /// Print the VM as JSON when it is ready, in the form of an entry of `branch --json`. The guest's
+    /// console may share standard output; --ready-fd writes the same JSON to a descriptor of its own
     #[arg(long)]
     json: bool,
     #[command(flatten)]

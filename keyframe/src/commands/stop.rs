@@ -38,8 +38,8 @@ Examples:
 pub struct Stop {
     #[command(flatten)]
     vm: RunningVm,
-    /// What to do with the VM, instead of what `run` was started with. Of a VM that was branched or
-    /// restored: `kill` ends it together with the engine of its name
+    /// What to do with the VM, in place of the choice made at `run`. For a clone or restored VM that is
+    /// attached: `kill` ends the VM and its engine
     #[arg(long, value_enum)]
     on_exit: Option<OnExit>,
     /// Do not wait for the end

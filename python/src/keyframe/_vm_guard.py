@@ -2,7 +2,7 @@
 even if Python is killed.
 
 Run as a program: ``python -I -S _vm_guard.py PYTHON_PID DIRECTORY READY_FD COMMAND...``. The
-command inherits the descriptor READY_FD, which the guard closes. Standard input is a pipe. The
+command inherits the descriptor READY_FD. The guard closes its own copy. Standard input is a pipe. The
 guard ends the command when it can read from the pipe, when the pipe's other end closes, or when the
 process PYTHON_PID ends, whichever comes first:
 

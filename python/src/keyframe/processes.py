@@ -131,7 +131,7 @@ class GuardedCommand:
 
     def __init__(self, program: Program, arguments: Sequence[str], directory: Path) -> None:
         ready, told = os.pipe()
-        # An option of its own, before what is meant for QEMU.
+        # Inserted after the command's name, before QEMU's command line.
         words = [*arguments[:1], "--ready-fd", str(told), *arguments[1:]]
         self._command = [program.path, *words]
         self._ready: IO[bytes] = os.fdopen(ready, "rb", buffering=0)
@@ -190,7 +190,7 @@ class GuardedCommand:
             chunk = self._ready.read(_READY_BYTES_MAX - len(line)) if readable else b""
             line += chunk
             if readable and not chunk:
-                # It ends, or has told more than it may.
+                # The command closed the descriptor, or wrote more than it may.
                 code = self.wait(deadline)
                 if code in (_DONE, _WARNED):
                     raise VmEnded(f"{what} has ended at once\n{self.messages()}".strip())

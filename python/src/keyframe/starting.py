@@ -2,7 +2,7 @@
 
 ::
 
-    run      starts a VM; the VM ends with the ``with``, also if that ends by an exception
+    run      starts a VM; the VM ends when the ``with`` block ends, also by an exception
     attach   takes checkpoints of a VM that runs already; the VM runs on after the ``with``
     connect  drives a VM that another process runs under checkpoints; nothing ends with the ``with``
 
@@ -53,7 +53,7 @@ def run(
     `command` is the command line of QEMU or Firecracker: a list of words, or a text that is split
     as a shell splits it. `store` exists already (`Store.create` makes one). If it is `None`, the
     store is that of ``KEYFRAME_STORE``; without that, a temporary one in ``TMPDIR``, which is
-    removed with the VM: do not read arrays of its RAM (`Checkpoint.ram`) after that. `name` is the
+    removed when the VM ends; arrays of its RAM (`Checkpoint.ram`) are invalid then. `name` is the
     VM's name; if it is `None`, that of QEMU's ``-name``, or ``vm``. `interval` is the time between
     checkpoints; if it is `None`, only `Vm.take` takes them. `disk` and `leave_out_disks` are
     ``--disk`` and ``--leave-out-disk``, and `options` are further options of ``keyframe run``.

@@ -26,8 +26,8 @@
 //!
 //! QEMU loads only pages in which "before" and the target can differ, and those that a reset of the
 //! machine overwrites, because QEMU resets it on the way. Most of the comparison is done while the VM
-//! still runs. The tracker reports what the load has written, and all that may differ from the target are compared with it before
-//! the VM runs ([`ram`]). Pages that still differ are written into QEMU's memory: a second load while
+//! still runs. The tracker reports the pages that the load has written. Before the VM runs, the engine
+//! compares with the target every page that may differ from it ([`ram`]). Pages that still differ are written into QEMU's memory: a second load while
 //! the VM stands still can crash QEMU. What was written is then compared again.
 //!
 //! "after" is captured while the VM stands, and sealed while it runs. While the VM stands, all threads

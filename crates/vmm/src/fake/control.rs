@@ -165,7 +165,7 @@ impl FakeControl {
         lock(&self.shared).device_state = device_state;
     }
 
-    /// Has each reset of the machine, such as that of a rollback, write a page.
+    /// Makes each reset of the machine, such as that of a rollback, write this page.
     pub fn write_at_reset(&self, page: PageIndex, content: &Page) {
         lock(&self.shared).reset_writes.insert(page, *content);
     }

@@ -15,46 +15,29 @@
 //! A file with `mem=rom` is written once, at the start. One with `fw=` is not in RAM. One without an
 //! address is a RAM block of its own, which no device uses.
 
-use crate::{Result, Vm};
 use keyframe_units::{GuestRegion, PAGE_BYTES, PageIndex, RamLayout};
-use serde_json::Value;
 
 /// A part of a RAM block.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct BlockPart {
+pub struct BlockPart {
     block: String,
     first_page: u64,
     /// The number of pages, at least one.
     len_pages: u64,
 }
 
-impl Vm {
-    /// Returns the pages of the RAM blocks `layout` that a reset of the machine overwrites, in
-    /// ascending order. QEMU is asked once. Errors: it does not answer; its lists are not understood.
-    pub fn reset_pages(&mut self, layout: &RamLayout) -> Result<Vec<PageIndex>> {
-        if self.reset_parts.is_none() {
-            let text = self.qmp().hmp("info roms")?;
-            let Some(files) = files(&text) else {
-                return Err(self.qmp().unexpected("info roms", &Value::String(text)));
-            };
-            let parts =
-                if files.is_empty() { Vec::new() } else { parts(&files, &self.ram_regions()?) };
-            self.reset_parts = Some(parts);
-        }
-        Ok(pages(self.reset_parts.as_deref().unwrap_or_default(), layout))
-    }
-}
-
 /// A file that each reset writes into the guest's physical memory.
 #[derive(Debug, PartialEq, Eq)]
-struct File {
+pub struct ResetFile {
+    /// Its first address.
     start: u64,
     /// The first address after it.
     end: u64,
 }
 
-/// The files of QEMU's list that each reset writes into RAM. `None` if the list is not understood.
-fn files(list: &str) -> Option<Vec<File>> {
+/// Returns the files that each reset writes into RAM. `list` is QEMU's answer to `info roms`. `None` if it
+/// is not understood.
+pub fn files(list: &str) -> Option<Vec<ResetFile>> {
     let of_addresses = list.lines().map(str::trim).filter_map(|line| line.strip_prefix("addr="));
     let mut found = Vec::new();
     for line in of_addresses {
@@ -63,7 +46,7 @@ fn files(list: &str) -> Option<Vec<File>> {
         let size = words.next()?.strip_prefix("size=0x")?;
         let end = start.checked_add(u64::from_str_radix(size, 16).ok()?)?;
         match words.next()? {
-            "mem=ram" if start < end => found.push(File { start, end }),
+            "mem=ram" if start < end => found.push(ResetFile { start, end }),
             "mem=ram" | "mem=rom" => {}
             _ => return None,
         }
@@ -71,10 +54,10 @@ fn files(list: &str) -> Option<Vec<File>> {
     Some(found)
 }
 
-/// The parts of RAM blocks that `files` lie in, as `regions` places the blocks.
-fn parts(files: &[File], regions: &[GuestRegion]) -> Vec<BlockPart> {
+/// Returns the parts of RAM blocks that `files` lie in, as `regions` places the blocks.
+pub fn parts(files: &[ResetFile], regions: &[GuestRegion]) -> Vec<BlockPart> {
     let page = PAGE_BYTES as u64;
-    let part = |file: &File, region: &GuestRegion| {
+    let part = |file: &ResetFile, region: &GuestRegion| {
         let start = file.start.max(region.start.0);
         let end = file.end.min(region.start.0.saturating_add(region.len_bytes));
         let offset = |address: u64| address - region.start.0 + region.offset_bytes;
@@ -87,8 +70,8 @@ fn parts(files: &[File], regions: &[GuestRegion]) -> Vec<BlockPart> {
     files.iter().flat_map(|file| regions.iter().filter_map(|region| part(file, region))).collect()
 }
 
-/// The pages of `parts` that `layout` has, in ascending order.
-fn pages(parts: &[BlockPart], layout: &RamLayout) -> Vec<PageIndex> {
+/// Returns the pages of `parts` that `layout` has, in ascending order.
+pub fn pages(parts: &[BlockPart], layout: &RamLayout) -> Vec<PageIndex> {
     let mut found = Vec::new();
     for part in parts {
         let Some(number) = layout.blocks().iter().position(|block| block.name == part.block) else {
@@ -138,7 +121,7 @@ addr=00000000fffc0000 size=0x040000 mem=rom name=\"bios-256k.bin\"\r
     #[test]
     fn the_files_in_ram_are_found_in_their_blocks() {
         let files = files(LIST).unwrap();
-        assert_eq!(files[0], File { start: 0x1800, end: 0x2800 });
+        assert_eq!(files[0], ResetFile { start: 0x1800, end: 0x2800 });
         assert_eq!(files.len(), 2);
         let regions = [region(0, 0x4000, "pc.ram", 0), region(0x4000, 0x1_0000, "pc.ram", 0x6000)];
         let parts = parts(&files, &regions);
@@ -174,7 +157,7 @@ addr=00000000fffc0000 size=0x040000 mem=rom name=\"bios-256k.bin\"\r
             offset in any::<u32>(),
         ) {
             let _ = files(&format!("addr={tail}"));
-            let files = [File { start: start / 2, end: start }];
+            let files = [ResetFile { start: start / 2, end: start }];
             let regions = [region(start / 4, len_bytes, "pc.ram", u64::from(offset))];
             let _ = parts(&files, &regions);
             let part = BlockPart { block: "pc.ram".into(), first_page: start, len_pages: len_bytes };
