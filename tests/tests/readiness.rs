@@ -123,7 +123,7 @@ fn a_command_that_fails_tells_nothing_but_the_kind_of_its_error() {
     let unknown = ["show", "7", "--json", "--store", &store];
     env.refused(&unknown, 1, &[r#""kind":"unknown_checkpoint""#]);
     let closed = ["run", "--store", &store, "--ready-fd", "77", "--", "qemu-system-x86_64"];
-    env.refused(&closed, 1, &["take descriptor 77", "open the descriptor"]);
+    env.refused(&closed, 1, &["--ready-fd 77", "open it when you start"]);
 }
 
 #[test]

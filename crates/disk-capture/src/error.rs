@@ -88,7 +88,7 @@ pub enum DiskError {
         source: keyframe_kernel::Error,
     },
     /// The kernel has ceased to report writes to the drives.
-    #[error("the kernel reports the writes to the VM's drives no longer")]
+    #[error("the kernel no longer reports writes to the VM's drives")]
     WritesLost(#[source] keyframe_kernel::Error),
     /// A file has changed, and the kernel has reported no write.
     #[error("{} has changed, and the kernel has reported no write to it", .0.display())]
@@ -158,7 +158,8 @@ pub enum DiskError {
     },
     /// The scratch files have too little space.
     #[error(
-        "{} has {free_bytes} bytes free, too few for what the guest overwrites meanwhile; free some",
+        "{} has {free_bytes} bytes free: too few for the old content of the blocks that the guest \
+         overwrites during a checkpoint; free some space there",
         folder.display()
     )]
     NoScratchSpace {
@@ -168,7 +169,7 @@ pub enum DiskError {
         free_bytes: u64,
     },
     /// The encoder has not read the disks of the checkpoint before.
-    #[error("the disks of the checkpoint before are not read after {seconds} s")]
+    #[error("the disks of the previous checkpoint were not read within {seconds} s")]
     ReadTimeout {
         /// The number of seconds that were waited.
         seconds: u64,
@@ -180,7 +181,7 @@ pub enum DiskError {
     #[error("the checkpoint's disks were not cut")]
     NotCut,
     /// An export has another size than its disk.
-    #[error("{name}: {now_bytes} bytes, and had {then_bytes}")]
+    #[error("the size of disk {name} has changed from {then_bytes} to {now_bytes} bytes")]
     Resized {
         /// The export.
         name: String,
@@ -240,7 +241,7 @@ pub enum CloneObstacle {
     #[error("writes to {0} do not last (snapshot=on)")]
     Temporary(String),
     /// The disk is a network export.
-    #[error("{0} is no file, but an export that QEMU reaches by NBD")]
+    #[error("{0} is not a file, but an export that QEMU reaches by NBD")]
     NoFile(String),
     /// The guest sees a part of the image only.
     #[error("{0} is a part of an image (offset, size), and a clone is the whole image")]
@@ -249,7 +250,7 @@ pub enum CloneObstacle {
     #[error("{} is neither raw nor qcow2", .0.display())]
     Format(PathBuf),
     /// The image is not a regular file.
-    #[error("{} is no file", .0.display())]
+    #[error("{} is not a regular file", .0.display())]
     NotRegular(PathBuf),
     /// A qcow2 image is not whole by itself.
     #[error("{} {reason}", path.display())]
@@ -268,10 +269,13 @@ pub enum CloneObstacle {
         source: io::Error,
     },
     /// The file is in a jail of its VMM.
-    #[error("{} is in a jail, which is removed with its VM, and clones beside the file with it", .0.display())]
+    #[error(
+        "{} is in the VM's jail: clones would lie beside it, and would be removed with the jail",
+        .0.display()
+    )]
     InJail(PathBuf),
     /// Cloning takes longer than other methods.
-    #[error("to clone {} takes {took_ms} ms", path.display())]
+    #[error("cloning {} takes {took_ms} ms, longer than a pause may take", path.display())]
     Slow {
         /// The image.
         path: PathBuf,
@@ -312,9 +316,14 @@ impl DiskError {
             Self::Vmm(error) => return error.fix().map(str::to_owned),
             Self::VmDisks(error) => return error.fix(),
             Self::Store { source, .. } => return source.fix(),
-            Self::NotCloneable(_) => "put the image on btrfs or XFS, or leave --disk out: another \
-                                      way is chosen then"
-                .into(),
+            Self::NotCloneable(CloneObstacle::NoClones { .. } | CloneObstacle::Slow { .. }) => {
+                "put the image on btrfs or XFS, or leave --disk out: Keyframe then chooses another \
+                 method"
+                    .into()
+            }
+            Self::NotCloneable(_) => {
+                "leave --disk out: Keyframe then chooses another method".into()
+            }
             Self::DriveNotCloneable { why: CloneObstacle::Io { .. }, .. } => {
                 "let Keyframe write beside the drive's file, where it puts the clones".into()
             }

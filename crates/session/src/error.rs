@@ -188,7 +188,7 @@ pub enum Error {
     #[error("interrupted")]
     Interrupted,
     /// The descriptor that was to be told that the session is ready is not open.
-    #[error("take descriptor {number}, which is to be told that the VM is ready")]
+    #[error("--ready-fd {number}: this descriptor is not open")]
     ReadyDescriptor {
         /// The descriptor's number.
         number: u32,
@@ -281,7 +281,7 @@ impl Error {
                 "give the command line of the QEMU that wrote the stream, and that QEMU binary"
             }
             Self::ReadyDescriptor { .. } => {
-                "open the descriptor for the command, as a shell does with: --ready-fd 3 3>FILE"
+                "open it when you start the command, as a shell does with: --ready-fd 3 ... 3>FILE"
             }
             Self::Interrupted => "call it again: it continues with the missing checkpoints",
             Self::WatchdogDescriptors

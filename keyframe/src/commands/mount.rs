@@ -75,8 +75,12 @@ fn report(error: &keyframe_mount::Error) {
 
 /// Unmounts the store, even if programs still use it: they get errors.
 fn end(mounted: MountedStore, dir: &Path) -> Outcome {
-    let note_use =
-        || eprintln!("keyframe: {} was still in use; those who use it get errors", dir.display());
+    let note_use = || {
+        eprintln!(
+            "keyframe: {} was still in use: programs that have files open in it get errors",
+            dir.display()
+        );
+    };
     let ended = mounted.unmount(note_use);
     ended.map_err(|e| Failure::new(format!("unmount {}: {e}", dir.display())))?;
     Ok(DONE)
