@@ -9,3 +9,14 @@ pub mod reset_files;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub struct MapError(pub String);
+
+/// A layout of blocks with these names, kinds and sizes in bytes.
+#[cfg(test)]
+fn layout_of(blocks: &[(&str, keyframe_units::BlockKind, usize)]) -> keyframe_units::RamLayout {
+    let block = |&(name, kind, bytes): &(&str, keyframe_units::BlockKind, usize)| {
+        let bytes = bytes as u64;
+        let name = name.into();
+        keyframe_units::RamBlock { name, kind, used_bytes: bytes, total_bytes: bytes }
+    };
+    keyframe_units::RamLayout::new(blocks.iter().map(block).collect()).unwrap()
+}

@@ -131,7 +131,6 @@ fn check(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_units::RamBlock;
     use proptest::prelude::*;
 
     const VIEW: &str = "FlatView #0\r
@@ -155,18 +154,11 @@ FlatView #2\r
 ";
 
     fn layout() -> RamLayout {
-        let block = |name: &str, kind, bytes| RamBlock {
-            name: name.into(),
-            kind,
-            used_bytes: bytes,
-            total_bytes: bytes,
-        };
-        RamLayout::new(vec![
-            block("pc.ram", BlockKind::Backend, 3 << 20),
-            block("pc.bios", BlockKind::Stream, 256 << 10),
-            block("0000:00:02.0/vga.vram", BlockKind::Stream, 64 << 10),
+        crate::layout_of(&[
+            ("pc.ram", BlockKind::Backend, 3 << 20),
+            ("pc.bios", BlockKind::Stream, 256 << 10),
+            ("0000:00:02.0/vga.vram", BlockKind::Stream, 64 << 10),
         ])
-        .unwrap()
     }
 
     #[test]

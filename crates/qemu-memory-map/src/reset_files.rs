@@ -89,7 +89,7 @@ pub fn pages(parts: &[BlockPart], layout: &RamLayout) -> Vec<PageIndex> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use keyframe_units::{BlockKind, GuestPhys, RamBlock};
+    use keyframe_units::{BlockKind, GuestPhys};
     use proptest::prelude::*;
 
     const LIST: &str = "fw=genroms/pvh.bin size=0x000600 name=\"pvh.bin\"\r
@@ -105,17 +105,10 @@ addr=00000000fffc0000 size=0x040000 mem=rom name=\"bios-256k.bin\"\r
     }
 
     fn layout() -> RamLayout {
-        let block = |name: &str, kind, total_bytes| RamBlock {
-            name: name.into(),
-            kind,
-            used_bytes: total_bytes,
-            total_bytes,
-        };
-        let blocks = vec![
-            block("pc.bios", BlockKind::Stream, 2 * PAGE_BYTES as u64),
-            block("pc.ram", BlockKind::Backend, 8 * PAGE_BYTES as u64),
-        ];
-        RamLayout::new(blocks).unwrap()
+        crate::layout_of(&[
+            ("pc.bios", BlockKind::Stream, 2 * PAGE_BYTES),
+            ("pc.ram", BlockKind::Backend, 8 * PAGE_BYTES),
+        ])
     }
 
     #[test]

@@ -51,8 +51,10 @@ const CLONE_NUMBER_MAX: u32 = 9999;
 const ABOUT_BYTES_MAX: u64 = 64 << 10;
 /// The link to an API.
 const API: &str = "api.sock";
+/// QEMU's monitor.
+const QMP: &str = "qmp.sock";
 /// The sockets by which a VM without an engine is found, and the VMM that listens there.
-const MONITORS: [(&str, VmmKind); 2] = [("qmp.sock", VmmKind::Qemu), (API, VmmKind::Firecracker)];
+const MONITORS: [(&str, VmmKind); 2] = [(QMP, VmmKind::Qemu), (API, VmmKind::Firecracker)];
 /// Whose VM a standby runs.
 const RUNS: &str = "runs";
 const NAME_BYTES_MAX: u64 = 64;
@@ -159,14 +161,14 @@ impl RunDir {
     /// Claims the directory of a clone, which has no engine; `keyframe attach` may add one later.
     /// Error: the name is taken, or the directory cannot be made.
     pub fn claim_clone(name: &str) -> Result<Self, RunDirError> {
-        Self::claim_chosen(CLONES, name)
+        peripherals(CLONES)?;
+        Self::claim_free(&place::base()?, CLONES, name)
     }
 
     /// Claims the directory of a clone of VM `vm`, with the first free name of `VM-NUMBER` after
     /// `after`: a name that neither a clone nor another VM has. Returns the number, too. Error: none
     /// of the names is free, or the directory cannot be made.
     pub fn claim_next_clone(vm: &str, after: u32) -> Result<(u32, Self), RunDirError> {
-        // It makes the directory.
         peripherals(CLONES)?;
         Self::claim_next_in(&place::base()?, vm, after)
     }
@@ -174,11 +176,7 @@ impl RunDir {
     fn claim_next_in(base: &Path, vm: &str, after: u32) -> Result<(u32, Self), RunDirError> {
         let mut taken = RunDirError::NameRuns(vm.into());
         for number in after.saturating_add(1)..=CLONE_NUMBER_MAX {
-            let name = numbered_name(vm, number);
-            if is_taken(base, &name) {
-                continue;
-            }
-            match Self::claim_in(&base.join(CLONES), &name) {
+            match Self::claim_free(base, CLONES, &numbered_name(vm, number)) {
                 Err(error @ (RunDirError::NameRuns(_) | RunDirError::NameLeft(_))) => taken = error,
                 claimed => return claimed.map(|directory| (number, directory)),
             }
@@ -189,16 +187,8 @@ impl RunDir {
     /// Claims the directory of a restored VM by the name that its user has chosen. Error: the name
     /// is no valid one or is taken, or the directory cannot be made.
     pub fn claim_restored_as(name: &str) -> Result<Self, RunDirError> {
-        Self::claim_chosen(RESTORED, name)
-    }
-
-    /// Claims the directory of a VM in `folder` if no other VM has its name: `keyframe stop` ends VMs by
-    /// their names.
-    fn claim_chosen(folder: &str, name: &str) -> Result<Self, RunDirError> {
-        if is_taken(&place::base()?, name) {
-            return Err(RunDirError::NameRuns(name.into()));
-        }
-        Self::claim_beside(folder, name)
+        peripherals(RESTORED)?;
+        Self::claim_free(&place::base()?, RESTORED, name)
     }
 
     /// Claims the directory of a restored VM. If a VM has the name, it becomes `NAME-2`, `NAME-3`,
@@ -214,19 +204,20 @@ impl RunDir {
     }
 
     fn claim_numbered(folder: &str, name: &str) -> Result<Self, RunDirError> {
+        peripherals(folder)?;
         let (base, name) = (place::base()?, name_from(name));
-        let claim = |name: &str| {
-            if is_taken(&base, name) {
-                return Err(RunDirError::NameRuns(name.into()));
-            }
-            Self::claim_beside(folder, name)
-        };
+        let claim = |name: &str| Self::claim_free(&base, folder, name);
         let numbered = (2..=NAMESAKES_MAX).map(|number| numbered_name(&name, number));
         numbered.fold(claim(&name), |claimed, name| claimed.or_else(|_| claim(&name)))
     }
 
-    fn claim_beside(folder: &str, name: &str) -> Result<Self, RunDirError> {
-        Self::claim_in(&peripherals(folder)?, name)
+    /// Claims the directory of a VM in `folder` if no other VM has its name: `keyframe stop` ends VMs by
+    /// their names.
+    fn claim_free(base: &Path, folder: &str, name: &str) -> Result<Self, RunDirError> {
+        if is_taken(base, name) {
+            return Err(RunDirError::NameRuns(name.into()));
+        }
+        Self::claim_in(&base.join(folder), name)
     }
 
     /// Writes the description of a VM without an engine that this process has started, for
@@ -284,7 +275,7 @@ impl RunDir {
         if MONITORS.iter().any(|(file, _)| UnixStream::connect(path.join(file)).is_ok()) {
             return Err(RunDirError::NameLeft(name.into()));
         }
-        for file in ["qmp.sock", API, "watchdog.sock", "control.sock", RUNS, NOTE] {
+        for file in [QMP, API, "watchdog.sock", "control.sock", RUNS, NOTE] {
             match std::fs::remove_file(path.join(file)) {
                 Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(fail("clear", e)),
                 _ => {}
@@ -444,6 +435,7 @@ fn about(dir: &Path) -> Option<About> {
     serde_json::from_str(&text).ok()
 }
 
+/// Makes the directory of the VMs without an engine of one kind, and returns it.
 fn peripherals(folder: &str) -> Result<PathBuf, RunDirError> {
     let folder = place::base()?.join(folder);
     make_private(&folder)?;
@@ -464,6 +456,12 @@ fn living_in(base: &Path) -> Result<Vec<PathBuf>, RunDirError> {
     let mut live: Vec<PathBuf> = entries(base)?.filter(|path| lives(path)).collect();
     live.sort();
     Ok(live)
+}
+
+/// Returns the socket of the monitor, or of the API, of a clone or a restored VM of `vmm` with this
+/// directory.
+pub fn monitor_in(directory: &Path, vmm: VmmKind) -> PathBuf {
+    directory.join(if vmm == VmmKind::Firecracker { API } else { QMP })
 }
 
 /// Returns the name of the VM whose engine has this directory.

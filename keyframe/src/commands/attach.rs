@@ -145,13 +145,9 @@ impl Attach {
         named: &[Reached],
         pids: &[u32],
     ) -> Result<Option<(u32, PathBuf)>, Failure> {
-        let found = match (&self.api, named) {
-            (Some(socket), _) => pids.first().map(|pid| (*pid, socket.clone())),
-            (None, all) => {
-                let one = all.iter().find(|vm| vm.vmm == VmmKind::Firecracker);
-                one.map(|vm| (vm.pid, vm.socket.clone()))
-            }
-        };
+        let given = self.api.iter().zip(pids).map(|(socket, pid)| (*pid, socket.clone()));
+        let named = named.iter().filter(|vm| vm.vmm == VmmKind::Firecracker);
+        let found = given.chain(named.map(|vm| (vm.pid, vm.socket.clone()))).next();
         if found.is_some() && (self.vms.len() > 1 || self.lan_control.is_some()) {
             vmms::require(VmmKind::Firecracker, Ability::Groups)?;
             return Err(Failure::new("several process ids, and one --api SOCKET"));
@@ -177,8 +173,7 @@ fn reached(name: &str, running: &[(PathBuf, About)]) -> Result<Reached, Failure>
              `keyframe status` lists the VMs that are found by name",
         ));
     };
-    let file = if about.vmm == VmmKind::Firecracker { "api.sock" } else { "qmp.sock" };
-    let (socket, pid) = (directory.join(file), about.qemu_pid);
+    let (socket, pid) = (run_dir::monitor_in(directory, about.vmm), about.qemu_pid);
     if !socket.exists() {
         let option = if about.vmm == VmmKind::Firecracker { "--api" } else { "--qmp" };
         return Err(Failure::new(format!("no monitor of VM {name} is known"))

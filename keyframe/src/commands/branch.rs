@@ -25,7 +25,7 @@ use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored, Shar
 use keyframe_qemu::restore::{CloneConsole, CloneOptions, clone_line};
 use keyframe_session::control::OnExit;
 use keyframe_session::readiness::ReadyNotifier;
-use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess};
+use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess, monitor_in};
 use keyframe_store::{CheckpointId, LoadedCheckpoint, Store};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
 use keyframe_vm_disks::{moved_images, restored};
@@ -255,7 +255,7 @@ impl Branch {
             accelerator: self.accel.map(Into::into),
             disks: place.disks.as_ref().map(|disks| disks.server(&loaded.meta, "")).transpose()?,
             lineage: Some(lineage.clone()),
-            monitor: Some(place.directory.path().join("qmp.sock")),
+            monitor: Some(monitor_in(place.directory.path(), VmmKind::Qemu)),
             ..RestoreOptions::default()
         };
         let extra = extra.into_iter().map(OsString::from).collect();
@@ -326,7 +326,7 @@ impl Branch {
             let disks = place.disks.as_ref().and_then(CheckpointDisks::directory);
             ShownVm {
                 number: Some(place.number),
-                monitor: Some(shown_vm::text(&directory.join("qmp.sock"))),
+                monitor: Some(shown_vm::text(&monitor_in(directory, VmmKind::Qemu))),
                 consoles: shown_vm::of_clone(&place.consoles),
                 disks: disks.map(shown_vm::text),
                 ..ShownVm::new(place.name.clone(), Some(&place.directory), id.0, vm.pid())

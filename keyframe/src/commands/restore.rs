@@ -17,7 +17,7 @@ use keyframe_qemu::restore::lazy::Residency;
 use keyframe_qemu::restore::{self, Lineage, Plan, RestoreOptions, Restored};
 use keyframe_qemu::{Accelerator, DiskServer};
 use keyframe_session::readiness::ReadyNotifier;
-use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess};
+use keyframe_session::run_dir::{Origin, RunDir, RunKind, VmmProcess, monitor_in};
 use keyframe_store::{MachineMeta, Meta, Store};
 use keyframe_units::{CheckpointId, RamLayout};
 use keyframe_vm_disks::checkpoint_disks::CheckpointDisks;
@@ -403,7 +403,8 @@ impl Place {
 
     /// The socket of a monitor for other programs.
     fn monitor(&self) -> Option<PathBuf> {
-        self.directory.as_ref().map(|directory| directory.path().join("qmp.sock"))
+        let directory = self.directory.as_ref()?;
+        Some(monitor_in(directory.path(), VmmKind::Qemu))
     }
 
     /// The VM of `id` in process `pid`.

@@ -114,9 +114,7 @@ impl Stop {
             }
             ask_to_stop(engine, None)?;
             // The engine seals what is in progress, for which it needs the VM.
-            while run_dir::lives(engine) {
-                std::thread::sleep(LOOK_EVERY);
-            }
+            await_end(|| run_dir::lives(engine));
             return self.end(place, about);
         }
         ask_to_stop(engine, self.on_exit)?;
@@ -166,11 +164,16 @@ impl Stop {
             output::print_line("stopping")?;
             return Ok(DONE);
         }
-        while lives() {
-            std::thread::sleep(LOOK_EVERY);
-        }
+        await_end(lives);
         output::print_line("stopped")?;
         Ok(DONE)
+    }
+}
+
+/// Waits as long as `lives` says so.
+fn await_end(lives: impl Fn() -> bool) {
+    while lives() {
+        std::thread::sleep(LOOK_EVERY);
     }
 }
 
@@ -182,12 +185,13 @@ fn ask_to_stop(engine: &Path, on_exit: Option<OnExit>) -> Result<(), Failure> {
 
 /// Ends a clone by the socket in `place`, its directory.
 fn end_clone(place: &Path, about: &About) -> Result<(), Failure> {
+    let monitor = run_dir::monitor_in(place, about.vmm);
     if about.vmm == VmmKind::Qemu {
-        let quit = Qmp::connect_running(&place.join("qmp.sock"), ANSWER)
-            .and_then(|mut qmp| qmp.execute("quit", None));
+        let quit =
+            Qmp::connect_running(&monitor, ANSWER).and_then(|mut qmp| qmp.execute("quit", None));
         return quit.map(drop).map_err(|e| Failure::qemu(&e));
     }
-    Ok(run_dir::end_vmm(&place.join("api.sock"), &about.vm, about.qemu_pid)?)
+    Ok(run_dir::end_vmm(&monitor, &about.vm, about.qemu_pid)?)
 }
 
 /// Makes the failure of a command without a name while several VMs run.

@@ -73,17 +73,10 @@ def run(
     line = shlex.split(command) if isinstance(command, str) else [os.fspath(w) for w in command]
     if not line:
         raise ValueError("command is empty")
-    with ExitStack() as undo:
-        directory = directory_for_command()
-        undo.callback(shutil.rmtree, directory, ignore_errors=True)
-        of = _store(store, directory, program, timeout)
-        words = ["run", "--store", of.path, "--quiet"]
-        words += _options(name, interval, disk, leave_out_disks, options)
-        guarded = started(of, [*words, "--", *line], directory)
-        undo.callback(guarded.end)
-        vm = _engine(guarded, of, guarded.output, timeout, agent)
-        undo.pop_all()
-    return vm
+    options = _options(name, interval, disk, leave_out_disks, options)
+    return _under_checkpoints(
+        ["run"], [*options, "--", *line], store, program, timeout, agent, has_console=True
+    )
 
 
 def attach(
@@ -122,15 +115,31 @@ def attach(
         raise ValueError("attach needs one of qmp=, libvirt= and api=")
     if store is None and not os.environ.get("KEYFRAME_STORE"):
         raise ValueError("attach needs store=, or KEYFRAME_STORE in the environment")
+    options = _options(name, interval, disk, leave_out_disks, options)
+    words = ["attach", str(pid), *named[0]]
+    return _under_checkpoints(words, options, store, program, timeout, agent, has_console=False)
+
+
+def _under_checkpoints(
+    words: Sequence[str],
+    options: Sequence[str],
+    store: Store | str | os.PathLike[str] | None,
+    program: str | os.PathLike[str] | None,
+    timeout: float,
+    agent: str | os.PathLike[str] | None,
+    *,
+    has_console: bool,
+) -> Vm:
+    """The VM of a command that begins with `words` and takes `options`, once it is ready. If that
+    fails, nothing of it is left.
+    """
     with ExitStack() as undo:
         directory = directory_for_command()
         undo.callback(shutil.rmtree, directory, ignore_errors=True)
         of = _store(store, directory, program, timeout)
-        words = ["attach", str(pid), *named[0], "--store", of.path, "--quiet"]
-        words += _options(name, interval, disk, leave_out_disks, options)
-        guarded = started(of, words, directory)
+        guarded = started(of, [*words, "--store", of.path, "--quiet", *options], directory)
         undo.callback(guarded.end)
-        vm = _engine(guarded, of, None, timeout, agent)
+        vm = _engine(guarded, of, guarded.output if has_console else None, timeout, agent)
         undo.pop_all()
     return vm
 

@@ -27,8 +27,9 @@
 //! QEMU loads only pages in which "before" and the target can differ, and those that a reset of the
 //! machine overwrites, because QEMU resets it on the way. Most of the comparison is done while the VM
 //! still runs. The tracker reports the pages that the load has written. Before the VM runs, the engine
-//! compares with the target every page that may differ from it ([`ram`]). Pages that still differ are written into QEMU's memory: a second load while
-//! the VM stands still can crash QEMU. What was written is then compared again.
+//! compares with the target every page that may differ from it ([`ram`]). Pages that still differ are
+//! written into QEMU's memory: a second load while the VM stands still can crash QEMU. What was written
+//! is then compared again.
 //!
 //! "after" is captured while the VM stands, and sealed while it runs. While the VM stands, all threads
 //! of the engine have a raised priority, also the encoder's, for which the VM waits.
@@ -58,7 +59,7 @@ use crate::event::{Step, tell_failed};
 use keyframe_capture::BoxError;
 use keyframe_qemu::line_difference;
 use keyframe_store::{CheckpointId, LoadedCheckpoint};
-use keyframe_units::{PageIndex, PageSet, elapsed_ns};
+use keyframe_units::{PageIndex, elapsed_ns};
 use keyframe_vm_disks::restored::are_same;
 use keyframe_vm_disks::staged::DiskSet;
 use keyframe_vmm::{Ability, RunState, Succession, VmmKind};
@@ -380,7 +381,7 @@ impl Engine<'_> {
         };
         let before = sealed.map(|sealed| self.wait_for_seal(&sealed)).transpose()?;
         let pages = match (&way.differing, written, before) {
-            (Some(differing), Some(written), _) => joined(differing, &written),
+            (Some(differing), Some(written), _) => joined(differing, written.iter()),
             (_, _, Some(before)) => self.load(before)?.differing(target),
             _ => return Err(RollbackError::NoneSealed),
         };
@@ -563,9 +564,9 @@ impl Engine<'_> {
     }
 }
 
-/// The pages in either set, in ascending order.
-fn joined(pages: &[PageIndex], set: &PageSet) -> Vec<PageIndex> {
-    let mut all: Vec<_> = pages.iter().copied().chain(set.iter()).collect();
+/// Returns the pages among either, in ascending order.
+fn joined(pages: &[PageIndex], others: impl Iterator<Item = PageIndex>) -> Vec<PageIndex> {
+    let mut all: Vec<_> = pages.iter().copied().chain(others).collect();
     all.sort_unstable();
     all.dedup();
     all

@@ -16,7 +16,7 @@
 //! loaded. So the pages that the reset overwrites are loaded with the others. They may be many: all of
 //! a kernel. The engine reads those of the target while the VM still runs ([`ResetPages`]).
 
-use super::{Engine, Error, Instant, RollbackError, step};
+use super::{Engine, Error, Instant, RollbackError, joined, step};
 use crate::memory_limits;
 use crate::target_ram::{COMPARISONS, HeldPages, TargetRam, used, write_wrong_pages};
 use keyframe_store::LoadedCheckpoint;
@@ -39,10 +39,8 @@ const RESET_COPIES: u64 = 3;
 pub(super) struct ResetPages {
     /// In ascending order, and in use.
     pages: Vec<PageIndex>,
-    /// True if memory holds their content.
-    fit_in_memory: bool,
-    /// Their content in the target, if it fits.
-    of_target: HeldPages,
+    /// Their content in the target; `None` if memory does not hold it.
+    of_target: Option<HeldPages>,
 }
 
 /// A checkpoint that the paused VM becomes.
@@ -67,10 +65,9 @@ impl Engine<'_> {
         let needed_bytes = (pages.len() * PAGE_BYTES) as u64 * RESET_COPIES;
         let fit_in_memory = pages.len() <= RESET_PAGES_MAX
             && needed_bytes <= memory_limits::remaining(&[]).bytes / 2;
-        let ahead = if fit_in_memory { pages.clone() } else { Vec::new() };
-        let read = HeldPages::read(target, ahead);
+        let read = fit_in_memory.then(|| HeldPages::read(target, pages.clone())).transpose();
         let of_target = read.map_err(|e| Error::store(self.store.path(), e))?;
-        Ok(ResetPages { pages, fit_in_memory, of_target })
+        Ok(ResetPages { pages, of_target })
     }
 
     /// Loads the devices and `pages` of a checkpoint, and writes all further pages that then differ.
@@ -82,10 +79,11 @@ impl Engine<'_> {
     ) -> Result<(), RollbackError> {
         let began = Instant::now();
         let layout = &to.meta.ram;
-        let loaded = joined_pages(&in_use(layout, pages), &reset.pages);
-        let in_memory = pages.len() <= PAGES_IN_MEMORY_MAX && reset.fit_in_memory;
+        let loaded = joined(&in_use(layout, pages), reset.pages.iter().copied());
+        let in_memory = pages.len() <= PAGES_IN_MEMORY_MAX && reset.of_target.is_some();
         let none = HeldPages::default();
-        let mut ram = TargetRam::new(to, if *is_target { &reset.of_target } else { &none });
+        let ahead = reset.of_target.as_ref().filter(|_| *is_target);
+        let mut ram = TargetRam::new(to, ahead.unwrap_or(&none));
         if in_memory {
             ram.hold(&loaded).map_err(|e| Error::store(self.store.path(), e))?;
         }
@@ -175,14 +173,6 @@ impl Engine<'_> {
         let mut write = |page, right: &_| strategies.write_page(page, right);
         write_wrong_pages(ram, self.store.path(), &*reader, &mut write, &doubtful)
     }
-}
-
-/// Returns the pages of either list, in ascending order.
-fn joined_pages(pages: &[PageIndex], others: &[PageIndex]) -> Vec<PageIndex> {
-    let mut all = [pages, others].concat();
-    all.sort_unstable();
-    all.dedup();
-    all
 }
 
 /// Returns those of `pages` that lie in the used part of their RAM block.
